@@ -1,0 +1,3 @@
+"""Pipeline-parallel fine-tuning of language models with MLX and MPI."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,67 @@
+"""The vocabulary of schedules: what one rank does, one action after the other.
+
+An action prints as stage, kind, micro-batch: ``0F3``, ``1I3``, ``0SEND_F3``; the notation of
+torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does to one micro-batch at one stage."""
+
+    F = "F"  # forward
+    B = "B"  # whole backward
+    I = "I"  # gradient for the stage's input only
+    W = "W"  # gradient for the stage's weights only
+    SEND_F = "SEND_F"  # the stage's output, to the stage after it
+    RECV_F = "RECV_F"  # the stage's input, from the stage before it
+    SEND_B = "SEND_B"  # the gradient of the stage's input, to the stage before it
+    RECV_B = "RECV_B"  # the gradient of the stage's output, from the stage after it
+
+    @property
+    def is_compute(self) -> bool:
+        return len(self.value) == 1
+
+
+_PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a schedule.
+
+    ``stage`` counts from 0 at the embedding; ``microbatch`` counts within the replica's step.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str`` writes; ``ValueError`` names the text that is no action."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, like 0F3")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+Grid = tuple[tuple[Action, ...], ...]
+"""The actions of each pipeline rank, in order: ``grid[rank][i]``."""
+
+
+def parse_grid(text: str) -> Grid:
+    """Read one rank a line, actions apart by white space; empty lines are passed over."""
+    return tuple(
+        tuple(Action.parse(word) for word in line.split())
+        for line in text.strip().splitlines()
+        if line.strip()
+    )
