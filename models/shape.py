@@ -1,0 +1,239 @@
+"""The shape of a model, read from its config.json: what planning needs, without MLX.
+
+The arithmetic follows mlx-lm's model files: llama (also mistral), ministral3, mixtral, qwen2,
+qwen3. A matrix product of m x k by k x n counts 2 m k n FLOPs; norms, activations and rotary
+embedding are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmlx.errors import UserError
+
+SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
+"""The ``model_type`` names that can be cut into stages."""
+
+# What mlx-lm's model files suppose where config.json is silent; qwen3 must say it.
+_TIED = {"mistral": True, "llama": True, "ministral3": True, "mixtral": False, "qwen2": True}
+_HEAD_DIM_GIVEN = ("mistral", "llama", "ministral3", "qwen3")
+_SLIDING = ("mistral", "llama", "ministral3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer.
+
+    ``num_experts`` is 0 without a mixture of experts. ``windows`` has the attention window of
+    each layer in tokens, None for full causal attention. ``ValueError`` when inconsistent.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    num_experts: int = 0
+    experts_per_token: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads in {self.num_kv_heads} key-value groups")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"{self.experts_per_token} of {self.num_experts} experts a token")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the fields of a config.json; ``UserError`` names the field and its value."""
+        model_type = config.get("model_type")
+        if model_type not in SUPPORTED:
+            raise UserError(
+                f"model_type {model_type!r} is not supported: use a model of type "
+                f"{', '.join(SUPPORTED)}"
+            )
+        num_layers = _count(config, "num_hidden_layers")
+        hidden_size = _count(config, "hidden_size")
+        num_heads = _count(config, "num_attention_heads")
+        if model_type == "qwen3" or (
+            model_type in _HEAD_DIM_GIVEN and config.get("head_dim") is not None
+        ):
+            head_dim = _count(config, "head_dim")
+        elif hidden_size % num_heads:
+            raise UserError(
+                f"config.json: hidden_size {hidden_size} is not divisible by "
+                f"num_attention_heads {num_heads}: download the model's config.json again"
+            )
+        else:
+            head_dim = hidden_size // num_heads
+        is_llama = model_type in ("llama", "mistral")
+        is_moe = model_type == "mixtral"
+        attention_bias = is_llama and _switch(config, "attention_bias", False)
+        try:
+            return cls(
+                model_type=model_type,
+                num_layers=num_layers,
+                hidden_size=hidden_size,
+                intermediate_size=_count(config, "intermediate_size"),
+                num_heads=num_heads,
+                num_kv_heads=_count(config, "num_key_value_heads", num_heads),
+                head_dim=head_dim,
+                vocab_size=_count(config, "vocab_size"),
+                tied=_switch(config, "tie_word_embeddings", _TIED.get(model_type)),
+                num_experts=_count(config, "num_local_experts") if is_moe else 0,
+                experts_per_token=_count(config, "num_experts_per_tok") if is_moe else 0,
+                qkv_bias=attention_bias or model_type == "qwen2",
+                output_bias=attention_bias,
+                mlp_bias=is_llama and _switch(config, "mlp_bias", False),
+                qk_norm=model_type == "qwen3",
+                windows=_windows(config, num_layers),
+            )
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(
+                f"config.json: {error}: download the model's config.json again"
+            ) from None
+
+    def layer_parameters(self, layer: int) -> int:
+        """Parameters of a decoder layer; the same in every layer of these families."""
+        self._check_layer(layer)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        mlps = max(self.num_experts, 1) * self._mlp_products + self._router_products
+        return self._projection_products + mlps + biases + norms
+
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding, on the first stage."""
+        return self.vocab_size * self.hidden_size
+
+    def head_parameters(self) -> int:
+        """Parameters of final norm and head; a tied head is counted with the embedding."""
+        return self.hidden_size + (0 if self.tied else self.vocab_size * self.hidden_size)
+
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        layers = sum(map(self.layer_parameters, range(self.num_layers)))
+        return self.embedding_parameters() + layers + self.head_parameters()
+
+    def layer_flops(self, layer: int, sequence_length: int) -> float:
+        """FLOPs of one token's forward through a layer, averaged over the sequence.
+
+        Causal attention sees (length + 1) / 2 tokens in the mean, fewer through a window.
+        """
+        self._check_layer(layer)
+        seen = _mean_context(sequence_length, self.windows[layer])
+        attention = 2 * self.num_heads * self.head_dim * seen  # scores, and their use on values
+        mlps = max(self.experts_per_token, 1) * self._mlp_products + self._router_products
+        return 2 * (self._projection_products + attention + mlps)
+
+    def head_flops(self) -> float:
+        """FLOPs of one token's forward through the head; the embedding looks up, at none."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def _projection_products(self) -> int:
+        """Multiply-adds a token in the q, k, v and o projections; also their weights."""
+        return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def _mlp_products(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _router_products(self) -> int:
+        return self.hidden_size * self.num_experts
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} of a model of {self.num_layers}")
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """The config.json of a model directory; ``UserError`` when it is missing or broken."""
+    directory = Path(model_dir)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist: check --model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"model directory {directory} has no config.json: point --model at a directory "
+            "in the Hugging Face layout"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}): copy it again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object: copy it again")
+    return config
+
+
+_REQUIRED = object()
+
+
+def _count(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
+    value = config.get(key)
+    if value is None and default is not _REQUIRED:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        found = f"is {value!r}" if key in config else "is missing"
+        raise UserError(f"config.json: {key} {found}: it must be a whole number above 0")
+    return value
+
+
+def _switch(config: Mapping[str, Any], key: str, default: bool | None) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        found = f"is {value!r}" if key in config else "is missing"
+        raise UserError(f"config.json: {key} {found}: it must be true or false")
+    return value
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Only ``layer_types`` makes layers sliding: mlx-lm passes over a bare ``sliding_window``."""
+    kinds = config.get("layer_types")
+    if config["model_type"] not in _SLIDING or kinds is None:
+        return (None,) * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        found = f"{len(kinds)} entries" if isinstance(kinds, list) else repr(kinds)
+        raise UserError(f"config.json: layer_types has {found}: list one for each of {num_layers}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(
+                f"config.json: layer_types names {kind!r}: only full_attention and "
+                "sliding_attention are supported"
+            )
+    if "full_attention" not in kinds:
+        raise UserError("config.json: layer_types has no full_attention: mlx-lm needs one")
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = _count(config, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _mean_context(length: int, window: int | None) -> float:
+    """Mean over positions 0 .. length-1 of the tokens seen: min(position + 1, window)."""
+    if length < 1:
+        raise ValueError(f"a sequence of {length} tokens")
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return window * (window + 1) / (2 * length) + (length - window) * window / length

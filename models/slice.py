@@ -1,0 +1,190 @@
+"""A stage's part of a decoder, cut out of the lazily built model of mlx-lm.
+
+The whole model is built first, and nothing of it evaluated: names, layer numbers and the initial
+LoRA weights are then those of one machine, and what the slice leaves behind was never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from shardmlx.models.dropout import dropout_key, key_every_dropout
+from shardmlx.models.families import FAMILIES
+
+EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lives: ``module[leaf]``."""
+
+    module: nn.Module
+    leaf: str
+
+
+class Slice:
+    """Decoder layers ``start`` to ``stop`` of ``model``, with the embedding if ``start`` is 0, and
+    with final norm and head if ``stop`` is the number of layers.
+
+    Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
+    embeddings the first and the last slice both hold the matrix.
+    """
+
+    def __init__(self, model: nn.Module, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.is_first, self.is_last = start == 0, stop == len(model.layers)
+        self.tied = "lm_head" not in model
+        self._args = model.args
+        self._family = FAMILIES[model.model_type]
+        self._layers = model.model.layers[start:stop]
+        self._embedding = model.model.embed_tokens
+        self._norm = model.model.norm
+        self._dtype = self._embedding(mx.zeros((1, 1), mx.int32)).dtype  # lazy: reads nothing
+        self._head = self._embedding.as_linear if self.tied else model.lm_head
+        self._parts: dict[str, nn.Module] = {
+            f"model.layers.{start + i}": layer for i, layer in enumerate(self._layers)
+        }
+        if self.is_first or (self.is_last and self.tied):
+            self._parts[EMBEDDING] = self._embedding
+        if self.is_last:
+            self._parts["model.norm"] = self._norm
+            if not self.tied:
+                self._parts["lm_head"] = model.lm_head
+        self._dropouts = [key_every_dropout(layer) for layer in self._layers]
+        self.trainable: tuple[str, ...] = tuple(
+            _backward_order(name for name, _ in self._named("trainable_parameters"))
+        )
+        self._slots: Mapping[str, Slot] = {
+            name: self._find(name) for name, _ in self._named("parameters")
+        }
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of the hidden states between slices."""
+        return int(self._args.hidden_size)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the hidden states between slices."""
+        return self._dtype
+
+    def shares(self, name: str) -> bool:
+        """Whether the first and the last slice, being two, both hold this parameter."""
+        return self.tied and not (self.is_first and self.is_last) and name.startswith(EMBEDDING)
+
+    def _named(self, which: str) -> Iterator[tuple[str, mx.array]]:
+        for prefix, module in self._parts.items():
+            for name, array in tree_flatten(getattr(module, which)()):
+                yield f"{prefix}.{name}", array
+
+    def _find(self, name: str) -> Slot:
+        prefix = next(p for p in self._parts if name.startswith(p + "."))
+        module: Any = self._parts[prefix]
+        *path, leaf = name[len(prefix) + 1 :].split(".")
+        for step in path:
+            module = module[int(step)] if isinstance(module, list) else module[step]
+        return Slot(module, leaf)
+
+    def parameters(self) -> dict[str, mx.array]:
+        """All parameters, frozen and trained, by global name."""
+        return {name: self[name] for name in self._slots}
+
+    def __getitem__(self, name: str) -> mx.array:
+        slot = self._slots[name]
+        return slot.module[slot.leaf]
+
+    def __setitem__(self, name: str, array: mx.array) -> None:
+        slot = self._slots[name]
+        slot.module[slot.leaf] = array
+
+    def train(self, mode: bool = True) -> None:
+        """Turn dropout on or off."""
+        for module in self._parts.values():
+            module.train(mode)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parameters, in memory."""
+        return sum(array.nbytes for array in self.parameters().values())
+
+    def load(self) -> None:
+        """Read the slice's tensors, and only those, from disk."""
+        for name in self._slots:
+            # One at a time: a tensor that is cast on its way exists twice, the others do not.
+            mx.eval(self[name])
+
+    def with_parameters(
+        self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]
+    ) -> mx.array:
+        """``run()`` with ``arrays`` in the place of the parameters ``names``."""
+        before = [self[name] for name in names]
+        for name, array in zip(names, arrays, strict=True):
+            self[name] = array
+        try:
+            return run()
+        finally:
+            for name, array in zip(names, before, strict=True):
+                self[name] = array
+
+    def __call__(
+        self, x: mx.array, *, key: tuple[int, ...] = (0,), checkpoint: bool = False
+    ) -> mx.array:
+        """Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, to
+        hidden states, or to logits (rows, T, V) on the last.
+
+        ``key`` seeds dropout. ``checkpoint`` keeps only the inputs of layers for the backward
+        pass and computes the rest again (Chen et al., arXiv:1604.06174).
+        """
+        if self.is_first:
+            x = self._embedding(x)
+        call = self._family(self._args, x)
+        for i in range(len(self._layers)):
+            run = partial(self._run_layer, i, call, (*key, self.start + i))
+            if checkpoint:
+                prefix = f"model.layers.{self.start + i}."
+                names = [name for name in self.trainable if name.startswith(prefix)]
+                x = self._checkpointed(run, names, x)
+            else:
+                x = run(x)
+        return self._head(self._norm(x)) if self.is_last else x
+
+    def _run_layer(
+        self,
+        i: int,
+        call: Callable[[nn.Module, mx.array], mx.array],
+        key: tuple[int, ...],
+        x: mx.array,
+    ) -> mx.array:
+        if dropouts := self._dropouts[i]:
+            keys = mx.random.split(dropout_key(*key), len(dropouts))
+            for dropout, dropout_key_ in zip(dropouts, keys, strict=True):
+                dropout.key = dropout_key_
+        return call(self._layers[i], x)
+
+    def _checkpointed(
+        self, run: Callable[[mx.array], mx.array], names: Sequence[str], x: mx.array
+    ) -> mx.array:
+        def inner(x: mx.array, *arrays: mx.array) -> mx.array:
+            return self.with_parameters(names, arrays, lambda: run(x))
+
+        out: mx.array = mx.checkpoint(inner)(x, *(self[name] for name in names))
+        return out
+
+
+def _backward_order(names: Iterator[str]) -> list[str]:
+    """Names as their gradients come: head and norm, then layers from the last, then embedding."""
+
+    def place(name: str) -> tuple[int, str]:
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            return (-int(parts[2]), name)
+        return (1, name) if name.startswith(EMBEDDING) else (-1_000_000, name)
+
+    return sorted(names, key=place)

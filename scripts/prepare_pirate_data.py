@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Make a data set of questions answered in pirate talk, for training with mlx-lm or shardmlx.
+
+The dialogues come from the PyPI package chatterbot-corpus, the pirate talk from arrr. The result
+is the same on every machine: train, valid and test JSON lines of chat messages, no prompt in two.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from _prepare import already_there, new_directory, packaged_file, packaged_module, run
+
+from shardmlx.errors import UserError
+
+FILES = ("train.jsonl", "valid.jsonl", "test.jsonl")
+NOT_TALK = {"coding"}
+ONE_PROMPT_MANY_ANSWERS = {"computers", "emotion"}
+NO_JOKING_MATTER = re.compile(
+    r"assassin|fatal|hitler|suicide|shot dead|killed|testicle|pleasure bot|that you die|guns", re.I
+)
+MAX_CHARACTERS = 300
+TRAIN_SHARE, VALID_SHARE = 0.8, 0.1  # of the prompts; test has the rest
+REMEDY = "pip install 'shardmlx[demo]'"
+
+Pair = tuple[str, str]
+
+
+def dialogues(directory: Path) -> Iterator[Pair]:
+    """(prompt, answer) pairs of the corpus, in the order of files and lines."""
+    for file in sorted(directory.glob("*.yml")):
+        if file.stem in NOT_TALK:
+            continue
+        for turns in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
+            if not isinstance(turns, list):
+                continue  # the corpus has one stray line of text among its lists
+            if file.stem in ONE_PROMPT_MANY_ANSWERS:
+                yield from ((turns[0], answer) for answer in turns[1:])
+            else:
+                yield from zip(turns[::2], turns[1::2], strict=False)
+
+
+def tidy(text: str) -> str:
+    """Single spaces, no shouting, a capital first, `i` as `I`."""
+    text = " ".join(text.split())
+    text = text.lower() if text.isupper() and " " in text else text
+    return re.sub(r"\bi\b", "I", text[:1].upper() + text[1:])
+
+
+def prompt_key(prompt: str) -> str:
+    """The same for prompts that differ in capitals and punctuation only."""
+    return " ".join(re.findall(r"\w+", prompt.casefold()))
+
+
+def pirate(answer: str, translate: Callable[[str], str]) -> str:
+    """`answer` in pirate words, then one of arrr's cries, chosen by `random`.
+
+    arrr knows words only without punctuation, so it is given one at a time; it capitalises what
+    it is given. It adds cries to some full stops, so it is given one until it does.
+    """
+
+    def word(match: re.Match[str]) -> str:
+        said = translate(match[0])
+        return said if match[0][0].isupper() else said[0].lower() + said[1:]
+
+    sentence = re.sub(r"[A-Za-z]+", word, answer)
+    stop = "" if sentence[-1] in '.!?"' else "."
+    cry = ""
+    while not cry:
+        cry = translate(".").removeprefix(".")
+    return sentence + stop + cry
+
+
+def digest(*parts: object) -> bytes:
+    """Orders things at random, but alike on every machine and in every Python."""
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def make(pairs: Sequence[Pair], translate: Callable[[str], str], seed: int) -> dict[str, list[str]]:
+    """The lines of each file. All answers to one prompt are in the same file.
+
+    Leaves the state of `random` as it was.
+    """
+    answers: dict[str, list[Pair]] = {}
+    for prompt, answer in dict.fromkeys((tidy(prompt), tidy(answer)) for prompt, answer in pairs):
+        text = f"{prompt} {answer}"
+        fits = len(text) <= MAX_CHARACTERS and not NO_JOKING_MATTER.search(text)
+        if prompt_key(prompt) and prompt_key(answer) and fits:
+            answers.setdefault(prompt_key(prompt), []).append((prompt, answer))
+
+    keys = sorted(answers, key=lambda key: digest(seed, key))
+    valid, test = (round(len(keys) * share) for share in (TRAIN_SHARE, TRAIN_SHARE + VALID_SHARE))
+    lines: dict[str, list[str]] = {}
+    before = random.getstate()
+    for name, part in zip(FILES, (keys[:valid], keys[valid:test], keys[test:]), strict=True):
+        chosen = [pair for key in part for pair in answers[key]]
+        lines[name] = []
+        for prompt, answer in sorted(chosen, key=lambda pair: digest(seed, *pair)):
+            random.seed(digest(seed, prompt, answer))
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": pirate(answer, translate)},
+            ]
+            lines[name].append(json.dumps({"messages": messages}, ensure_ascii=False))
+    random.setstate(before)
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the data; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(".cache/pirate"),
+        help="directory to make (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split and of the pirates' whims (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    output: Path = args.output
+
+    corpus = packaged_file("chatterbot_corpus", "data/english", REMEDY)
+    translate = packaged_module("arrr", REMEDY).translate
+    lines = make(list(dialogues(corpus)), translate, args.seed)
+    texts = {name: "".join(f"{line}\n" for line in lines[name]) for name in FILES}
+    counts = ", ".join(f"{len(lines[name])} in {name}" for name in FILES)
+    if already_there(output, FILES):
+        if any((output / name).read_text(encoding="utf-8") != texts[name] for name in FILES):
+            raise UserError(f"{output} holds other data: remove it or give another --output")
+        print(f"{output} is already complete: {counts}")
+        return 0
+    with new_directory(output) as directory:
+        for name in FILES:
+            (directory / name).write_text(texts[name], encoding="utf-8")
+    print(f"{output}: {counts}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,243 @@
+"""Runs one rank's actions. Only the engine sends, and only through a ``Transport``.
+
+Receives are posted ahead of their time: the gradient of an output at that output's forward,
+straight into the cotangent that waits for it; inputs ``PREPOSTED`` messages ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from shardmlx.actions import Action, Kind
+from shardmlx.batches import MicroBatch
+from shardmlx.lowering import forward_only
+from shardmlx.plan import Plan
+from shardmlx.reduce import GradientReducer
+from shardmlx.stage import Stage
+from shardmlx.trace import Recorder, Span
+from shardmlx.transport import OBJECT_TAG, Handle, Transport, TransportTimeout
+
+PREPOSTED = 2
+"""Inputs received ahead: one waited for, one on its way while the stage computes."""
+
+MAX_STAGES = 1024
+"""Of one pipeline; keeps the tags of micro-batches apart."""
+
+
+class EngineError(RuntimeError):
+    """An action failed; the message names rank, host, stage, action, and the peer if it waited."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is under way while a list of actions runs."""
+
+    microbatches: Sequence[MicroBatch]
+    to_receive: deque[Action]
+    train: bool
+    scale: float = 1.0
+    key: tuple[int, ...] = (0,)
+    reduce: bool = False
+    posted: dict[Action, Handle] = field(default_factory=dict)
+    arrays: dict[Action, mx.array] = field(default_factory=dict)
+    outbox: list[tuple[Action, Handle]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+
+class Engine:
+    """One rank of the pipeline: its stages, its peers, and where each message goes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        stages: Sequence[Stage],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.recorder = recorder or Recorder()
+        self.replica, self.pipeline_rank = plan.mesh.coordinates(transport.rank)
+        self.stages = {stage.index: stage for stage in stages}
+        self.reducer = GradientReducer(plan, transport, stages)
+        self._current: Action | None = None
+        self._runs = 0
+
+    def train_step(
+        self,
+        microbatches: Sequence[MicroBatch],
+        *,
+        scale: float,
+        key: tuple[int, ...] = (0,),
+        reduce: bool = True,
+    ) -> dict[int, float]:
+        """Forward and backward of this replica's micro-batches.
+
+        Adds to the gradients of the stages. With ``reduce`` they are, at the return, those of the
+        whole global batch. ``scale`` is 1 / valid tokens of the global batch. Returns, on the rank
+        of the last stage, the summed loss of each micro-batch; nothing elsewhere.
+        """
+        actions = self.plan.actions[self.pipeline_rank]
+        run = self._new_run(actions, microbatches, train=True)
+        run.scale, run.key, run.reduce = scale, key, reduce
+        losses = self._run(actions, run)
+        if reduce:
+            with self.recorder.span(Span.REDUCE, "sum over replicas"):
+                self.reducer.finish(lambda: f"{self._who()}, summing gradients")
+        return losses
+
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
+        """Forward only; returns what ``train_step`` does."""
+        grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
+        actions = grid[self.pipeline_rank]
+        return self._run(actions, self._new_run(actions, microbatches, train=False))
+
+    def gradient_norm(self) -> float:
+        """Of the whole model's gradients, after a step that reduced them."""
+        return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm")
+
+    def _new_run(
+        self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool
+    ) -> _Run:
+        return _Run(
+            microbatches,
+            deque(action for action in actions if action.kind is Kind.RECV_F),
+            train,
+        )
+
+    def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
+        self._runs += 1
+        try:
+            for _ in range(PREPOSTED):
+                self._post_input(run)
+            for action in actions:
+                self._current = action
+                self._act(action, run)
+            for action, handle in run.outbox:
+                self._current = action
+                self._wait(action, handle, "sending to")
+        except TransportTimeout:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split()) or "no message"
+            raise EngineError(f"{self._who()}: {type(error).__name__}: {text}") from error
+        self._current = None
+        return run.losses
+
+    def _act(self, action: Action, run: _Run) -> None:
+        match action.kind:
+            case Kind.F:
+                self._forward(action, run)
+            case Kind.B | Kind.I | Kind.W:
+                self._backward(action, run)
+            case Kind.SEND_F | Kind.SEND_B:
+                self._send(action, run)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._receive(action, run)
+
+    def _forward(self, action: Action, run: _Run) -> None:
+        s, j = action.stage, action.microbatch
+        stage, microbatch = self.stages[s], run.microbatches[j]
+        x = None if stage.part.is_first else run.arrays.pop(Action(s, Kind.RECV_F, j))
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            if run.train:
+                out = stage.forward(j, microbatch, x, scale=run.scale, key=run.key)
+            else:
+                out = stage.evaluate(microbatch, x)
+        if stage.part.is_last:
+            run.losses[j] = out.item()
+        elif s + 1 in self.stages:
+            run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
+        else:
+            run.arrays[Action(s, Kind.SEND_F, j)] = out
+            if run.train and (stage.is_trained or stage.needs_input_gradient):
+                gradient = Action(s, Kind.RECV_B, j)
+                run.posted[gradient] = self._post(gradient, stage.cotangent(j))
+
+    def _backward(self, action: Action, run: _Run) -> None:
+        s, j = action.stage, action.microbatch
+        stage = self.stages[s]
+        last = run.reduce and self.reducer.overlaps and j == len(run.microbatches) - 1
+        gradient = None
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            if action.kind is Kind.B and not last:
+                gradient = stage.backward(j)
+            elif action.kind is Kind.I or (action.kind is Kind.B and stage.needs_input_gradient):
+                gradient = stage.backward_input(j)
+            if action.kind is Kind.W and not last:
+                stage.backward_weight(j)
+            if action.kind is not Kind.I and last:
+                for part in stage.backward_weight_in_parts(j, self.reducer.parts(stage)):
+                    self.reducer.start(stage, part)
+        if gradient is None:
+            return
+        if s - 1 in self.stages:
+            self.stages[s - 1].fill_cotangent(j, gradient)
+        else:
+            run.arrays[Action(s, Kind.SEND_B, j)] = gradient
+
+    def _send(self, action: Action, run: _Run) -> None:
+        array = run.arrays.pop(action)
+        expected = self._expected(action, run)
+        if (array.shape, array.dtype) != expected:
+            raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
+        run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
+        array = mx.contiguous(array)
+        mx.eval(array)
+        self.recorder.mark(Span.SEND, str(action), self._message(action))
+        run.outbox.append((action, self.transport.send(array, self._peer(action), _tag(action))))
+
+    def _receive(self, action: Action, run: _Run) -> None:
+        handle = run.posted.pop(action)
+        with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
+            self._wait(action, handle, "waiting for")
+        if action.kind is Kind.RECV_F:
+            run.arrays[action] = handle.array
+            self._post_input(run)
+
+    def _post_input(self, run: _Run) -> None:
+        if run.to_receive:
+            action = run.to_receive.popleft()
+            shape, dtype = self._expected(action, run)
+            array = mx.zeros(shape, dtype)
+            mx.eval(array)
+            run.posted[action] = self._post(action, array)
+
+    def _post(self, action: Action, array: mx.array) -> Handle:
+        return self.transport.receive(array, self._peer(action), _tag(action))
+
+    def _expected(self, action: Action, run: _Run) -> tuple[tuple[int, ...], mx.Dtype]:
+        part = self.stages[action.stage].part
+        return (*run.microbatches[action.microbatch].shape, part.hidden_size), part.dtype
+
+    def _wait(self, action: Action, handle: Handle, how: str) -> None:
+        self.transport.wait(
+            handle, lambda: f"{self._who()}, {how} {self.transport.name(self._peer(action))}"
+        )
+
+    def _peer(self, action: Action) -> int:
+        forward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+        neighbour = action.stage + 1 if forward else action.stage - 1
+        return self.plan.mesh.rank(self.replica, self.plan.stage_map.placement[neighbour])
+
+    def _message(self, action: Action) -> tuple[int, ...]:
+        """The same on both ends of a message, and on no other message."""
+        return (self._runs, self.replica, _tag(action))
+
+    def _who(self) -> str:
+        where = f"rank {self.transport.rank} on {self.transport.hosts[self.transport.rank]}"
+        if self._current is None:
+            return where
+        return f"{where}, stage {self._current.stage}, {self._current}"
+
+
+def _tag(action: Action) -> int:
+    """Both ends of a message compute the same tag: from the sending stage, kind, micro-batch."""
+    backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
+    receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
+    sender = action.stage + (0 if not receives else 1 if backward else -1)
+    return OBJECT_TAG + 1 + 2 * (sender + MAX_STAGES * action.microbatch) + backward

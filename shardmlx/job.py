@@ -1,0 +1,206 @@
+"""Everything a training run needs before its first step, on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from shardmlx.agreement import by_rank_0, together
+from shardmlx.config import TrainConfig
+from shardmlx.data import DataSets, read_data, read_tokenizer
+from shardmlx.engine import Engine
+from shardmlx.errors import UserError
+from shardmlx.loading import build_model, count_parameters, find_model
+from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.slice import Slice
+from shardmlx.plan import Plan
+from shardmlx.planning import divide_batch, make_mesh, make_stage_map
+from shardmlx.report import Reporter, gigabytes
+from shardmlx.stage import Stage
+from shardmlx.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all."""
+
+    config: TrainConfig
+    transport: Transport
+    reporter: Reporter
+    model_path: Path
+    plan: Plan
+    engine: Engine
+    data: DataSets | None
+    sizes: Mapping[str, int]
+
+    @property
+    def stages(self) -> list[Stage]:
+        return list(self.engine.stages.values())
+
+
+def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -> Job:
+    """Check everything, then load; raises the same ``UserError`` on all ranks.
+
+    No weight is read before model, plan and data are known to be good on all ranks.
+    """
+    path = together(transport, "looking for the model", lambda: find_model(config.model))
+    model_config = together(transport, "reading config.json", lambda: read_config(path))
+    shape = together(transport, "checking config.json", lambda: ModelShape.from_config(model_config))
+    model = together(transport, "building the model", lambda: build_model(path, config))
+    plan, slices = together(
+        transport, "planning", lambda: _plan(config, transport, shape, model, model_config)
+    )
+    _compare_plans(transport, plan)
+    reporter.say(_headline(config, plan))
+    if config.train:
+        count = count_parameters(model)
+        reporter.say(
+            f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
+            f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
+        )
+    data = by_rank_0(
+        transport, "reading the data", lambda: _data(config, path, model_config, reporter)
+    )
+    sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
+    stages = _load(transport, reporter, plan, slices, config)
+    engine = Engine(plan, transport, stages)
+    return Job(config, transport, reporter, path, plan, engine, data, sizes)
+
+
+def _plan(
+    config: TrainConfig,
+    transport: Transport,
+    shape: ModelShape,
+    model: nn.Module,
+    model_config: dict[str, Any],
+) -> tuple[Plan, list[Slice]]:
+    """The plan, and all stages' slices: unread, so that knowing them costs nothing."""
+    stage_map = make_stage_map(config, shape, transport.size, _first_trained_layer(model))
+    mesh = make_mesh(stage_map, transport.size, transport.hosts)
+    rows, micro_batch_size = divide_batch(config, mesh)
+    slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
+    if config.train and not any(part.trainable for part in slices):
+        raise UserError(
+            f"nothing is left to train with --fine-tune-type {config.fine_tune_type}, "
+            f"--num-layers {config.num_layers} on this model: quantised weights train with lora"
+        )
+    plan = Plan(
+        mesh=mesh,
+        stage_map=stage_map,
+        schedule=config.schedule,
+        rows=rows,
+        micro_batch_size=micro_batch_size,
+        trainable=tuple(bool(part.trainable) for part in slices),
+        model=hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest(),
+    )
+    return plan, slices
+
+
+def _first_trained_layer(model: nn.Module) -> int:
+    for i, layer in enumerate(model.layers):
+        if tree_flatten(layer.trainable_parameters()):
+            return i
+    return len(model.layers)
+
+
+def _compare_plans(transport: Transport, plan: Plan) -> None:
+    """Before the first message of the engine: all ranks mean the same run."""
+    digests = transport.all_gather(plan.digest, "comparing plans")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise UserError(
+                f"{transport.name(rank)} plans another run than {transport.name(0)}: give all "
+                "ranks the same options, stage map, model config.json and version of shardmlx"
+            )
+
+
+def _data(
+    config: TrainConfig, path: Path, model_config: dict[str, Any], reporter: Reporter
+) -> DataSets:
+    tokenizer = read_tokenizer(path, config, model_config.get("eos_token_id"))
+    data = read_data(
+        config, tokenizer, model_config.get("max_position_embeddings"), reporter.track
+    )
+    counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
+    reporter.say(f"Data: {counts} samples from {config.data}")
+    for warning in data.warnings:
+        reporter.warn(warning)
+    return data
+
+
+def _load(
+    transport: Transport,
+    reporter: Reporter,
+    plan: Plan,
+    slices: list[Slice],
+    config: TrainConfig,
+) -> list[Stage]:
+    _, pipeline_rank = plan.mesh.coordinates(transport.rank)
+    start = time.monotonic()
+    stages = []
+    for index in plan.stage_map.stages_of(pipeline_rank):
+        slices[index].load()
+        stages.append(
+            Stage(
+                index,
+                slices[index],
+                needs_input_gradient=any(plan.trainable[:index]),
+                checkpoint=config.grad_checkpoint,
+            )
+        )
+    weights = sum(stage.part.nbytes for stage in stages)
+    trained = sum(stage.part[name].size for stage in stages for name in stage.names)
+    gathered = transport.gather(
+        (weights, trained, mx.get_active_memory(), time.monotonic() - start), what="loading"
+    )
+    if gathered is not None:
+        reporter.table(
+            "",
+            ("rank", "host", "stages", "weights", "trained", "memory", "loaded in"),
+            [
+                (
+                    str(rank),
+                    transport.hosts[rank],
+                    _describe(plan, rank),
+                    gigabytes(weights),
+                    f"{trained / 1e6:.3f}M",
+                    gigabytes(memory),
+                    f"{seconds:.1f} s",
+                )
+                for rank, (weights, trained, memory, seconds) in enumerate(gathered)
+            ],
+        )
+    return stages
+
+
+def _describe(plan: Plan, rank: int) -> str:
+    """The layers of a rank's stages: ``layers 0-11``."""
+    _, pipeline_rank = plan.mesh.coordinates(rank)
+    ranges = [plan.stage_map.partition.ranges[s] for s in plan.stage_map.stages_of(pipeline_rank)]
+    text = ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)
+    ends = []
+    if ranges[0][0] == 0:
+        ends.append("embedding")
+    if ranges[-1][1] == plan.stage_map.partition.num_layers:
+        ends.append("head")
+    return " + ".join([f"layers {text}", *ends])
+
+
+def _headline(config: TrainConfig, plan: Plan) -> str:
+    mesh, count = plan.mesh, plan.stage_map.num_stages
+    replicas = f"{mesh.dp} replica{'s' if mesh.dp > 1 else ''}"
+    stages = f"{count} stage{'s' if count > 1 else ''}"
+    return (
+        f"{config.model}: {mesh.size} rank{'s' if mesh.size > 1 else ''} = {replicas} x "
+        f"{mesh.pp} in a pipeline of {stages}, {plan.schedule}, batches of {config.batch_size} in "
+        f"{plan.microbatches} micro-batches a replica"
+    )

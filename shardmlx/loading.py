@@ -1,0 +1,151 @@
+"""From a model's files to this rank's stages, reading only what they need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import get_total_parameters, load_model
+
+from shardmlx.config import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.models.shape import read_config
+from shardmlx.models.slice import Slice
+from shardmlx.safetensors_header import check_model_files
+
+FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Of the whole model."""
+
+    total: int
+    trained: int
+
+
+def find_model(model: str) -> Path:
+    """The directory of a local model, or of a Hugging Face repository, downloaded if need be."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"--model {model} is a file: name the directory that holds config.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(FILES_TO_DOWNLOAD)))
+    except HFValidationError:
+        raise UserError(
+            f"--model {model}: there is no such directory, and it is no Hugging Face repository "
+            "(OWNER/NAME)"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--model {model}: there is no such directory, and the Hugging Face hub does not "
+            f"give it: {reason}"
+        ) from None
+
+
+def build_model(path: Path, config: TrainConfig) -> nn.Module:
+    """The whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
+
+    The same names and the same initial LoRA weights as mlx-lm has on one machine.
+    """
+    read_config(path)
+    check_model_files(path)
+    try:
+        model, _ = load_model(path, lazy=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: mlx-lm cannot build this model: {_first_line(error)}") from None
+    if config.dtype is not None:
+        model.set_dtype(getattr(mx, config.dtype))
+    if config.test and not config.train:
+        # As mlx-lm: an empty adapter path tests the model as it is.
+        if config.adapter_path:
+            _load_adapters(model, config.adapter_path)
+        model.freeze()
+        return model
+    mx.random.seed(config.seed)
+    _unfreeze(model, config)
+    if config.resume_adapter_file is not None:
+        _resume(model, Path(config.resume_adapter_file))
+    return model
+
+
+def _unfreeze(model: nn.Module, config: TrainConfig) -> None:
+    model.freeze()
+    layers = model.layers
+    if config.num_layers > len(layers):
+        raise UserError(
+            f"--num-layers {config.num_layers}: the model has {len(layers)} layers; "
+            "-1 trains all of them"
+        )
+    if config.fine_tune_type == "full":
+        for layer in layers[-max(config.num_layers, 0) :]:
+            layer.unfreeze()
+        if config.unfreeze_all:
+            model.unfreeze()
+        return
+    try:
+        linear_to_lora_layers(
+            model,
+            config.num_layers,
+            dict(config.lora_parameters),
+            use_dora=config.fine_tune_type == "dora",
+        )
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{config.fine_tune_type}: {_first_line(error)}") from None
+
+
+def _load_adapters(model: nn.Module, adapter_path: str) -> None:
+    try:
+        load_adapters(model, adapter_path)
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"--adapter-path {adapter_path} holds no adapters of this model: {_first_line(error)}; "
+            'use --adapter-path "" to test the model without'
+        ) from None
+
+
+def _resume(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"--resume-adapter-file {path}: there is no such file")
+    try:
+        weights = list(mx.load(str(path)).items())
+        known = {name for name, _ in tree_flatten(model.parameters())}
+        if not any(name in known for name, _ in weights):
+            raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
+        model.load_weights(weights, strict=False)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--resume-adapter-file {path}: {_first_line(error)}") from None
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """As mlx-lm counts: quantised weights by what they stand for."""
+    trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    return ParameterCount(get_total_parameters(model), trained)
+
+
+def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
+    """The model in slices, one for each range of layers; nothing is read yet."""
+    return [Slice(model, start, stop) for start, stop in ranges]
+
+
+def config_of(path: Path) -> Mapping[str, Any]:
+    """The model's config.json."""
+    return read_config(path)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error.args[0]) if error.args else type(error).__name__
+    return " ".join(text.split())

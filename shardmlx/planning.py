@@ -1,0 +1,86 @@
+"""From a run's options to its stage map and micro-batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardmlx.config import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.mesh import Mesh
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners import get_partitioner, train_costs
+from shardmlx.schedules import get_schedule
+from shardmlx.stage_map import StageMap, read_stage_map
+
+MICROBATCHES_A_RANK = 4
+"""What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
+
+
+def make_stage_map(
+    config: TrainConfig, shape: ModelShape, world_size: int, first_trained_layer: int
+) -> StageMap:
+    """The stage map of the run: the user's, or the partitioner's for ``world_size`` ranks."""
+    if config.stage_map is not None:
+        stage_map = read_stage_map(config.stage_map)
+        stage_map.check_pipeline(config.pipeline_stages, config.virtual_stages)
+        stage_map.check_layers(shape.num_layers)
+        if stage_map.model not in (None, config.model):
+            raise UserError(
+                f"{stage_map} is for the model {stage_map.model}, not for {config.model}: "
+                "use a map of your model, or take the line out"
+            )
+        return stage_map
+    pp = config.pipeline_stages or world_size
+    schedule = get_schedule(config.schedule)
+    virtual = config.virtual_stages or schedule.default_virtual
+    schedule.check(pp, 1, virtual)
+    costs = train_costs(
+        shape,
+        sequence_length=min(config.max_seq_length, TYPICAL_LENGTH),
+        first_trained_layer=first_trained_layer,
+        trains_weights=config.fine_tune_type == "full",
+    )
+    partition = get_partitioner(config.partitioner)(costs, pp * virtual)
+    return StageMap(partition, schedule.placement(pp, virtual))
+
+
+TYPICAL_LENGTH = 512
+"""Tokens; attention's share of a layer's cost is taken at this length."""
+
+
+def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
+    """The mesh of the world's ranks; they must be on the hosts that the map names."""
+    if world_size % stage_map.pp:
+        raise UserError(
+            f"{stage_map} needs {stage_map.pp} ranks, or a multiple of it for data parallelism, "
+            f"and there are {world_size}: start mpirun with -n {stage_map.pp}"
+        )
+    mesh = Mesh.for_world(world_size, stage_map.pp)
+    for pipeline_rank in range(mesh.pp):
+        wanted = stage_map.host_of(pipeline_rank)
+        rank = mesh.rank(0, pipeline_rank)
+        if wanted is not None and wanted.split(".")[0] != hosts[rank]:
+            raise UserError(
+                f"{stage_map} wants rank {pipeline_rank} on host {wanted}, but it runs on "
+                f"{hosts[rank]}: change the order of the hostfile, or the map"
+            )
+    return mesh
+
+
+def divide_batch(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
+    """(rows of a replica, rows of a micro-batch)."""
+    if config.batch_size % mesh.dp:
+        raise UserError(
+            f"--batch-size {config.batch_size} cannot be divided among {mesh.dp} replicas: "
+            f"use a multiple of {mesh.dp}"
+        )
+    rows = config.batch_size // mesh.dp
+    if config.micro_batch_size is None:
+        size = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
+        return rows, size
+    if config.micro_batch_size > rows:
+        raise UserError(
+            f"--micro-batch-size {config.micro_batch_size} is more than the {rows} rows that each "
+            f"of {mesh.dp} replicas has of --batch-size {config.batch_size}: use at most {rows}"
+        )
+    return rows, config.micro_batch_size

@@ -1,0 +1,140 @@
+"""What the user sees, on rank 0: messages, progress, and one JSON line for each report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from shardmlx.errors import UserError
+
+T = TypeVar("T")
+
+SHOW_PROGRESS_FROM = 2000
+"""Items; fewer are done before a bar would be of use."""
+
+
+class Reporter:
+    """The one voice of a job. ``quiet`` ranks have one too, and it says nothing."""
+
+    def __init__(self, metrics_file: Path | None = None, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        live = not quiet and _shown_in_terminal()
+        self._console = Console(
+            quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
+        )
+        self._metrics: IO[str] | None = None
+        if metrics_file is not None and not quiet:
+            try:
+                metrics_file.parent.mkdir(parents=True, exist_ok=True)
+                self._metrics = metrics_file.open("w", encoding="utf-8")
+            except OSError as error:
+                raise UserError(
+                    f"--metrics-file {metrics_file} cannot be written: {error.strerror}"
+                ) from None
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not live,
+            transient=True,
+        )
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        self._console.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        """One line that asks for attention."""
+        self._console.print(f"warning: {text}", markup=False, style="yellow")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Text in columns; all but the first two to the right."""
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2))
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table, soft_wrap=False, crop=False)
+
+    def event(self, event: str, values: Mapping[str, Any]) -> None:
+        """One line in the metrics file."""
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"event": event, **values}) + "\n")
+            self._metrics.flush()
+
+    @contextmanager
+    def bar(self, description: str, total: int) -> Iterator[Bar]:
+        """A progress bar in a terminal, nothing elsewhere."""
+        started = not self._progress.live.is_started
+        if started:
+            self._progress.start()
+        task = self._progress.add_task(description, total=total, note="")
+        try:
+            yield Bar(self._progress, task)
+        finally:
+            self._progress.remove_task(task)
+            if started:
+                self._progress.stop()
+
+    def track(self, description: str, items: Sequence[T]) -> Iterator[T]:
+        """Iterate with a bar if there is much to do."""
+        if len(items) < SHOW_PROGRESS_FROM:
+            yield from items
+            return
+        with self.bar(description, len(items)) as bar:
+            for item in items:
+                yield item
+                bar.advance()
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+class Bar:
+    """One line of the progress display."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, count: int = 1) -> None:
+        self._progress.update(self._task, advance=count)
+
+    def note(self, text: str) -> None:
+        self._progress.update(self._task, note=text)
+
+
+def _shown_in_terminal() -> bool:
+    """Whether a person watches. mpirun gives rank 0 a terminal of its own wherever the output
+    goes, so ask what mpirun writes to, where that can be seen."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts", "/dev/tty"))
+    except OSError:
+        return True
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for people, in the decimal units of mlx-lm."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,222 @@
+"""The headers of safetensors files: which tensors a model has and where their bytes lie.
+
+Only headers are read, so that a truncated or damaged file is found before any weight is loaded.
+Format: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from shardmlx.errors import UserError
+
+DTYPE_BITS: Mapping[str, int] = MappingProxyType(
+    {
+        "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+        "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+        "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+        "I32": 32, "U32": 32, "F32": 32,
+        "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+    }
+)  # fmt: skip
+"""Bits of one element of each dtype of the format."""
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_AGAIN = "copy or download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its bytes are ``start`` to ``end`` of the data that follows the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself; ``data_offset`` is where the data begins, in bytes."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    data_offset: int
+    file_size: int
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Byte range of a tensor within the file."""
+        tensor = self.tensors[name]
+        return self.data_offset + tensor.start, self.data_offset + tensor.end
+
+
+def read_header(path: str | Path) -> Header:
+    """Read and check one file's header; ``UserError`` names the file and the tensor."""
+    file_size, text = _read_text(path)
+    try:
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+    except _DuplicateKeyError as error:
+        raise UserError(f"{path}: its header has {error} twice: {_AGAIN}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: its header is not valid JSON: {_AGAIN}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: its header is no JSON object: {_AGAIN}")
+    metadata = content.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise UserError(f"{path}: its __metadata__ is not text by key: {_AGAIN}")
+    tensors = {name: _tensor(entry, f"{path}: tensor {name!r}") for name, entry in content.items()}
+    data_offset = _LENGTH_BYTES + len(text)
+    _check_layout(path, tensors, file_size - data_offset)
+    return Header(MappingProxyType(tensors), MappingProxyType(metadata), data_offset, file_size)
+
+
+def check_model_files(model_dir: str | Path) -> dict[str, Path]:
+    """The file of every tensor in the ``model*.safetensors`` of a directory, headers checked.
+
+    These are the files mlx-lm loads. ``UserError`` when there are none, when the index names a
+    file or tensor that is not there, or when two files hold the same tensor.
+    """
+    directory = Path(model_dir)
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist: check --model")
+    index = _read_index(directory / "model.safetensors.index.json")
+    for name in sorted(set(index.values())):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory / name} is missing, but the index names it: copy it too")
+    paths = sorted(directory.glob("model*.safetensors"))
+    if not paths:
+        raise UserError(
+            f"model directory {directory} has no model*.safetensors: "
+            "convert the model with mlx_lm.convert"
+        )
+    files: dict[str, Path] = {}
+    for path in paths:
+        for tensor in read_header(path).tensors:
+            if tensor in files:
+                raise UserError(
+                    f"tensor {tensor!r} is in both {files[tensor].name} and {path.name} of "
+                    f"{directory}: take the file away that does not belong to the model"
+                )
+            files[tensor] = path
+    for tensor, name in index.items():
+        if tensor not in files:
+            raise UserError(
+                f"tensor {tensor!r} is not in {directory / name}, where the index has it: {_AGAIN}"
+            )
+    return files
+
+
+class _DuplicateKeyError(Exception):
+    def __str__(self) -> str:
+        return repr(self.args[0])
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _DuplicateKeyError(key)
+        result[key] = value
+    return result
+
+
+def _read_text(path: str | Path) -> tuple[int, bytes]:
+    """(size of the file, bytes of its JSON header)."""
+    try:
+        with open(path, "rb") as file:
+            file_size = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if file_size < _LENGTH_BYTES:
+                raise UserError(f"{path} is truncated: it has only {file_size} bytes: {_AGAIN}")
+            if prefix == b"version ":
+                raise UserError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
+            if length > _MAX_HEADER_BYTES:
+                raise UserError(
+                    f"{path} is no safetensors file: it claims a header of {length} bytes, over "
+                    f"{_MAX_HEADER_BYTES}: {_AGAIN}"
+                )
+            missing = _LENGTH_BYTES + length - file_size
+            if missing > 0:
+                raise UserError(
+                    f"{path} is truncated: {missing} bytes of its header and all of its data are "
+                    f"missing: {_AGAIN}"
+                )
+            return file_size, file.read(length)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _tensor(entry: Any, where: str) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} has no description: {_AGAIN}")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise UserError(
+            f"{where} has dtype {dtype!r}: convert it to one of {', '.join(DTYPE_BITS)}"
+        )
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise UserError(f"{where} has shape {shape!r}: {_AGAIN}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise UserError(f"{where} has data_offsets {offsets!r}: {_AGAIN}")
+    start, end = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if (end - start) * 8 != bits:
+        raise UserError(
+            f"{where} of {dtype} {shape} takes {bits / 8:.16g} bytes, but its data_offsets "
+            f"{offsets} hold {end - start}: {_AGAIN}"
+        )
+    return TensorInfo(dtype, tuple(shape), start, end)
+
+
+def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size: int) -> None:
+    """The tensors must fill the data from end to end, without holes and overlaps."""
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
+    reached = 0
+    for name, tensor in in_order:
+        if tensor.start != reached:
+            fault = "overlaps the one before" if tensor.start < reached else "leaves a hole before"
+            raise UserError(
+                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start}, not "
+                f"{reached}: {_AGAIN}"
+            )
+        reached = tensor.end
+    if reached > data_size:
+        name = next(name for name, tensor in in_order if tensor.end > data_size)
+        raise UserError(
+            f"{path} is truncated: {reached - data_size} bytes are missing, from tensor {name!r} "
+            f"on: {_AGAIN}"
+        )
+    if reached < data_size:
+        raise UserError(f"{path} has {data_size - reached} bytes after its last tensor: {_AGAIN}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file name; empty where there is no index."""
+    if not path.exists():
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} is no index with a weight_map: {_AGAIN}") from None
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise UserError(f"{path} is no index with a weight_map: {_AGAIN}")
+    return index

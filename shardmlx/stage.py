@@ -1,0 +1,178 @@
+"""One pipeline stage: forward, and backward in two halves, of one micro-batch after the other.
+
+At the forward the backward graph is built too, over a cotangent whose buffer is filled only when
+the gradient arrives. Only the outputs are evaluated then; the graph stays lazy and holds just the
+activations that it needs. So nothing is computed twice, and the gradient for the input (I) and
+the gradients for the weights (W) can be evaluated apart, which zero-bubble schedules live on
+(Qi et al., arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from shardmlx.batches import MicroBatch
+from shardmlx.models.slice import Slice
+from shardmlx.transport import buffer_of
+
+
+def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
+    """Sum, in float32, of the losses of the tokens that count; as mlx-lm's ``default_loss``."""
+    targets = mx.array(microbatch.tokens[:, 1:])
+    spans = mx.array(microbatch.spans)
+    steps = mx.arange(1, targets.shape[1] + 1)
+    mask = mx.logical_and(steps >= spans[:, 0:1], steps <= spans[:, 1:])
+    losses = nn.losses.cross_entropy(logits, targets) * mask
+    return losses.astype(mx.float32).sum()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A micro-batch between its forward and the end of its backward."""
+
+    cotangent: mx.array
+    input_gradient: mx.array | None
+    weight_gradients: Sequence[mx.array]
+
+
+class Stage:
+    """A slice of the model and its micro-batches in flight.
+
+    ``needs_input_gradient``: some stage below has trained weights. The gradients of trained
+    weights add up over micro-batches, in float32 if the weights are shorter, in ``gradients``.
+    """
+
+    def __init__(
+        self, index: int, part: Slice, *, needs_input_gradient: bool, checkpoint: bool = False
+    ) -> None:
+        self.index = index
+        self.part = part
+        self.needs_input_gradient = needs_input_gradient
+        self.checkpoint = checkpoint
+        self.names = part.trainable
+        self.gradients: dict[str, mx.array] = {}
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.names)
+
+    def forward(
+        self,
+        j: int,
+        microbatch: MicroBatch,
+        x: mx.array | None,
+        *,
+        scale: float,
+        key: tuple[int, ...] = (0,),
+    ) -> mx.array:
+        """F of micro-batch ``j``: hidden states (rows, T, D), or on the last stage the summed loss.
+
+        ``x`` are the hidden states from the stage before, None on the first. ``scale`` is the
+        gradient of the loss of the whole batch for one token's loss: 1 / valid tokens.
+        """
+
+        def run(*primals: mx.array) -> mx.array:
+            arrays = list(primals)
+            inputs = arrays.pop(0) if self.needs_input_gradient else source
+            return self.part.with_parameters(
+                self.names,
+                arrays,
+                lambda: self._outputs(inputs, microbatch, key, self.checkpoint),
+            )
+
+        source = mx.array(microbatch.tokens[:, :-1]) if x is None else x
+        primals = [source] if self.needs_input_gradient else []
+        primals += [self.part[name] for name in self.names]
+        if not primals:
+            out = run()
+            mx.eval(out)
+            return out
+        cotangent = self._new_cotangent(microbatch, source, scale)
+        (out,), gradients = mx.vjp(run, primals, [cotangent])
+        input_gradient = gradients.pop(0) if self.needs_input_gradient else None
+        self._pending[j] = _Pending(cotangent, input_gradient, gradients)
+        mx.eval(out)
+        return out
+
+    def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
+        """As ``forward``, without a backward pass to follow."""
+        source = mx.array(microbatch.tokens[:, :-1]) if x is None else x
+        out = self._outputs(source, microbatch, (0,), checkpoint=False)
+        mx.eval(out)
+        return out
+
+    def _outputs(
+        self, x: mx.array, microbatch: MicroBatch, key: tuple[int, ...], checkpoint: bool
+    ) -> mx.array:
+        out = self.part(x, key=(*key, microbatch.first_row), checkpoint=checkpoint)
+        return token_loss(out, microbatch) if self.part.is_last else out
+
+    def _new_cotangent(self, microbatch: MicroBatch, source: mx.array, scale: float) -> mx.array:
+        if self.part.is_last:
+            cotangent = mx.array(scale, mx.float32)
+        else:
+            # A buffer of its own: it is written behind MLX's back.
+            cotangent = mx.zeros((*microbatch.shape, self.part.hidden_size), self.part.dtype)
+        mx.eval(cotangent)
+        return cotangent
+
+    def cotangent(self, j: int) -> mx.array:
+        """The gradient of micro-batch ``j``'s output: to be filled before its backward."""
+        return self._pending[j].cotangent
+
+    def fill_cotangent(self, j: int, gradient: mx.array) -> None:
+        """Take the gradient from a stage on the same rank."""
+        buffer_of(self._pending[j].cotangent)[:] = buffer_of(gradient)
+
+    def backward_input(self, j: int) -> mx.array:
+        """I: the gradient for the stage's input."""
+        pending = self._pending[j]
+        gradient = pending.input_gradient
+        assert gradient is not None, "lowering asks for I only where it is needed"
+        mx.eval(gradient)
+        pending.input_gradient = None
+        if not self.names:
+            del self._pending[j]
+        return gradient
+
+    def backward_weight(self, j: int) -> None:
+        """W: add the gradients for the trained weights."""
+        for _ in self.backward_weight_in_parts(j, [self.names]):
+            pass
+
+    def backward_weight_in_parts(
+        self, j: int, parts: Sequence[Sequence[str]]
+    ) -> Iterator[Sequence[str]]:
+        """W, part after part of the trained weights: yields each once its gradients are there."""
+        self._add(self._pending.pop(j))
+        for part in parts:
+            mx.eval([self.gradients[name] for name in part])
+            yield part
+
+    def backward(self, j: int) -> mx.array | None:
+        """B: both halves at once; returns the gradient for the input if there is one.
+
+        Weights come first, last layer first: what only they need is then freed on the way down.
+        """
+        pending = self._pending.pop(j)
+        gradient = pending.input_gradient
+        self._add(pending)
+        mx.eval([self.gradients[name] for name in self.names], gradient)
+        return gradient
+
+    def _add(self, pending: _Pending) -> None:
+        for name, gradient in zip(self.names, pending.weight_gradients, strict=True):
+            if gradient.dtype != mx.float32:
+                gradient = gradient.astype(mx.float32)
+            total = self.gradients.get(name)
+            self.gradients[name] = gradient if total is None else total + gradient
+
+    def reset(self) -> None:
+        """Forget what an interrupted step left."""
+        self._pending.clear()
+        self.gradients.clear()

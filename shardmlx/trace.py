@@ -1,0 +1,145 @@
+"""What each rank did when: recorded by the engine, summed up and drawn afterwards. Pure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+clock = time.monotonic
+
+
+class Span(StrEnum):
+    """What a stretch of time was spent on."""
+
+    COMPUTE = "compute"
+    RECEIVE = "receive"  # from the start of waiting for a message until it is there
+    SEND = "send"  # the moment at which a message was posted
+    REDUCE = "reduce"  # waiting for sums over replicas
+    UPDATE = "update"  # the optimizer
+    STEP = "step"  # a whole step
+
+
+class Event(NamedTuple):
+    """One stretch of one rank's time, in seconds of that rank's clock.
+
+    ``key`` says which message a SEND or RECEIVE is about, the same on both ends.
+    """
+
+    span: Span
+    label: str
+    start: float
+    end: float
+    key: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the events of one rank."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @contextmanager
+    def span(self, span: Span, label: str, key: tuple[int, ...] = ()) -> Iterator[None]:
+        start = clock()
+        yield
+        self.events.append(Event(span, label, start, clock(), key))
+
+    def mark(self, span: Span, label: str, key: tuple[int, ...] = ()) -> None:
+        now = clock()
+        self.events.append(Event(span, label, now, now, key))
+
+    def take(self) -> list[Event]:
+        """The events so far; the recorder starts anew."""
+        events, self.events = self.events, []
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Where one rank's seconds went. The parts add up to ``step_seconds``."""
+
+    step_seconds: float
+    compute_seconds: float
+    exposed_comm_seconds: float
+
+    @property
+    def idle_seconds(self) -> float:
+        return max(0.0, self.step_seconds - self.compute_seconds - self.exposed_comm_seconds)
+
+    def mean(self, steps: int) -> RankTimes:
+        """Of one of ``steps`` steps."""
+        return RankTimes(
+            self.step_seconds / steps,
+            self.compute_seconds / steps,
+            self.exposed_comm_seconds / steps,
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which the rank waited for others to compute."""
+        return self.idle_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> list[RankTimes]:
+    """Sum up the events of all ranks, by rank.
+
+    Waiting for a message counts as exposed communication from the moment at which it was sent,
+    and as idle before. ``offsets[r]`` added to rank r's clock gives rank 0's.
+    """
+    posted = {
+        event.key: event.start + offset
+        for mine, offset in zip(events, offsets, strict=True)
+        for event in mine
+        if event.span is Span.SEND
+    }
+    times = []
+    for mine, offset in zip(events, offsets, strict=True):
+        seconds = dict.fromkeys(Span, 0.0)
+        exposed = 0.0
+        for event in mine:
+            seconds[event.span] += event.end - event.start
+            if event.span is Span.RECEIVE:
+                sent = posted.get(event.key, event.end + offset)
+                exposed += max(0.0, event.end + offset - max(sent, event.start + offset))
+        times.append(
+            RankTimes(
+                seconds[Span.STEP],
+                seconds[Span.COMPUTE] + seconds[Span.UPDATE],
+                exposed + seconds[Span.REDUCE],
+            )
+        )
+    return times
+
+
+def write_chrome_trace(
+    path: Path,
+    events: Iterable[tuple[int, Event]],
+    offsets: Sequence[float],
+    names: Mapping[int, str],
+) -> None:
+    """Write (rank, event) pairs as Chrome trace events: opens in Perfetto and chrome://tracing."""
+    records: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+        for rank, name in names.items()
+    ]
+    for rank, event in events:
+        start = event.start + offsets[rank]
+        records.append(
+            {
+                "ph": "X",
+                "pid": rank,
+                # Steps lie over what they consist of, sends beside: one row each.
+                "tid": {Span.STEP: 0, Span.SEND: 2}.get(event.span, 1),
+                "name": event.label,
+                "cat": event.span.value,
+                "ts": round(start * 1e6, 1),
+                "dur": round((event.end - event.start) * 1e6, 1),
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}))

@@ -1,0 +1,61 @@
+"""``mpirun -n N python -m shardmlx.train``: fine-tune a model through pipeline stages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from shardmlx.config import load_config
+from shardmlx.environment import launched_rank, prepare
+from shardmlx.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
+    rank = launched_rank()
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv, rank)
+    except UserError as error:
+        return _refuse(error, rank)
+    blas = prepare()
+
+    from shardmlx.mpi import MPITransport
+    from shardmlx.trainer import run
+
+    transport = MPITransport(config.timeout)
+    try:
+        run(config, transport, blas)
+    except UserError as error:
+        status = _refuse(error, transport.rank)
+    except BaseException as error:
+        _report_failure(error, transport.name(transport.rank))
+        transport.abort(1)
+        raise
+    else:
+        status = 0
+    transport.close()
+    return status
+
+
+def _refuse(error: UserError, rank: int) -> int:
+    if rank == 0:
+        print(f"shardmlx: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _report_failure(error: BaseException, who: str) -> None:
+    """One line, from the rank that failed; the traceback only for those who ask."""
+    if os.environ.get("SHARDMLX_TRACEBACK"):
+        traceback.print_exception(error)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    if who not in text:
+        text = f"{who}: {type(error).__name__}: {text}"
+    print(f"shardmlx: failed: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,280 @@
+"""How ranks exchange arrays: the interface, and an implementation on threads.
+
+Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+OBJECT_TAG = 0
+"""Tag of object messages. The engine's tags start at 1."""
+
+
+class TransportTimeout(RuntimeError):
+    """A message that was waited for did not come in time."""
+
+
+class Handle:
+    """A message under way. ``done`` becomes true once the array may be used again."""
+
+    __slots__ = ("array", "done")
+
+    def __init__(self, array: mx.array, done: bool = False) -> None:
+        self.array = array  # keeps the buffer alive until the message is through
+        self.done = done
+
+
+def buffer_of(array: mx.array) -> memoryview:
+    """The bytes of an evaluated, row-contiguous array: no copy, writable."""
+    view = memoryview(array)  # type: ignore[arg-type]  # the stub leaves out __buffer__
+    if array.size == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not contiguous: it cannot be sent")
+    return view.cast("B")
+
+
+class Transport(ABC):
+    """Point-to-point messages and sums on evaluated ``mx.array`` between ``size`` ranks.
+
+    Messages with the same (sender, receiver, tag) arrive in the order in which they were sent.
+    Sends and receives return at once; ``wait`` ends one. A rank sends no message to itself.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    timeout: float
+
+    @abstractmethod
+    def send(self, array: mx.array, peer: int, tag: int) -> Handle:
+        """Start sending; ``array`` must stay unchanged until the handle is done."""
+
+    @abstractmethod
+    def receive(self, array: mx.array, peer: int, tag: int) -> Handle:
+        """Start receiving straight into the buffer of ``array``, which fixes shape and dtype."""
+
+    @abstractmethod
+    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
+        """Start summing a float32 ``array`` in place over ``group``, the same on all its ranks.
+
+        The ranks of a group start their sums in the same order.
+        """
+
+    def join(self, group: Sequence[int]) -> None:  # noqa: B027 - most need no preparation
+        """Make ``group`` known before its first sum; waits for all its ranks."""
+
+    @abstractmethod
+    def progress(self, handle: Handle, seconds: float) -> bool:
+        """Drive ``handle`` for at most ``seconds``; whether it is done."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the job on all ranks. Called by a rank that failed; its peers wait for ever."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
+        """Release what the transport holds; all its messages are done."""
+
+    def wait(self, handle: Handle, what: Callable[[], str]) -> None:
+        """End a message; ``what`` says, if it times out, what was waited for."""
+        if handle.done or self.progress(handle, self.timeout):
+            return
+        raise TransportTimeout(f"{what()}: nothing came for {self.timeout:g} s (see --timeout)")
+
+    # Collectives on Python objects, for all that is small and not in the hot path. Objects are
+    # pickled: the ranks of one job trust each other.
+
+    def send_object(self, value: Any, peer: int, what: str = "send") -> None:
+        """Send one Python object; returns once it is on its way."""
+        self._finish(self._post_object(pickle.dumps(value), peer), what, peer)
+
+    def _post_object(self, payload: bytes, peer: int) -> list[Handle]:
+        data = mx.array(np.frombuffer(payload, np.uint8))
+        size = mx.array([len(payload)], mx.int64)
+        mx.eval(data, size)
+        return [self.send(size, peer, OBJECT_TAG), self.send(data, peer, OBJECT_TAG)]
+
+    def receive_object(self, peer: int, what: str = "receive") -> Any:
+        """The next object from ``peer``."""
+
+        def come(array: mx.array) -> mx.array:
+            handle = self.receive(array, peer, OBJECT_TAG)
+            self.wait(handle, lambda: f"rank {self.rank}, {what}, waiting for {self.name(peer)}")
+            return array
+
+        size = come(_zeros((1,), mx.int64)).item()
+        return pickle.loads(bytes(buffer_of(come(_zeros((int(size),), mx.uint8)))))
+
+    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+        """The root's ``value``, on every rank."""
+        if self.rank != root:
+            return self.receive_object(root, what)
+        payload = pickle.dumps(value)
+        posted = [(p, self._post_object(payload, p)) for p in range(self.size) if p != root]
+        for peer, handles in posted:
+            self._finish(handles, what, peer)
+        return value
+
+    def gather(self, value: Any, root: int = 0, what: str = "gather") -> list[Any] | None:
+        """The values of all ranks, by rank, on the root; None elsewhere."""
+        if self.rank != root:
+            self.send_object(value, root, what)
+            return None
+        return [
+            value if peer == root else self.receive_object(peer, what) for peer in range(self.size)
+        ]
+
+    def all_gather(self, value: Any, what: str = "all-gather") -> list[Any]:
+        """The values of all ranks, by rank, on every rank."""
+        values: list[Any] = self.broadcast(self.gather(value, what=what), what=what)
+        return values
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Return once every rank has come here."""
+        self.all_gather(None, what)
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    def _finish(self, handles: Sequence[Handle], what: str, peer: int) -> None:
+        for handle in handles:
+            self.wait(handle, lambda: f"rank {self.rank}, {what}, sending to {self.name(peer)}")
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
+
+
+class LocalTransport(Transport):
+    """Ranks as threads of one process: for tests, and for reading along in a debugger."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        self.rank = rank
+        self.size = network.size
+        self.hosts = ("localhost",) * network.size
+        self.timeout = network.timeout
+        self._network = network
+
+    def send(self, array: mx.array, peer: int, tag: int) -> Handle:
+        return self._network.post((self.rank, peer, tag), Handle(array), is_send=True)
+
+    def receive(self, array: mx.array, peer: int, tag: int) -> Handle:
+        return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
+
+    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
+        return self._network.add(tuple(group), self.rank, Handle(array))
+
+    def progress(self, handle: Handle, seconds: float) -> bool:
+        return self._network.wait(handle, seconds)
+
+    def abort(self, code: int) -> None:
+        self._network.abort()
+
+
+class LocalNetwork:
+    """What the threads of one ``LocalTransport`` world share."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._aborted = False
+        self._changed = threading.Condition()
+        self._sends: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
+        self._receives: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
+        self._sums: defaultdict[tuple[int, ...], list[dict[int, Handle]]] = defaultdict(list)
+
+    def post(self, key: tuple[int, int, int], handle: Handle, is_send: bool) -> Handle:
+        """Match a send with a receive, in order; the later of the two copies."""
+        if key[0] == key[1]:
+            raise ValueError(f"rank {key[0]} sends to itself")
+        ours, theirs = self._sends, self._receives
+        if not is_send:
+            ours, theirs = theirs, ours
+        with self._changed:
+            if not theirs[key]:
+                ours[key].append(handle)
+                return handle
+            other = theirs[key].popleft()
+        source, target = (handle, other) if is_send else (other, handle)
+        if source.array.nbytes != target.array.nbytes:
+            raise ValueError(f"message {key}: {source.array.shape} sent, {target.array.shape} due")
+        buffer_of(target.array)[:] = buffer_of(source.array)
+        self._complete(source, target)
+        return handle
+
+    def add(self, group: tuple[int, ...], rank: int, handle: Handle) -> Handle:
+        """Join the group's earliest sum that ``rank`` has not joined; the last one to join adds."""
+        with self._changed:
+            rounds = self._sums[group]
+            joined = next((r for r in rounds if rank not in r), None)
+            if joined is None:
+                rounds.append(joined := {})
+            joined[rank] = handle
+            if len(joined) < len(group):
+                return handle
+            rounds.remove(joined)
+        arrays = [np.frombuffer(buffer_of(joined[r].array), np.float32) for r in group]
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total += array
+        for member in group:
+            buffer_of(joined[member].array)[:] = memoryview(total).cast("B")
+        self._complete(*joined.values())
+        return handle
+
+    def _complete(self, *handles: Handle) -> None:
+        with self._changed:
+            for handle in handles:
+                handle.done = True
+            self._changed.notify_all()
+
+    def wait(self, handle: Handle, seconds: float) -> bool:
+        """Whether ``handle`` is done within ``seconds``; raises once another rank has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: handle.done or self._aborted, seconds)
+        if not handle.done and self._aborted:
+            raise RuntimeError("another rank failed")
+        return handle.done
+
+    def abort(self) -> None:
+        """Wake all ranks that wait."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
+        """Run ``work`` on a thread for each rank; its results by rank. The first error is raised."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = work(LocalTransport(self, rank))
+            except BaseException as error:
+                errors.append(error)
+                self.abort()
+            finally:
+                mx.clear_streams()  # MLX asks each thread for this at its end
+
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results

@@ -1,0 +1,78 @@
+"""Reading the YAML files that users write: every mistake named with its file and line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardmlx.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-5 for text: its numbers need both a dot and a sign before the exponent.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; ``UserError`` names file and line of what is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is no UTF-8 text (byte {error.start}): is it a YAML file?"
+        ) from None
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: {error.problem or error.context}: mend the YAML") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: {reason}: mend the YAML") from None
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"{path} holds {found}: write one 'key: value' a line")
+    return content
+
+
+def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], where: str, help: str) -> None:
+    """``UserError`` for the first key that is not ``known``: close matches, or else ``help``."""
+    known = tuple(known)
+    for key in mapping:
+        if key not in known:
+            remedy = did_you_mean(str(key), known) or help
+            raise UserError(f"{where}: unknown key {key!r}: {remedy}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean a or b?``, empty when ``word`` neither begins nor resembles any known."""
+    known = tuple(known)
+    matches = [each for each in known if word and each.startswith(word)][:3]
+    matches = matches or difflib.get_close_matches(word, known, n=3, cutoff=0.7)
+    return f"did you mean {' or '.join(matches)}?" if matches else ""

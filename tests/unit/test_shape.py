@@ -1,0 +1,208 @@
+"""The shape of a model out of config.json: parameters as mlx-lm builds them, FLOPs by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.models.shape import SUPPORTED, ModelShape, read_config
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+}
+ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
+SLIDING: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 8,
+}
+MISTRAL_7B: dict[str, Any] = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+}
+
+
+def configuration(model_type: str, **changes: Any) -> dict[str, Any]:
+    extras: dict[str, dict[str, Any]] = {
+        "ministral3": {"rope_parameters": ROPE, "head_dim": 16},
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3": {"head_dim": 16, "tie_word_embeddings": False},
+    }
+    return {"model_type": model_type, **BASE, **extras.get(model_type, {}), **changes}
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(configuration(name) for name in SUPPORTED),
+        *(configuration(name, tie_word_embeddings=True) for name in SUPPORTED),
+        *(configuration(name, tie_word_embeddings=False) for name in SUPPORTED),
+        *(configuration(name, num_key_value_heads=4) for name in SUPPORTED),
+        configuration("mistral", head_dim=16),
+        configuration("llama", attention_bias=True, mlp_bias=True),
+        configuration("llama", num_key_value_heads=None, **SLIDING),
+        configuration("ministral3", head_dim=None, **SLIDING),
+        configuration("mixtral", head_dim=16),  # which mlx-lm passes over
+        configuration("qwen2", head_dim=16),  # likewise
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_parameters_are_counted_as_mlx_lm_builds_them(config: dict[str, Any]) -> None:
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    parameters: dict[str, Any] = dict(tree_flatten(model.parameters(), destination={}))
+    sizes = {name: array.size for name, array in parameters.items()}
+    shape = ModelShape.from_config(config)
+
+    def total(*prefixes: str) -> int:
+        return sum(size for name, size in sizes.items() if name.startswith(prefixes))
+
+    assert [shape.layer_parameters(i) for i in range(shape.num_layers)] == [
+        total(f"model.layers.{i}.") for i in range(len(model.layers))
+    ]
+    assert shape.embedding_parameters() == total("model.embed_tokens.")
+    assert shape.head_parameters() == total("model.norm.", "lm_head.")
+    assert shape.parameters() == sum(sizes.values())
+
+
+def test_mistral_7b_has_as_many_bytes_as_its_files() -> None:
+    assert 2 * ModelShape.from_config(MISTRAL_7B).parameters() == 14_496_047_104
+
+
+# FLOPs
+
+
+def test_a_layer_costs_its_matrix_products_and_its_causal_attention() -> None:
+    shape = ModelShape.from_config(configuration("llama"))
+    projections = 32 * 32 + 32 * 16 + 32 * 16 + 32 * 32  # q, k, v, o
+    attention = 2 * 32 * (1 + 2 + 3 + 4) / 4  # scores and values over the tokens seen
+    mlp = 3 * 32 * 48
+    assert shape.layer_flops(0, 4) == 2 * (projections + attention + mlp)
+    assert shape.head_flops() == 2 * 32 * 64
+
+
+def test_a_sliding_layer_sees_no_more_than_its_window() -> None:
+    shape = ModelShape.from_config(configuration("llama", **SLIDING))
+    seen_less = (36 - (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)) / 8
+    assert shape.layer_flops(1, 8) == shape.layer_flops(0, 8) + seen_less
+    full, sliding = (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10) / 10, (36 + 8 + 8) / 10
+    difference = shape.layer_flops(0, 10) - shape.layer_flops(1, 10)
+    assert difference == pytest.approx(2 * 2 * 32 * (full - sliding))
+
+
+def test_a_token_pays_for_its_experts_and_the_router() -> None:
+    sparse = ModelShape.from_config(configuration("mixtral"))
+    dense = ModelShape.from_config(configuration("llama"))
+    expert, router = 2 * 3 * 32 * 48, 2 * 32 * 4
+    assert sparse.layer_flops(0, 4) == dense.layer_flops(0, 4) + expert + router
+
+
+def test_mistral_7b_costs_about_two_flops_a_parameter() -> None:
+    shape = ModelShape.from_config(MISTRAL_7B)
+    flops = sum(shape.layer_flops(i, 1) for i in range(32)) + shape.head_flops()
+    assert flops == pytest.approx(2 * (shape.parameters() - 32768 * 4096), rel=1e-3)
+
+
+# Fields
+
+
+def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
+    shape = ModelShape.from_config(configuration("mistral", sliding_window=4096))
+    assert shape.windows == (None, None, None)
+    assert ModelShape.from_config(configuration("mistral", **SLIDING)).windows == (None, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported: use a model of type mis"),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a whole number above 0"),
+        ({"hidden_size": "32"}, "hidden_size is '32': it must be a whole number above 0"),
+        ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "4 heads in 3 key-value groups"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': it must be true or false"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries: list one for each of 3"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types has no full_attention"),
+        ({"layer_types": ["full_attention", "x", "x"]}, "layer_types names 'x': only full_atten"),
+        ({**SLIDING, "sliding_window": None}, "sliding_window is None: it must be a whole number"),
+    ],
+)
+def test_a_bad_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ModelShape.from_config(configuration("llama") | changes)
+    assert message in str(caught.value)
+
+
+def test_a_missing_field_is_named() -> None:
+    config = configuration("qwen3")
+    del config["tie_word_embeddings"]
+    with pytest.raises(UserError, match="tie_word_embeddings is missing: it must be true or false"):
+        ModelShape.from_config(config)
+    del config["vocab_size"]
+    with pytest.raises(UserError, match="vocab_size is missing"):
+        ModelShape.from_config(config)
+    with pytest.raises(UserError, match="5 of 4 experts a token"):
+        ModelShape.from_config(configuration("mixtral", num_experts_per_tok=5))
+
+
+# Reading config.json
+
+
+def test_a_config_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
+    assert ModelShape.from_config(read_config(tmp_path)).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no config.json: point --model at a directory in the Hugging Face layout"),
+        (b'{"model_type": ', "config.json is not valid JSON (Expecting value: line 1 column 16"),
+        (b"\xff\xfe", "config.json is not valid JSON"),
+        (b"[]", "config.json holds no JSON object: copy it again"),
+    ],
+)
+def test_a_missing_or_broken_config_is_named(
+    tmp_path: Path, text: bytes | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere does not exist: check --model"):
+        read_config(tmp_path / "nowhere")
