@@ -18,10 +18,11 @@ from shardmlx.errors import UserError
 SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
 """The ``model_type`` names that can be cut into stages."""
 
+_AGAIN = "download the model's config.json again"
+
 # What mlx-lm's model files suppose where config.json is silent; qwen3 must say it.
 _TIED = {"mistral": True, "llama": True, "ministral3": True, "mixtral": False, "qwen2": True}
-_HEAD_DIM_GIVEN = ("mistral", "llama", "ministral3", "qwen3")
-_SLIDING = ("mistral", "llama", "ministral3")
+_LLAMA_LIKE = ("mistral", "llama", "ministral3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class ModelShape:
     """Sizes of a decoder-only transformer.
 
     ``num_experts`` is 0 without a mixture of experts. ``windows`` has the attention window of
-    each layer in tokens, None for full causal attention. ``ValueError`` when inconsistent.
+    each layer in tokens, None for full causal attention. ``UserError`` for sizes that do not fit.
     """
 
     model_type: str
@@ -53,9 +54,15 @@ class ModelShape:
         if len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads in {self.num_kv_heads} key-value groups")
+            raise UserError(
+                f"config.json: num_attention_heads {self.num_heads} is not divisible by "
+                f"num_key_value_heads {self.num_kv_heads}: {_AGAIN}"
+            )
         if self.experts_per_token > self.num_experts:
-            raise ValueError(f"{self.experts_per_token} of {self.num_experts} experts a token")
+            raise UserError(
+                f"config.json: num_experts_per_tok {self.experts_per_token} is more than "
+                f"num_local_experts {self.num_experts}: {_AGAIN}"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -70,44 +77,41 @@ class ModelShape:
         hidden_size = _count(config, "hidden_size")
         num_heads = _count(config, "num_attention_heads")
         if model_type == "qwen3" or (
-            model_type in _HEAD_DIM_GIVEN and config.get("head_dim") is not None
+            model_type in _LLAMA_LIKE and config.get("head_dim") is not None
         ):
             head_dim = _count(config, "head_dim")
         elif hidden_size % num_heads:
             raise UserError(
                 f"config.json: hidden_size {hidden_size} is not divisible by "
-                f"num_attention_heads {num_heads}: download the model's config.json again"
+                f"num_attention_heads {num_heads}: {_AGAIN}"
             )
         else:
             head_dim = hidden_size // num_heads
-        is_llama = model_type in ("llama", "mistral")
+        is_llama = model_type in _LLAMA_LIKE
         is_moe = model_type == "mixtral"
-        attention_bias = is_llama and _switch(config, "attention_bias", False)
-        try:
-            return cls(
-                model_type=model_type,
-                num_layers=num_layers,
-                hidden_size=hidden_size,
-                intermediate_size=_count(config, "intermediate_size"),
-                num_heads=num_heads,
-                num_kv_heads=_count(config, "num_key_value_heads", num_heads),
-                head_dim=head_dim,
-                vocab_size=_count(config, "vocab_size"),
-                tied=_switch(config, "tie_word_embeddings", _TIED.get(model_type)),
-                num_experts=_count(config, "num_local_experts") if is_moe else 0,
-                experts_per_token=_count(config, "num_experts_per_tok") if is_moe else 0,
-                qkv_bias=attention_bias or model_type == "qwen2",
-                output_bias=attention_bias,
-                mlp_bias=is_llama and _switch(config, "mlp_bias", False),
-                qk_norm=model_type == "qwen3",
-                windows=_windows(config, num_layers),
-            )
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(
-                f"config.json: {error}: download the model's config.json again"
-            ) from None
+        may_have_biases = is_llama and model_type != "ministral3"
+        has_attention_bias = may_have_biases and _switch(config, "attention_bias", False)
+        has_mlp_bias = may_have_biases and _switch(config, "mlp_bias", False)
+        return cls(
+            model_type=model_type,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=_count(
+                config, "num_key_value_heads", num_heads if is_llama else _REQUIRED
+            ),
+            head_dim=head_dim,
+            vocab_size=_count(config, "vocab_size"),
+            tied=_switch(config, "tie_word_embeddings", _TIED.get(model_type)),
+            num_experts=_count(config, "num_local_experts") if is_moe else 0,
+            experts_per_token=_count(config, "num_experts_per_tok") if is_moe else 0,
+            qkv_bias=has_attention_bias or model_type == "qwen2",
+            output_bias=has_attention_bias,
+            mlp_bias=has_mlp_bias,
+            qk_norm=model_type == "qwen3",
+            windows=_windows(config, num_layers),
+        )
 
     def layer_parameters(self, layer: int) -> int:
         """Parameters of a decoder layer; the same in every layer of these families."""
@@ -211,7 +215,7 @@ def _switch(config: Mapping[str, Any], key: str, default: bool | None) -> bool:
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Only ``layer_types`` makes layers sliding: mlx-lm passes over a bare ``sliding_window``."""
     kinds = config.get("layer_types")
-    if config["model_type"] not in _SLIDING or kinds is None:
+    if config["model_type"] not in _LLAMA_LIKE or kinds is None:
         return (None,) * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         found = f"{len(kinds)} entries" if isinstance(kinds, list) else repr(kinds)

@@ -46,7 +46,8 @@ class Slice:
         self._layers = model.model.layers[start:stop]
         self._embedding = model.model.embed_tokens
         self._norm = model.model.norm
-        self._dtype = self._embedding(mx.zeros((1, 1), mx.int32)).dtype  # lazy: reads nothing
+        # Lazy: nothing is read.
+        self._dtype: mx.Dtype = self._embedding(mx.zeros((1, 1), mx.int32)).dtype
         self._head = self._embedding.as_linear if self.tied else model.lm_head
         self._parts: dict[str, nn.Module] = {
             f"model.layers.{start + i}": layer for i, layer in enumerate(self._layers)
@@ -98,7 +99,8 @@ class Slice:
 
     def __getitem__(self, name: str) -> mx.array:
         slot = self._slots[name]
-        return slot.module[slot.leaf]
+        array: mx.array = slot.module[slot.leaf]
+        return array
 
     def __setitem__(self, name: str, array: mx.array) -> None:
         slot = self._slots[name]

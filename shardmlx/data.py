@@ -85,9 +85,7 @@ Where = Callable[[int | None], str]
 """Names a row of a data set, or with None the set itself."""
 
 
-def _read_rows(
-    config: TrainConfig, tokenizer: TokenizerWrapper
-) -> dict[str, tuple[Any, Where]]:
+def _read_rows(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str, tuple[Any, Where]]:
     """The data sets that the run needs and that exist, as mlx-lm's own data-set objects."""
     needed = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
     directory = Path(config.data)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from shardmlx.actions import Action, Kind
 from shardmlx.batches import MicroBatch
@@ -149,7 +150,7 @@ class Engine:
             else:
                 out = stage.evaluate(microbatch, x)
         if stage.part.is_last:
-            run.losses[j] = out.item()
+            run.losses[j] = float(np.array(out))
         elif s + 1 in self.stages:
             run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
         else:

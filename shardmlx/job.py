@@ -54,7 +54,9 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
     """
     path = together(transport, "looking for the model", lambda: find_model(config.model))
     model_config = together(transport, "reading config.json", lambda: read_config(path))
-    shape = together(transport, "checking config.json", lambda: ModelShape.from_config(model_config))
+    shape = together(
+        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
+    )
     model = together(transport, "building the model", lambda: build_model(path, config))
     plan, slices = together(
         transport, "planning", lambda: _plan(config, transport, shape, model, model_config)
@@ -127,9 +129,7 @@ def _data(
     config: TrainConfig, path: Path, model_config: dict[str, Any], reporter: Reporter
 ) -> DataSets:
     tokenizer = read_tokenizer(path, config, model_config.get("eos_token_id"))
-    data = read_data(
-        config, tokenizer, model_config.get("max_position_embeddings"), reporter.track
-    )
+    data = read_data(config, tokenizer, model_config.get("max_position_embeddings"), reporter.track)
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
     reporter.say(f"Data: {counts} samples from {config.data}")
     for warning in data.warnings:

@@ -121,7 +121,7 @@ def _resume(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise UserError(f"--resume-adapter-file {path}: there is no such file")
     try:
-        weights = list(mx.load(str(path)).items())
+        weights: list[tuple[str, mx.array]] = list(mx.load(str(path)).items())  # type: ignore[union-attr]
         known = {name for name, _ in tree_flatten(model.parameters())}
         if not any(name in known for name, _ in weights):
             raise UserError(f"--resume-adapter-file {path} holds no weight of this model")

@@ -82,9 +82,7 @@ class MPITransport(Transport):
     def join(self, group: Sequence[int]) -> None:
         members = tuple(group)
         if len(members) > 1 and members not in self._groups:
-            self._groups[members] = self._world.Create_group(
-                self._world.Get_group().Incl(members)
-            )
+            self._groups[members] = self._world.Create_group(self._world.Get_group().Incl(members))
 
     def _watch(self, message: _Message) -> _Message:
         with self._lock:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from shardmlx.plan import Plan
 from shardmlx.stage import Stage
@@ -118,4 +119,5 @@ class GradientReducer:
         total = mx.array([0.0]) + sum(squares)
         mx.eval(total)
         self._transport.wait(self._transport.all_reduce(total, self._pipeline), what)
-        return math.sqrt(float(total.item()))
+        (square,) = np.array(total)
+        return math.sqrt(square)

@@ -73,7 +73,7 @@ class Reporter:
             table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self._console.print(table, soft_wrap=False, crop=False)
+        self._console.print(table, soft_wrap=False, crop=False, width=160)
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """One line in the metrics file."""

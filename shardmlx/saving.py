@@ -22,6 +22,9 @@ from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Of the configuration and tokenizer files that a model directory consists of beside weights."""
+
 _SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
     mx.float32: "F32",
     mx.float16: "F16",
@@ -167,9 +170,8 @@ def save_model(collector: Collector, source: Path, directory: Path, rank: int) -
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
     )
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt"):
-            if path.name != "model.safetensors.index.json":
-                shutil.copyfile(path, partial / path.name)
+        if path.suffix in COPIED_SUFFIXES and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, partial / path.name)
     _replace_directory(partial, directory)
 
 

@@ -26,7 +26,7 @@ def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
     spans = mx.array(microbatch.spans)
     steps = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(steps >= spans[:, 0:1], steps <= spans[:, 1:])
-    losses = nn.losses.cross_entropy(logits, targets) * mask
+    losses: mx.array = nn.losses.cross_entropy(logits, targets) * mask
     return losses.astype(mx.float32).sum()
 
 

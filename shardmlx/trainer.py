@@ -199,10 +199,13 @@ class Trainer:
         if report is None:
             return
         ranks, losses = report
-        loss = sum(
-            sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, valid[i])
-            for i in range(steps)
-        ) / steps
+        loss = (
+            sum(
+                sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, valid[i])
+                for i in range(steps)
+            )
+            / steps
+        )
         step_seconds = ranks[0].times.step_seconds
         speed = tokens / steps / step_seconds
         rate = self._updater.learning_rate

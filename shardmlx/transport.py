@@ -111,8 +111,8 @@ class Transport(ABC):
             self.wait(handle, lambda: f"rank {self.rank}, {what}, waiting for {self.name(peer)}")
             return array
 
-        size = come(_zeros((1,), mx.int64)).item()
-        return pickle.loads(bytes(buffer_of(come(_zeros((int(size),), mx.uint8)))))
+        (size,) = np.array(come(_zeros((1,), mx.int64)))
+        return pickle.loads(buffer_of(come(_zeros((int(size),), mx.uint8))))
 
     def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
         """The root's ``value``, on every rank."""
@@ -229,7 +229,7 @@ class LocalNetwork:
         for array in arrays[1:]:
             total += array
         for member in group:
-            buffer_of(joined[member].array)[:] = memoryview(total).cast("B")
+            buffer_of(joined[member].array)[:] = total.view(np.uint8).data
         self._complete(*joined.values())
         return handle
 
@@ -254,7 +254,7 @@ class LocalNetwork:
             self._changed.notify_all()
 
     def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
-        """Run ``work`` on a thread for each rank; its results by rank. The first error is raised."""
+        """Run ``work`` on a thread for each rank; its results by rank, or the first error."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
