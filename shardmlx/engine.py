@@ -133,8 +133,10 @@ class Engine:
         match action.kind:
             case Kind.F:
                 self._forward(action, run)
-            case Kind.B | Kind.I | Kind.W:
-                self._backward(action, run)
+            case Kind.I:
+                self._backward_input(action, run)
+            case Kind.W:
+                self._backward_weight(action, run)
             case Kind.SEND_F | Kind.SEND_B:
                 self._send(action, run)
             case Kind.RECV_F | Kind.RECV_B:
@@ -159,27 +161,25 @@ class Engine:
                 gradient = Action(s, Kind.RECV_B, j)
                 run.posted[gradient] = self._post(gradient, stage.cotangent(j))
 
-    def _backward(self, action: Action, run: _Run) -> None:
+    def _backward_input(self, action: Action, run: _Run) -> None:
         s, j = action.stage, action.microbatch
-        stage = self.stages[s]
-        last = run.reduce and self.reducer.overlaps and j == len(run.microbatches) - 1
-        gradient = None
         with self.recorder.span(Span.COMPUTE, str(action)):
-            if action.kind is Kind.B and not last:
-                gradient = stage.backward(j)
-            elif action.kind is Kind.I or (action.kind is Kind.B and stage.needs_input_gradient):
-                gradient = stage.backward_input(j)
-            if action.kind is Kind.W and not last:
-                stage.backward_weight(j)
-            if action.kind is not Kind.I and last:
-                for part in stage.backward_weight_in_parts(j, self.reducer.parts(stage)):
-                    self.reducer.start(stage, part)
-        if gradient is None:
-            return
+            gradient = self.stages[s].backward_input(j)
         if s - 1 in self.stages:
             self.stages[s - 1].fill_cotangent(j, gradient)
         else:
             run.arrays[Action(s, Kind.SEND_B, j)] = gradient
+
+    def _backward_weight(self, action: Action, run: _Run) -> None:
+        stage, j = self.stages[action.stage], action.microbatch
+        is_last = run.reduce and j == len(run.microbatches) - 1
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            if not is_last:
+                stage.backward_weight(j)
+                return
+            # Each bucket starts on its way while the next one computes.
+            for part in stage.backward_weight_in_parts(j, self.reducer.parts(stage)):
+                self.reducer.start(stage, part)
 
     def _send(self, action: Action, run: _Run) -> None:
         array = run.arrays.pop(action)

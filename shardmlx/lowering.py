@@ -37,6 +37,9 @@ def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
 def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> Grid:
     """Leave out the gradients nobody needs, then put in the messages between ranks.
 
+    B becomes I, then W: so the gradient leaves for the stage below, which waits for it, before
+    the weights are turned to. A lowered grid has no B.
+
     ``placement[s]`` is the rank of stage s, ``trainable[s]`` whether it has trained weights (by
     default all have). A SEND stands right after the action that makes its content, a RECV right
     before the first that needs it. Raises ``ValueError`` for a grid that has messages already.
@@ -59,15 +62,13 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
                 if stage.to_above:
                     yield Action(number, SEND_F, microbatch)
                 continue
-            kind = stage.backward(action.kind)
-            if kind is None:
-                continue
-            if stage.gradient_from_above and (number, microbatch) not in received:
-                received.add((number, microbatch))
-                yield Action(number, RECV_B, microbatch)
-            yield action if kind is action.kind else Action(number, kind, microbatch)
-            if stage.gradient_to_below and kind is not W:
-                yield Action(number, SEND_B, microbatch)
+            for kind in stage.backward(action.kind):
+                if stage.gradient_from_above and (number, microbatch) not in received:
+                    received.add((number, microbatch))
+                    yield Action(number, RECV_B, microbatch)
+                yield action if kind is action.kind else Action(number, kind, microbatch)
+                if stage.gradient_to_below and kind is I:
+                    yield Action(number, SEND_B, microbatch)
 
     return tuple(tuple(rank_actions(actions)) for actions in grid)
 
@@ -101,10 +102,9 @@ class _Stage:
     gradient_from_above: bool
     gradient_to_below: bool
 
-    def backward(self, kind: Kind) -> Kind | None:
-        """What is left of a B, I or W."""
-        left = self.gradients & ({I, W} if kind is B else {kind})
-        return B if len(left) == 2 else next(iter(left), None)
+    def backward(self, kind: Kind) -> tuple[Kind, ...]:
+        """What is left of a B, I or W, in order."""
+        return tuple(part for part in (I, W) if part in self.gradients and kind in (part, B))
 
 
 def _stages(
@@ -140,7 +140,6 @@ class _Track:
     stage: int
     kind: Kind
     done: bytearray
-    also_does: tuple[_Track, ...] = ()
     after: tuple[_Track, ...] = ()  # must be done before, on the same rank
     awaits: _Track | None = None  # the SEND that a RECV waits for, on another rank
     due: list[int] | None = None  # the next micro-batch, where the order is part of the contract
@@ -161,7 +160,6 @@ def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Tra
             RECV_B: stage.gradient_from_above,
             I: I in stage.gradients,
             W: W in stage.gradients,
-            B: len(stage.gradients) == 2,
             SEND_B: stage.gradient_to_below,
         }
         tracks.append(
@@ -180,7 +178,6 @@ def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Tra
         def existing(*tracks: _Track | None) -> tuple[_Track, ...]:
             return tuple(track for track in tracks if track is not None)
 
-        weight_order = [0]
         for kind, track in own.items():
             if kind is F:
                 track.after, track.due = existing(activation), [0]
@@ -194,11 +191,8 @@ def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Tra
                 track.awaits = above[SEND_B]
             elif kind is I:
                 track.after = existing(own[F], gradient)
-            elif kind is W:
-                track.after, track.due = existing(own[F], gradient, own.get(I)), weight_order
             else:
-                track.after, track.due = existing(own[F], gradient), weight_order
-                track.also_does = (own[I], own[W])
+                track.after, track.due = existing(own[F], gradient, own.get(I)), [0]
     return tracks
 
 
@@ -206,7 +200,7 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     """Prove that a lowered grid does every action once, in order, and never deadlocks.
 
     Every action that ``placement`` and ``trainable`` ask for is there once, on its rank, after
-    what it needs; F, and W or B, take the micro-batches of a stage in ascending order; every RECV
+    what it needs; F and W take the micro-batches of a stage in ascending order; every RECV
     has its SEND; the grid runs to its end with sends that never block. Linear in the number of
     actions. The micro-batches are those that the grid names. Raises ``ScheduleError``.
     """
@@ -233,7 +227,7 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
                 awaited.waiting[microbatch] = rank
                 reached[rank] = index
                 break
-            if track.done[microbatch] or any(t.done[microbatch] for t in track.also_does):
+            if track.done[microbatch]:
                 raise _fault(grid, rank, index, f"{action} is done a second time")
             for needed in track.after:
                 if not needed.done[microbatch]:
@@ -245,8 +239,6 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
                     raise _fault(grid, rank, index, f"{action} comes where {due} is due")
                 track.due[0] += 1
             track.done[microbatch] = 1
-            for part in track.also_does:
-                part.done[microbatch] = 1
             if track.waiting:
                 waiting = track.waiting.pop(microbatch, None)
                 if waiting is not None:

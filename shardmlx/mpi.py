@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 from mpi4py import MPI
 
-from shardmlx.transport import Handle, Transport, buffer_of
+from shardmlx.transport import Handle, Transport, buffer_of, check_sum
 
 POLL_SECONDS = 1e-3
 """Pause between two polls of the progress thread: large messages flow, the core stays free."""
@@ -65,8 +65,7 @@ class MPITransport(Transport):
         return self._watch(_Message(array, requests))
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
-        if array.dtype != mx.float32:
-            raise ValueError(f"sums are in float32, not {array.dtype}")
+        check_sum(array)
         if len(group) == 1:
             return Handle(array, done=True)
         communicator = self._groups[tuple(group)]
@@ -95,9 +94,12 @@ class MPITransport(Transport):
     def _poll(self) -> None:
         with self._lock:
             for message in self._pending:
-                if MPI.Request.Testall(message.requests):
-                    message.done = True
-            self._pending = [message for message in self._pending if not message.done]
+                try:
+                    message.done = MPI.Request.Testall(message.requests)
+                except MPI.Exception as error:
+                    # Perhaps on the progress thread: whoever waits for the message must know.
+                    message.error = error
+            self._pending = [m for m in self._pending if not m.done and m.error is None]
 
     def _keep_moving(self) -> None:
         while not self._closed:
@@ -112,6 +114,8 @@ class MPITransport(Transport):
         end = time.monotonic() + seconds
         for pause in _pauses():
             self._poll()
+            if handle.error is not None:
+                raise handle.error
             if handle.done:
                 return True
             if time.monotonic() > end:

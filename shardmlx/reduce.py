@@ -53,6 +53,8 @@ class GradientReducer:
 
     def parts(self, stage: Stage) -> list[list[str]]:
         """The stage's trained weights in buckets, in the order in which gradients come."""
+        if len(self._replicas) == 1:
+            return [list(stage.names)]
         parts: list[list[str]] = []
         room = 0
         for name in stage.names:
@@ -64,15 +66,10 @@ class GradientReducer:
             room -= size
         return parts
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether there is anything to sum over replicas."""
-        return len(self._replicas) > 1
-
     def start(self, stage: Stage, names: Sequence[str]) -> None:
         """Start the sums of evaluated gradients, but for shared ones."""
         names = [name for name in names if name not in self._shared]
-        if not self.overlaps or not names:
+        if len(self._replicas) == 1 or not names:
             return
         total = mx.concatenate([stage.gradients[name].reshape(-1) for name in names])
         mx.eval(total)

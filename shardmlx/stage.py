@@ -127,6 +127,8 @@ class Stage:
 
     def fill_cotangent(self, j: int, gradient: mx.array) -> None:
         """Take the gradient from a stage on the same rank."""
+        gradient = mx.contiguous(gradient)
+        mx.eval(gradient)
         buffer_of(self._pending[j].cotangent)[:] = buffer_of(gradient)
 
     def backward_input(self, j: int) -> mx.array:

@@ -24,23 +24,33 @@ class TransportTimeout(RuntimeError):
 
 
 class Handle:
-    """A message under way. ``done`` becomes true once the array may be used again."""
+    """A message under way. ``done`` becomes true once the array may be used again.
 
-    __slots__ = ("array", "done")
+    ``error`` is set instead where the message failed, for whoever waits for it.
+    """
+
+    __slots__ = ("array", "done", "error")
 
     def __init__(self, array: mx.array, done: bool = False) -> None:
         self.array = array  # keeps the buffer alive until the message is through
         self.done = done
+        self.error: Exception | None = None
 
 
 def buffer_of(array: mx.array) -> memoryview:
     """The bytes of an evaluated, row-contiguous array: no copy, writable."""
     view = memoryview(array)  # type: ignore[arg-type]  # the stub leaves out __buffer__
     if array.size == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     if not view.c_contiguous:
         raise ValueError(f"an array of shape {array.shape} is not contiguous: it cannot be sent")
     return view.cast("B")
+
+
+def check_sum(array: mx.array) -> None:
+    """Raise ``ValueError`` unless transports sum arrays of this type."""
+    if array.dtype != mx.float32:
+        raise ValueError(f"sums are in float32, not {array.dtype}")
 
 
 class Transport(ABC):
@@ -75,7 +85,7 @@ class Transport(ABC):
 
     @abstractmethod
     def progress(self, handle: Handle, seconds: float) -> bool:
-        """Drive ``handle`` for at most ``seconds``; whether it is done."""
+        """Drive ``handle`` for at most ``seconds``; whether it is done. Raises its error."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -173,6 +183,7 @@ class LocalTransport(Transport):
         return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
+        check_sum(array)
         return self._network.add(tuple(group), self.rank, Handle(array))
 
     def progress(self, handle: Handle, seconds: float) -> bool:
@@ -208,7 +219,11 @@ class LocalNetwork:
             other = theirs[key].popleft()
         source, target = (handle, other) if is_send else (other, handle)
         if source.array.nbytes != target.array.nbytes:
-            raise ValueError(f"message {key}: {source.array.shape} sent, {target.array.shape} due")
+            target.error = ValueError(
+                f"message {key}: {source.array.shape} sent, {target.array.shape} due"
+            )
+            self._complete(source)
+            return handle
         buffer_of(target.array)[:] = buffer_of(source.array)
         self._complete(source, target)
         return handle
@@ -242,7 +257,9 @@ class LocalNetwork:
     def wait(self, handle: Handle, seconds: float) -> bool:
         """Whether ``handle`` is done within ``seconds``; raises once another rank has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: handle.done or self._aborted, seconds)
+            self._changed.wait_for(lambda: handle.done or handle.error or self._aborted, seconds)
+        if handle.error is not None:
+            raise handle.error
         if not handle.done and self._aborted:
             raise RuntimeError("another rank failed")
         return handle.done

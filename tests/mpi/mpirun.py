@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
-PROGRAMS = TESTS / "mpi" / "programs"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 SECONDS_TO_END = 10.0
 """Within which all ranks are gone once the job has ended, well or badly."""
@@ -71,7 +74,8 @@ def mpirun(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill(mark, signal.SIGABRT)  # Python then says where it was
+        # Python then says where it was; mpirun must live to pass it on.
+        _kill(mark, signal.SIGABRT, spare=process.pid)
         try:
             stdout, stderr = process.communicate(timeout=SECONDS_TO_END)
         except subprocess.TimeoutExpired:
@@ -103,7 +107,7 @@ def _environment(mark: str) -> dict[str, str]:
     # Where faulthandler writes, at SIGABRT, what every thread was doing.
     environment["PYTHONFAULTHANDLER"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     environment[_MARK] = mark
     if os.geteuid() == 0:
@@ -138,9 +142,36 @@ def _wait_until_gone(mark: str) -> list[int]:
     return left
 
 
-def _kill(mark: str, number: signal.Signals) -> None:
+def _kill(mark: str, number: signal.Signals, spare: int | None = None) -> None:
     for pid in _marked(mark):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+        if pid != spare:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def run_checks(n: int, module: str, directory: Path, timeout: float = 120.0) -> dict[str, str]:
+    """Run the ``checks`` of a module on ``n`` ranks: what went wrong in each, "" if nothing did.
+
+    One mpirun runs them all, since starting it takes longer than most of them.
+    """
+    job = mpirun(n, PROGRAMS / "run_checks.py", module, directory, timeout=timeout)
+    errors: dict[str, str] = {}
+    finished: dict[str, int] = {}
+    for path in sorted(directory.glob("rank-*.jsonl")):
+        for line in path.read_text().splitlines():
+            name, error = json.loads(line)
+            finished[name] = finished.get(name, 0) + 1
+            errors[name] = errors.get(name, "") + (f"{path.stem}:\n{error}" if error else "")
+    for name, count in finished.items():
+        if count < n and not errors[name]:
+            errors[name] = f"{n - count} of {n} ranks did not finish\n{job.output}"
+    if not errors:
+        pytest.fail(f"mpirun ran no check\n{job.output}")
+    return errors
+
+
+def verdict(errors: Mapping[str, str], name: str) -> None:
+    """Fail the test if check ``name`` failed, or was never reached."""
+    error = errors.get(name, "not reached: an earlier check failed")
+    if error:
+        pytest.fail(error, pytrace=False)

@@ -24,12 +24,13 @@ def arrangement(
 # Messages
 
 
-def test_messages_stand_next_to_the_actions_they_serve() -> None:
+def test_the_gradient_of_a_whole_backward_leaves_before_the_weights_are_turned_to() -> None:
     lowered = lower(compute_actions("1f1b", 3, 2, 1), (0, 1, 2))
     assert lowered == parse_grid("""
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0W0 0RECV_B1 0W1
-        1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1
-        2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2SEND_B1
+        1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1I0 1SEND_B0 1W0 \
+            1RECV_B1 1I1 1SEND_B1 1W1
+        2RECV_F0 2F0 2I0 2SEND_B0 2W0 2RECV_F1 2F1 2I1 2SEND_B1 2W1
     """)
 
 
@@ -97,7 +98,7 @@ def test_stages_below_the_first_trained_one_run_forward_only() -> None:
     assert lowered == parse_grid("""
         0F0 0SEND_F0
         1RECV_F0 1F0 1SEND_F0 1RECV_B0 1W0
-        2RECV_F0 2F0 2B0 2SEND_B0
+        2RECV_F0 2F0 2I0 2SEND_B0 2W0
     """)
 
 
@@ -245,7 +246,7 @@ def test_the_good_grid_is_good() -> None:
             "whole backward on top of its halves",
             "1W0",
             "1W0 1B0",
-            "rank 1, action 5: 1B0 is done a second time",
+            "rank 1, action 5: 1B0 is not wanted here: stage 1 runs on rank 1 and computes F, I, W",
             "1B0",
         ),
         (
@@ -324,12 +325,12 @@ def test_a_broken_grid_is_refused_and_the_cell_pointed_at(
 
 def test_the_whole_message() -> None:
     with pytest.raises(ScheduleError) as error:
-        validate(parse_grid("0F0 0SEND_F0 0W0\n1RECV_F0 1F0 1B0 1SEND_B0"), (0, 1))
+        validate(parse_grid("0F0 0SEND_F0 0W0\n1RECV_F0 1F0 1I0 1SEND_B0"), (0, 1))
     assert str(error.value) == (
         "rank 0, action 2: 0W0 comes without 0RECV_B0 before it\n"
         "r0  0F0      0SEND_F0 0W0\n"
         "                      ^^^\n"
-        "r1  1RECV_F0 1F0      1B0      1SEND_B0"
+        "r1  1RECV_F0 1F0      1I0      1SEND_B0"
     )
 
 

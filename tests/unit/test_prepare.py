@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,20 +42,24 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(
+    scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     output = tmp_path_factory.mktemp("smollm2") / "model"
     assert scripts["smollm2"].main(["--output", str(output), "--dtype", "float32"]) == 0
-    return output
+    yield output
+    shutil.rmtree(output)  # half a gigabyte, and pytest keeps the directories of three sessions
 
 
 @pytest.fixture(scope="session")
 def smollm2_quantized(
     scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+) -> Iterator[Path]:
     output = tmp_path_factory.mktemp("smollm2") / "quantized"
     arguments = ["--output", str(output), "--dtype", "float32", "--quantized"]
     assert scripts["smollm2"].main(arguments) == 0
-    return output
+    yield output
+    shutil.rmtree(output)
 
 
 @pytest.fixture(scope="session")

@@ -149,7 +149,8 @@ def test_a_rank_spends_its_time_in_equal_parts_on_its_stages() -> None:
 def test_a_lowered_grid_takes_the_time_of_what_is_left_to_compute() -> None:
     grid = compute_actions("1f1b", 2, 4, 1)
     assert simulate(grid, (0, 1), EQUAL).makespan == 15
-    assert simulate(lower(grid, (0, 1)), (0, 1), EQUAL).makespan == 14  # 0B is 0W
+    # 0B is 0W, and rank 0 waits for the 1I of 1B only.
+    assert simulate(lower(grid, (0, 1)), (0, 1), EQUAL).makespan == 13
     frozen = lower(grid, (0, 1), (False, True))
     assert simulate(frozen, (0, 1), EQUAL).makespan == 9  # 1B is 1W
     assert simulate(frozen, (0, 1), EQUAL).peak_in_flight == (0, 1)
