@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.datasets import create_dataset, load_dataset
+from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 from mlx_lm.utils import load_tokenizer
 
 from shardmlx.batches import Sample
@@ -75,7 +75,7 @@ def read_data(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
                 f"{config.batch_size}: lower the batch size or add data"
             )
-        sets[name] = samples
+        sets[name] = _in_order(rows, samples)
     if config.train and "valid" not in sets:
         warnings.append(f"{config.data} has no validation set: training without validation")
     return DataSets(**sets, warnings=tuple(warnings))
@@ -189,6 +189,13 @@ def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> list[Sample]:
             raise UserError(f"{where(i)} is empty: take the line out")
         samples.append((list(tokens), start))
     return samples
+
+
+def _in_order(rows: Any, samples: Sequence[Sample]) -> list[Sample]:
+    """As mlx-lm cuts them into batches: it sorts rows, stably, by what it takes for their length,
+    which for rows of JSON is the number of their keys."""
+    length = CacheDataset(rows).itemlen
+    return [samples[i] for i in sorted(range(len(samples)), key=length)]
 
 
 def _check_lengths(

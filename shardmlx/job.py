@@ -164,7 +164,6 @@ def _load(
     )
     if gathered is not None:
         reporter.table(
-            "",
             ("rank", "host", "stages", "weights", "trained", "memory", "loaded in"),
             [
                 (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -139,11 +138,6 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
     """The model in slices, one for each range of layers; nothing is read yet."""
     return [Slice(model, start, stop) for start, stop in ranges]
-
-
-def config_of(path: Path) -> Mapping[str, Any]:
-    """The model's config.json."""
-    return read_config(path)
 
 
 def _first_line(error: BaseException) -> str:

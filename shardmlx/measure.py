@@ -49,6 +49,8 @@ class Meter:
     _traced: list[Event] = field(default_factory=list)
     _last_step: int = 0
     _reported_step: int = 0
+    _total: list[RankTimes] = field(default_factory=list)
+    _peaks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._offset = clock_offset(self.transport)
@@ -79,11 +81,14 @@ class Meter:
             return None
         events, offsets, peaks, extras = zip(*gathered, strict=True)
         times = rank_times(events, offsets)
-        reports = [
-            RankReport(rank, each.mean(steps), peak)
-            for rank, (each, peak) in enumerate(zip(times, peaks, strict=True))
-        ]
-        return reports, list(extras)
+        before = self._total or [RankTimes(0.0, 0.0, 0.0)] * len(times)
+        self._total = [a + b for a, b in zip(before, times, strict=True)]
+        self._peaks = list(peaks)
+        return _reports(times, peaks, steps), list(extras)
+
+    def summary(self) -> list[RankReport]:
+        """On rank 0, the mean step of each rank over all reports so far."""
+        return _reports(self._total, self._peaks, self._reported_step)
 
     def write_trace(self) -> None:
         """Write the trace of all ranks, if one was asked for."""
@@ -98,6 +103,13 @@ class Meter:
                 [offset for _, offset in gathered],
                 {rank: self.transport.name(rank) for rank in range(self.transport.size)},
             )
+
+
+def _reports(times: Sequence[RankTimes], peaks: Sequence[int], steps: int) -> list[RankReport]:
+    return [
+        RankReport(rank, each.mean(steps), peak)
+        for rank, (each, peak) in enumerate(zip(times, peaks, strict=True))
+    ]
 
 
 def clock_offset(transport: Transport) -> float:

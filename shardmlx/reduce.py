@@ -107,8 +107,10 @@ class GradientReducer:
 
     def norm(self, what: Callable[[], str]) -> float:
         """Euclidean norm of the gradients of the whole model, each weight counted once."""
+        # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all the
+        # 58 million squares of one large matrix would be wrong by a sixth.
         squares = [
-            mx.square(gradient).sum()
+            mx.square(gradient).sum(axis=-1).sum()
             for stage in self._stages
             for name, gradient in stage.gradients.items()
             if name not in self._shared or stage.part.is_first

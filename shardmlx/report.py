@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -56,6 +57,7 @@ class Reporter:
             console=self._console,
             disable=not live,
             transient=True,
+            refresh_per_second=4,  # each refresh takes a little of the core that computes
         )
 
     def say(self, text: str) -> None:
@@ -66,14 +68,19 @@ class Reporter:
         """One line that asks for attention."""
         self._console.print(f"warning: {text}", markup=False, style="yellow")
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Text in columns; all but the first two to the right."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2))
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Text in columns."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns:
+            table.add_column(column, no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self._console.print(table, soft_wrap=False, crop=False, width=160)
+        # Drawn as wide as it is: a line that wraps says more than one that is cut.
+        wide = Console(file=io.StringIO(), width=1000)
+        with wide.capture() as capture:
+            wide.print(table)
+        for line in capture.get().splitlines():
+            self.say(line.rstrip())
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """One line in the metrics file."""

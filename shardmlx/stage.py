@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -132,10 +133,17 @@ class Stage:
         buffer_of(self._pending[j].cotangent)[:] = buffer_of(gradient)
 
     def backward_input(self, j: int) -> mx.array:
-        """I: the gradient for the stage's input."""
+        """I: the gradient for the stage's input.
+
+        With checkpointing W comes along: what is computed again would otherwise wait for W, of
+        all layers together.
+        """
         pending = self._pending[j]
         gradient = pending.input_gradient
         assert gradient is not None, "lowering asks for I only where it is needed"
+        if self.checkpoint:
+            self._add(pending)
+            self._evaluate(self.names)
         mx.eval(gradient)
         pending.input_gradient = None
         if not self.names:
@@ -153,22 +161,31 @@ class Stage:
         """W, part after part of the trained weights: yields each once its gradients are there."""
         self._add(self._pending.pop(j))
         for part in parts:
-            mx.eval([self.gradients[name] for name in part])
+            self._evaluate(part)
             yield part
 
     def backward(self, j: int) -> mx.array | None:
-        """B: both halves at once; returns the gradient for the input if there is one.
-
-        Weights come first, last layer first: what only they need is then freed on the way down.
-        """
-        pending = self._pending.pop(j)
-        gradient = pending.input_gradient
-        self._add(pending)
-        mx.eval([self.gradients[name] for name in self.names], gradient)
+        """B: both halves; returns the gradient for the input if there is one."""
+        gradient = self.backward_input(j) if self.needs_input_gradient else None
+        if self.names:
+            self.backward_weight(j)
         return gradient
 
+    def _evaluate(self, names: Sequence[str]) -> None:
+        """Compute the gradients of these weights, which are in backward order."""
+        if not self.checkpoint:
+            mx.eval([self.gradients[name] for name in names])
+            return
+        # In one evaluation MLX leaves the weights of all layers to the end, and holds until then
+        # what each of them computed again. Layer by layer, one layer's is freed before the next.
+        for _, layer in groupby(names, lambda name: name.split(".")[:3]):
+            mx.eval([self.gradients[name] for name in layer])
+
     def _add(self, pending: _Pending) -> None:
-        for name, gradient in zip(self.names, pending.weight_gradients, strict=True):
+        gradients, pending.weight_gradients = pending.weight_gradients, ()
+        if not gradients:
+            return
+        for name, gradient in zip(self.names, gradients, strict=True):
             if gradient.dtype != mx.float32:
                 gradient = gradient.astype(mx.float32)
             total = self.gradients.get(name)

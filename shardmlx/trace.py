@@ -72,6 +72,13 @@ class RankTimes:
     def idle_seconds(self) -> float:
         return max(0.0, self.step_seconds - self.compute_seconds - self.exposed_comm_seconds)
 
+    def __add__(self, other: RankTimes) -> RankTimes:
+        return RankTimes(
+            self.step_seconds + other.step_seconds,
+            self.compute_seconds + other.compute_seconds,
+            self.exposed_comm_seconds + other.exposed_comm_seconds,
+        )
+
     def mean(self, steps: int) -> RankTimes:
         """Of one of ``steps`` steps."""
         return RankTimes(

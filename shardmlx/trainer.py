@@ -102,14 +102,7 @@ class Trainer:
         if config.iters % config.save_every:
             self._save(None)
         self._meter.write_trace()
-        self._reporter.event(
-            "summary",
-            {
-                "steps": config.iters,
-                "tokens": self._total_tokens,
-                "seconds": round(time.monotonic() - start, 3),
-            },
-        )
+        self._summarise(time.monotonic() - start)
         self._reporter.say(f"Saved to {config.adapter_path}")
 
     def test(self) -> None:
@@ -240,6 +233,33 @@ class Trainer:
                     "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
                 }
             )
+
+    def _summarise(self, seconds: float) -> None:
+        ranks = self._meter.summary()
+        self._reporter.table(
+            ("rank", "host", "step", "compute", "exposed communication", "bubble", "peak memory"),
+            [
+                (
+                    str(each.rank),
+                    self._transport.hosts[each.rank],
+                    f"{each.times.step_seconds:.3f} s",
+                    f"{each.times.compute_seconds:.3f} s",
+                    f"{each.times.exposed_comm_seconds:.3f} s",
+                    f"{100 * each.times.bubble:.1f}%",
+                    gigabytes(each.peak_memory_bytes),
+                )
+                for each in ranks
+            ],
+        )
+        self._reporter.event(
+            "summary",
+            {
+                "steps": self._config.iters,
+                "tokens": self._total_tokens,
+                "seconds": round(seconds, 3),
+                "ranks": [each.as_json() for each in ranks],
+            },
+        )
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()
