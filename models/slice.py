@@ -108,6 +108,9 @@ class Slice:
         """All parameters, frozen and trained, by global name."""
         return {name: self[name] for name in self._slots}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
     def __getitem__(self, name: str) -> mx.array:
         slot = self._slots[name]
         array: mx.array = slot.module[slot.leaf]

@@ -110,7 +110,7 @@ def _read_rows(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str, tu
             raise UserError(
                 f"{names[name](None)} is missing or empty: --data {config.data} must hold it"
             )
-    return {name: (rows, names[name]) for name, rows in found.items() if len(rows)}
+    return {name: (found[name], names[name]) for name in needed if len(found[name])}
 
 
 def _row_of_file(path: Path, i: int | None) -> str:
@@ -124,24 +124,30 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
 def _read_file(path: Path, config: TrainConfig, tokenizer: TokenizerWrapper) -> Any:
     if not path.exists():
         return []
-    rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}:{number} is not JSON: {error.msg} at column {error.colno}"
-            ) from None
-        if not isinstance(row, Mapping):
-            raise UserError(f"{path}:{number} is no JSON object: write one object on each line")
-        rows.append(row)
+        # In bytes: text has line ends, such as U+2028, that are none in JSON.
+        with path.open("rb") as file:
+            rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if not rows:
         return []
     return _create(rows, str(path), config, tokenizer)
+
+
+def _parse(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
+        raise UserError(f"{where} is not JSON: {what} at column {error.colno}") from None
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is no JSON object: write one object on each line")
+    return row
 
 
 def _create(rows: Any, where: str, config: TrainConfig, tokenizer: TokenizerWrapper) -> Any:

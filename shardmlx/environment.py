@@ -34,6 +34,8 @@ def prepare() -> Blas:
     os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if launched_rank() != 0:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 speaks for all
     if sys.platform == "darwin":
         return Blas("Metal and Accelerate", None)
     return _put_openblas_first()

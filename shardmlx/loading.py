@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -109,7 +109,7 @@ def _unfreeze(model: nn.Module, config: TrainConfig) -> None:
 def _load_adapters(model: nn.Module, adapter_path: str) -> None:
     try:
         load_adapters(model, adapter_path)
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise UserError(
             f"--adapter-path {adapter_path} holds no adapters of this model: {_first_line(error)}; "
             'use --adapter-path "" to test the model without'
@@ -120,13 +120,19 @@ def _resume(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise UserError(f"--resume-adapter-file {path}: there is no such file")
     try:
-        weights: list[tuple[str, mx.array]] = list(mx.load(str(path)).items())  # type: ignore[union-attr]
-        known = {name for name, _ in tree_flatten(model.parameters())}
-        if not any(name in known for name, _ in weights):
-            raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
-        model.load_weights(weights, strict=False)
+        weights: Any = mx.load(str(path))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--resume-adapter-file {path}: {_first_line(error)}") from None
+    known = dict(tree_flatten(model.parameters()))
+    if not isinstance(weights, dict) or not weights.keys() & known.keys():
+        raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
+    for name, array in weights.items():
+        if name in known and array.shape != known[name].shape:
+            raise UserError(
+                f"--resume-adapter-file {path}: {name} has the shape {array.shape}, in this model "
+                f"{known[name].shape}: use the model and lora_parameters that it was made with"
+            )
+    model.load_weights(list(weights.items()), strict=False)
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
@@ -141,5 +147,6 @@ def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error.args[0]) if error.args else type(error).__name__
-    return " ".join(text.split())
+    # A KeyError shows its message in quotes.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -64,8 +64,7 @@ class Updater:
                     gradient = gradient * scale
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
-        if not weights:
-            return
+        # Where nothing is trained too: the learning rate that rank 0 reports moves here.
         updated = self.optimizer.apply_gradients(gradients, weights)
         # Drop the old weights before anything is evaluated, so that their memory is used again.
         gradients.clear()

@@ -109,10 +109,7 @@ class Collector:
                 yield spec.name, array
 
     def _own(self, name: str) -> mx.array:
-        for part in self._parts:
-            if name in part.parameters():
-                return part[name]
-        raise KeyError(name)
+        return next(part[name] for part in self._parts if name in part)
 
     def _what(self, spec: TensorSpec, peer: int, how: str) -> str:
         return (

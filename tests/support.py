@@ -62,11 +62,13 @@ def tiny_config(
 
 
 def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
-    """mlx-lm's model of a configuration, with random weights, evaluated."""
+    """mlx-lm's model of a configuration, with random weights, evaluated; quantised if it says so."""
     family = config["model_type"]
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(family, family)}")
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(config)))
+    if (quantisation := config.get("quantization")) is not None:
+        nn.quantize(model, **quantisation)
     mx.eval(model.parameters())
     return model
 

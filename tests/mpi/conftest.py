@@ -6,14 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.mpi.mpirun import ROOT
 from tests.support import save_model_directory, tiny_config
 
-ROWS = {"train": 60, "valid": 16, "test": 14}
-"""Of each data set: enough for an epoch and a half in a dozen steps of four rows... and no more."""
+ROWS = {"train": 32, "valid": 16, "test": 14}
+"""Of each data set: ten steps of four rows begin a second epoch."""
+
+SMALL_VOCABULARY = 400
 
 
 def _prepare(script: str, output: Path) -> Path:
@@ -34,20 +38,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def mistral(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model directory: eight layers of Mistral's kind, untied, explicit head_dim, float32."""
-    return mistral_directory(tmp_path_factory.mktemp("mistral") / "model", tokenizer)
-
-
-@pytest.fixture(scope="session")
-def tied_mistral(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the embedding for its head."""
-    return mistral_directory(tmp_path_factory.mktemp("mistral") / "tied", tokenizer, tied=True)
-
-
-def mistral_directory(path: Path, tokenizer: Path, *, tied: bool = False) -> Path:
+    path = tmp_path_factory.mktemp("mistral") / "model"
     config = tiny_config(
         "mistral",
         layers=8,
-        tied=tied,
         hidden_size=64,
         intermediate_size=128,
         head_dim=24,
@@ -75,3 +69,58 @@ def pirate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return directory
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of 400 tokens: a head of 32768 is most of a tiny model's work."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SMALL_VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((pirate / "train.jsonl").read_text().splitlines(), trainer)
+    directory = tmp_path_factory.mktemp("small-tokenizer")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for turn in messages %}{{ turn['role'][0] + ': ' + turn['content'] "
+        "+ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def small(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model directory: eight tiny llama layers, untied, float32."""
+    return small_directory(tmp_path_factory.mktemp("small") / "model", small_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def small_tied(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the embedding for its head."""
+    return small_directory(tmp_path_factory.mktemp("small") / "tied", small_tokenizer, tied=True)
+
+
+@pytest.fixture(scope="session")
+def small_quantised(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in 4 bits."""
+    quantisation = {"group_size": 32, "bits": 4}
+    return small_directory(
+        tmp_path_factory.mktemp("small") / "quantised", small_tokenizer, quantization=quantisation
+    )
+
+
+def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:
+    config = tiny_config(layers=8, vocab_size=SMALL_VOCABULARY, eos_token_id=1, **overrides)
+    save_model_directory(path, config)
+    for file in tokenizer.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path

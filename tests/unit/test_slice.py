@@ -37,7 +37,7 @@ def with_lora(model: nn.Module, layers: int) -> nn.Module:
 
 
 def stage_of(model: nn.Module, start: int, stop: int, *, checkpoint: bool = False) -> Stage:
-    trains_below = any(name for name in Slice(model, 0, start).trainable) if start else False
+    trains_below = start > 0 and bool(Slice(model, 0, start).trainable)
     return Stage(
         start,
         Slice(model, start, stop),
