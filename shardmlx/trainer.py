@@ -173,7 +173,8 @@ class Trainer:
         """One optimizer update with the mean of the gradients since the last."""
         recorder, limit = self._engine.recorder, self._config.max_grad_norm
         scale = 1 / self._config.grad_accumulation_steps
-        if limit is not None or self._reports_at(step):
+        until_next = range(step, step + self._config.grad_accumulation_steps)
+        if limit is not None or any(map(self._reports_at, until_next)):
             with recorder.span(Span.REDUCE, "norm"):
                 self._grad_norm = norm = scale * self._engine.gradient_norm()
             if limit is not None and norm > limit:

@@ -62,7 +62,7 @@ def tiny_config(
 
 
 def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
-    """mlx-lm's model of a configuration, with random weights, evaluated; quantised if it says so."""
+    """mlx-lm's model of a configuration, quantised if that says so, with random weights."""
     family = config["model_type"]
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(family, family)}")
     mx.random.seed(seed)
@@ -91,6 +91,16 @@ def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -
     )
     (path / "config.json").write_text(json.dumps(dict(config)))
     return model
+
+
+def load_weights(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of all safetensors files of a directory, in float32: NumPy has no bfloat16."""
+    weights: dict[str, np.ndarray] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        arrays = mx.load(str(path))
+        assert isinstance(arrays, dict)
+        weights |= {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
+    return weights
 
 
 def random_batch(rows: int, seed: int = 0, vocab: int = VOCABULARY, longest: int = 60) -> Batch:

@@ -73,7 +73,7 @@ def pirate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_tokenizer(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of 400 tokens: a head of 32768 is most of a tiny model's work."""
+    """A directory with a tokenizer of 400 tokens: 32768 would be most of a tiny model's work."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,21 @@ def train_well(n: int, *args: str | Path, timeout: float = 120.0) -> Job:
     job = train(n, *args, timeout=timeout)
     assert job.returncode == 0, job.output
     return job
+
+
+def train_many(n: int, runs: Sequence[Sequence[str | Path]], file: Path) -> Job:
+    """``shardmlx.train`` with each list of arguments, one after the other in one job on ``n``
+    ranks, which must succeed. ``file`` is for the arguments."""
+    file.write_text(json.dumps([[str(argument) for argument in run] for run in runs]))
+    job = mpirun(n, PROGRAMS / "train_many.py", file, timeout=240.0)
+    assert job.returncode == 0, job.output
+    return job
+
+
+def events(metrics: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a metrics file that tell of one kind of event."""
+    lines = map(json.loads, metrics.read_text().splitlines())
+    return [event for event in lines if event["event"] == name]
 
 
 def _environment(mark: str) -> dict[str, str]:

@@ -1,0 +1,236 @@
+"""Bad input ends on all ranks, in one line that names the value and the remedy, with status 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpirun import train
+
+
+@pytest.fixture
+def model(small: Path, tmp_path: Path) -> Path:
+    """A model directory of the test's own, to be spoiled."""
+    return Path(shutil.copytree(small, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(pirate: Path, tmp_path: Path) -> Path:
+    """A data directory of the test's own, to be spoiled."""
+    return Path(shutil.copytree(pirate, tmp_path / "data"))
+
+
+def refused(tmp_path: Path, ranks: int, *flags: str | Path) -> str:
+    """The one line with which a job must end; nothing else may be left of it."""
+    output = tmp_path / "adapters"
+    job = train(
+        ranks,
+        *("--model", tmp_path / "model", "--data", tmp_path / "data"),
+        *("--adapter-path", output, "--iters", "1", "--batch-size", "2", "--num-layers", "-1"),
+        *flags,
+    )
+    assert job.returncode == 2, job.output
+    assert "Traceback" not in job.output
+    assert len(job.error_lines) == 1, job.output
+    assert not output.exists()
+    (line,) = job.error_lines
+    assert line.startswith("shardmlx: error: ")
+    return line.removeprefix("shardmlx: error: ")
+
+
+def stage_map(tmp_path: Path, *sizes: int) -> Path:
+    path = tmp_path / "stages.yaml"
+    path.write_text("stages:\n" + "".join(f"  - num_layers: {size}\n" for size in sizes))
+    return path
+
+
+def test_a_number_of_ranks_that_the_stage_map_cannot_use(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = stage_map(tmp_path, 4, 4)
+    assert refused(tmp_path, 3, "--stage-map", path) == (
+        f"stage map {path} needs 2 ranks, or a multiple of it for data parallelism, "
+        "and there are 3: start mpirun with -n 2"
+    )
+
+
+def test_layers_that_do_not_add_up(model: Path, data: Path, tmp_path: Path) -> None:
+    path = stage_map(tmp_path, 4, 3)
+    assert refused(tmp_path, 2, "--stage-map", path) == (
+        f"stage map {path} divides 7 layers (4 + 3), but the model has 8: "
+        "make its num_layers add up to 8"
+    )
+
+
+def test_more_stages_than_layers(model: Path, data: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path, 3, "--virtual-stages", "3", "--schedule", "interleaved-1f1b") == (
+        "9 stages, but the model has 8 layers: use at most 8 stages"
+    )
+
+
+def test_a_stage_map_that_the_schedule_cannot_run(model: Path, data: Path, tmp_path: Path) -> None:
+    path = stage_map(tmp_path, 4, 4)
+    assert refused(tmp_path, 2, "--stage-map", path, "--schedule", "zb-v") == (
+        "schedule zb-v runs 2 stages a rank, not 1: use 2, or the schedule interleaved-1f1b"
+    )
+
+
+def test_an_unknown_schedule(model: Path, data: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path, 2, "--schedule", "2f2b") == (
+        "--schedule is '2f2b': choose from gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
+    )
+
+
+def test_a_batch_that_cannot_be_divided_among_the_replicas(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    assert refused(tmp_path, 4, "--pipeline-stages", "2", "--batch-size", "3") == (
+        "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2"
+    )
+
+
+def test_a_microbatch_larger_than_what_a_replica_has(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    assert refused(tmp_path, 2, "--pipeline-stages", "1", "--micro-batch-size", "2") == (
+        "--micro-batch-size 2 is more than the 1 rows that each of 2 replicas has of "
+        "--batch-size 2: use at most 1"
+    )
+
+
+def test_a_missing_data_file(model: Path, data: Path, tmp_path: Path) -> None:
+    (data / "train.jsonl").unlink()
+    assert refused(tmp_path, 2) == (
+        f"{data}/train.jsonl is missing or empty: --data {data} must hold it"
+    )
+
+
+def test_an_empty_data_set(model: Path, data: Path, tmp_path: Path) -> None:
+    (data / "train.jsonl").write_text("")
+    assert refused(tmp_path, 2) == (
+        f"{data}/train.jsonl is missing or empty: --data {data} must hold it"
+    )
+
+
+def test_a_line_that_is_not_json(model: Path, data: Path, tmp_path: Path) -> None:
+    path = data / "train.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
+    assert refused(tmp_path, 2) == (f"{path}:5 is not JSON: Expecting value at column 15")
+
+
+def test_a_line_without_the_keys_of_the_others(model: Path, data: Path, tmp_path: Path) -> None:
+    path = data / "valid.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:6], '{"prompt": "Ahoy"}', *lines[6:]]) + "\n")
+    assert refused(tmp_path, 2) == f"{path}:7 cannot be tokenised: has no key 'messages'"
+
+
+def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path, 2, "--batch-size", "64") == (
+        f"{data}/train.jsonl has 32 samples, fewer than --batch-size 64: "
+        "lower the batch size or add data"
+    )
+
+
+def longest(data: Path, words: int) -> Path:
+    path = data / "train.jsonl"
+    turns = [
+        {"role": "user", "content": "Ahoy " * words},
+        {"role": "assistant", "content": "Arr!"},
+    ]
+    path.write_text(path.read_text() + json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def test_a_sequence_longer_than_the_limit_where_none_may_be_cut(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = longest(data, 100)
+    flags = ("--long-sequences", "error", "--max-seq-length", "200")
+    line = refused(tmp_path, 2, *flags)
+    assert line.startswith(f"{path}:33 has ")
+    assert line.endswith(
+        "more than --max-seq-length 200: raise it, split the text, or use --long-sequences cut"
+    )
+
+
+def test_a_sequence_beyond_the_positions_of_the_model(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = longest(data, 400)
+    line = refused(tmp_path, 2)
+    assert line.startswith(f"{path}:33 has ")
+    assert line.endswith("the model's limit is 512: use --max-seq-length 512 to cut it")
+
+
+def test_masking_the_prompt_of_plain_text(model: Path, data: Path, tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text('{"text": "Ahoy there, matey"}\n' * 4)
+    assert refused(tmp_path, 2, "--mask-prompt") == (
+        f"{data}/train.jsonl: --mask-prompt needs prompts, and this is plain text: "
+        "drop the flag, or write prompt and completion"
+    )
+
+
+def without_config(model: Path) -> str:
+    (model / "config.json").unlink()
+    return "config.json"
+
+
+def truncated(model: Path) -> str:
+    path = model / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+    return f"{path}"
+
+
+def another_family(model: Path) -> str:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gpt2"}))
+    return "model_type 'gpt2' is not supported"
+
+
+def without_weights(model: Path) -> str:
+    (model / "model.safetensors").unlink()
+    return f"{model}"
+
+
+def without_tokenizer(model: Path) -> str:
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    return f"{model} holds no tokenizer"
+
+
+@pytest.mark.parametrize(
+    "spoil", [without_config, truncated, another_family, without_weights, without_tokenizer]
+)
+def test_a_model_directory_that_is_not_whole(
+    spoil: Callable[[Path], str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    named = spoil(model)
+    assert named in refused(tmp_path, 2)
+
+
+def test_a_truncated_file_is_said_to_lack_bytes(model: Path, data: Path, tmp_path: Path) -> None:
+    truncated(model)
+    assert "1000 bytes" in refused(tmp_path, 2)
+
+
+def test_an_unknown_key_in_the_configuration(model: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lora.yaml"
+    path.write_text("batch_sise: 4\n")
+    line = refused(tmp_path, 2, "--config", path)
+    assert "batch_sise" in line
+    assert "batch_size" in line
+    assert str(path) in line
+
+
+def test_too_many_layers_to_train(model: Path, data: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path, 2, "--num-layers", "9") == (
+        "--num-layers 9: the model has 8 layers; -1 trains all of them"
+    )

@@ -1,0 +1,171 @@
+"""A run has the same losses and ends with the same weights in whatever layout it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.mpi.mpirun import events, train_many
+from tests.support import load_weights
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "two stages": (2, ["--schedule", "1f1b"]),
+    "two by two": (4, ["--schedule", "zb-v", "--pipeline-stages", "2"]),
+}
+
+COMMON: dict[str, Any] = {
+    "seed": 5,
+    "batch_size": 4,
+    "micro_batch_size": 1,
+    "iters": 6,
+    "learning_rate": 1e-3,
+    "num_layers": -1,
+    "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": 10.0},
+    "max_seq_length": 64,
+    "steps_per_report": 1,
+    "steps_per_eval": 3,
+    "val_batches": 2,
+}
+
+FULL = {"fine_tune_type": "full"}
+EVERYTHING = FULL | {"unfreeze_all": True}
+LIMIT, STEP = 0.2, 0.5
+CLIPPED = EVERYTHING | {"max_grad_norm": LIMIT, "optimizer": "sgd", "learning_rate": STEP}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``exact``: one replica has the very bits of one rank; no sum is made in another order."""
+
+    options: dict[str, Any]
+    model: str = "small"
+    exact: bool = False
+
+
+VARIANTS: dict[str, Variant] = {
+    "lora": Variant({}, exact=True),
+    "the last layers": Variant({"num_layers": 3}, exact=True),
+    "dora": Variant({"fine_tune_type": "dora", "optimizer": "adamw"}, exact=True),
+    "dropout": Variant({"lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0}}, exact=True),
+    "recomputed dropout": Variant(
+        {
+            "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0},
+            "grad_checkpoint": True,
+        },
+        exact=True,
+    ),
+    "quantised": Variant({}, "small_quantised", exact=True),
+    "bfloat16": Variant({"dtype": "bfloat16"}, exact=True),
+    "full": Variant(FULL, exact=True),
+    "recomputed": Variant(FULL | {"grad_checkpoint": True}, exact=True),
+    "everything": Variant(EVERYTHING, exact=True),
+    "everything, tied": Variant(EVERYTHING, "small_tied"),
+    "clipped": Variant(CLIPPED),
+    "clipped, tied": Variant(CLIPPED, "small_tied"),
+    "one clipped step": Variant(CLIPPED | {"iters": 1}, "small_tied"),
+    "accumulated": Variant(FULL | {"grad_accumulation_steps": 3}, exact=True),
+    "uneven": Variant({"batch_size": 6, "micro_batch_size": 2}, exact=True),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind."""
+
+    metrics: Path
+    output: Path
+
+    def losses(self) -> list[float]:
+        """Of training, then of validation."""
+        return [event["loss"] for name in ("train", "val") for event in events(self.metrics, name)]
+
+    def norms(self) -> list[float]:
+        """Null before the first update."""
+        return [event["grad_norm"] or 0.0 for event in events(self.metrics, "train")]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return load_weights(self.output)
+
+
+Results = dict[tuple[str, str], Result]
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, pirate: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """Of each variant in each layout."""
+    directory = tmp_path_factory.mktemp("layouts")
+    results: Results = {}
+    for layout, (ranks, flags) in LAYOUTS.items():
+        runs: list[list[str | Path]] = []
+        for name, variant in VARIANTS.items():
+            stem = f"{name} on {layout}"
+            config = directory / f"{stem}.yaml"
+            model: Path = request.getfixturevalue(variant.model)
+            where = {"model": str(model), "data": str(pirate)}
+            config.write_text(yaml.safe_dump(COMMON | variant.options | where))
+            result = Result(directory / f"{stem}.jsonl", directory / stem)
+            output: list[str | Path] = ["--adapter-path", result.output]
+            runs.append(["-c", config, "--metrics-file", result.metrics, *output, *flags])
+            results[name, layout] = result
+        train_many(ranks, runs, directory / f"{layout}.json")
+    return results
+
+
+def distance(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
+    """Euclidean, between the weights that both have."""
+    return float(np.sqrt(sum(np.square(a[name] - b[name]).sum() for name in a.keys() & b.keys())))
+
+
+def length(weights: Mapping[str, np.ndarray]) -> float:
+    return distance(weights, {name: np.zeros_like(array) for name, array in weights.items()})
+
+
+@pytest.mark.parametrize("layout", ["two stages", "two by two"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_weights_are_those_of_one_rank(name: str, layout: str, results: Results) -> None:
+    expected, result = results[name, "one rank"], results[name, layout]
+    weights, expected_weights = result.weights(), expected.weights()
+    assert weights.keys() == expected_weights.keys()
+    short = VARIANTS[name].options.get("dtype") == "bfloat16"
+    if VARIANTS[name].exact and layout == "two stages":
+        assert result.losses() == expected.losses()
+        assert distance(weights, expected_weights) == 0.0
+    else:
+        assert result.losses() == pytest.approx(expected.losses(), rel=1e-2 if short else 1e-5)
+        difference = distance(weights, expected_weights)
+        assert difference <= (5e-2 if short else 1e-3) * length(expected_weights)
+    assert result.norms() == pytest.approx(expected.norms(), rel=5e-2 if short else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("recomputed", "full"), ("recomputed dropout", "dropout")]
+)
+def test_recomputing_activations_changes_no_loss(name: str, same: str, results: Results) -> None:
+    for layout in LAYOUTS:
+        losses = results[name, layout].losses()
+        assert losses == pytest.approx(results[same, layout].losses(), rel=1e-5)
+
+
+def test_dropout_changes_the_losses(results: Results) -> None:
+    losses = results["dropout", "one rank"].losses()
+    assert losses != pytest.approx(results["lora", "one rank"].losses(), rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_clipped_step_of_sgd_is_learning_rate_times_limit_long(
+    layout: str, results: Results, small_tied: Path
+) -> None:
+    """Every weight counted once, the tied embedding of first and last stage too."""
+    result = results["one clipped step", layout]
+    assert result.norms()[0] > 2 * LIMIT
+    moved = distance(result.weights(), load_weights(small_tied))
+    assert moved == pytest.approx(STEP * LIMIT, rel=1e-3)
