@@ -96,18 +96,20 @@ def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = 
     return mpirun(n, "-m", "shardmlx.train", *args, timeout=timeout, cwd=cwd)
 
 
-def train_well(n: int, *args: str | Path, timeout: float = 120.0) -> Job:
+def train_well(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
     """As ``train``, for a run that must succeed."""
-    job = train(n, *args, timeout=timeout)
+    job = train(n, *args, timeout=timeout, cwd=cwd)
     assert job.returncode == 0, job.output
     return job
 
 
-def train_many(n: int, runs: Sequence[Sequence[str | Path]], file: Path) -> Job:
+def train_many(
+    n: int, runs: Sequence[Sequence[str | Path]], file: Path, cwd: Path | None = None
+) -> Job:
     """``shardmlx.train`` with each list of arguments, one after the other in one job on ``n``
     ranks, which must succeed. ``file`` is for the arguments."""
     file.write_text(json.dumps([[str(argument) for argument in run] for run in runs]))
-    job = mpirun(n, PROGRAMS / "train_many.py", file, timeout=240.0)
+    job = mpirun(n, PROGRAMS / "train_many.py", file, timeout=240.0, cwd=cwd)
     assert job.returncode == 0, job.output
     return job
 

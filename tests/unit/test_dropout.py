@@ -173,8 +173,11 @@ def test_the_same_model_may_be_cut_again() -> None:
     assert run([(0, 4)], model=model)[0] == run(CUTS[0], model=model)[0]
 
 
-def test_another_step_draws_other_masks() -> None:
-    assert run([(0, 4)], step=1)[0] != run([(0, 4)], step=2)[0]
+@pytest.mark.parametrize("key", ["self_attn.v_proj", "model.embed_tokens", "lm_head"])
+def test_another_step_draws_other_masks(key: str) -> None:
+    model = model_with_dropout([key])
+    first, second, first_again = (run([(0, 4)], step, model=model)[0] for step in (1, 2, 1))
+    assert first == first_again != second
 
 
 def test_the_same_rows_in_another_place_of_the_batch_draw_other_masks() -> None:

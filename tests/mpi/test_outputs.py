@@ -1,0 +1,267 @@
+"""What a run writes: adapters and models that mlx-lm loads, metrics, a trace, and the terminal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import load
+from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+from mlx_lm.tuner.trainer import evaluate
+
+from tests.mpi.mpirun import Job, events, train_many, train_well
+from tests.support import load_weights
+
+Arguments = list[str | Path]
+
+OPTIONS = [
+    "--num-layers",
+    "-1",
+    "--batch-size",
+    "4",
+    "--max-seq-length",
+    "64",
+    "--test-batches",
+    "-1",
+    "--test",
+]
+TRAIN = ["--train", "--iters", "4", "--learning-rate", "1e-2", "--save-every", "2"]
+TRAIN += ["--steps-per-report", "2", "--steps-per-eval", "3", *OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def lora(small: Path, pirate: Path, directory: Path) -> Job:
+    """A run with adapters on two stages; it wrote into ``directory``."""
+    files = ["--adapter-path", "lora", "--metrics-file", "new/lora.jsonl", "--trace", "new/t.json"]
+    return train_well(2, "--model", small, "--data", pirate, *TRAIN, *files, cwd=directory)
+
+
+@pytest.fixture(scope="module")
+def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Path) -> None:
+    """Full fine-tunes, and runs that start from what others left, on two stages."""
+    for name in ("full", "tied"):
+        (directory / name).mkdir()
+        (directory / name / "notes.txt").write_text("mine")
+    full: Arguments = ["--data", pirate, *TRAIN, "--fine-tune-type", "full"]
+    still: Arguments = [
+        "--data",
+        pirate,
+        *OPTIONS,
+        "--train",
+        "--iters",
+        "1",
+        "--learning-rate",
+        "1e-30",
+    ]
+    runs: dict[str, Arguments] = {
+        "full": ["--model", small, *full],
+        "tied": ["--model", small_tied, *full, "--unfreeze-all", "--schedule", "zb-v"],
+        "resumed": ["--model", small, *still, "--resume-adapter-file", "lora/adapters.safetensors"],
+        "continued": ["--model", directory / "full", *still],
+    }
+    train_many(
+        2,
+        [
+            [*run, "--adapter-path", directory / name, "--metrics-file", f"{name}.jsonl"]
+            for name, run in runs.items()
+        ],
+        directory / "runs.json",
+        cwd=directory,
+    )
+
+
+def final_loss(directory: Path, name: str) -> float:
+    """The loss on the test set at the end of a run."""
+    (event,) = events(directory / f"{name}.jsonl", "test")
+    loss: float = event["loss"]
+    return loss
+
+
+def loss_in_mlx_lm(model: Path, adapters: Path | None, data: Path) -> float:
+    """Of the test set, as mlx-lm loads the model and computes it in one process."""
+    loaded, tokenizer = load(str(model), adapter_path=adapters and str(adapters))
+    options = SimpleNamespace(data=str(data), train=False, test=True)
+    _, _, test = load_dataset(options, tokenizer)
+    loss = evaluate(loaded, CacheDataset(test), batch_size=4, num_batches=-1, max_seq_length=64)
+    return float(loss)
+
+
+def test_adapters_have_the_names_and_files_of_mlx_lm(lora: Job, directory: Path) -> None:
+    adapters = directory / "lora"
+    assert sorted(path.name for path in adapters.iterdir()) == [
+        "0000002_adapters.safetensors",
+        "0000004_adapters.safetensors",
+        "adapter_config.json",
+        "adapters.safetensors",
+    ]
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    assert config["fine_tune_type"] == "lora"
+    assert config["num_layers"] == -1
+    assert config["lora_parameters"] == {"rank": 8, "dropout": 0.0, "scale": 20.0}
+    last, copy = (adapters / f"{name}adapters.safetensors" for name in ("", "0000004_"))
+    assert last.read_bytes() == copy.read_bytes()
+    arrays = mx.load(str(last))
+    assert isinstance(arrays, dict)
+    assert {int(name.split(".")[2]) for name in arrays} == set(range(8))
+
+
+def test_adapters_load_in_mlx_lm_with_the_loss_at_the_end_of_training(
+    lora: Job, small: Path, pirate: Path, directory: Path
+) -> None:
+    expected = final_loss(directory / "new", "lora")
+    assert loss_in_mlx_lm(small, directory / "lora", pirate) == pytest.approx(expected, rel=1e-6)
+    assert loss_in_mlx_lm(small, None, pirate) != pytest.approx(expected, rel=1e-3)
+
+
+def test_mlx_lm_generates_with_the_adapters(lora: Job, small: Path, directory: Path) -> None:
+    command: Arguments = [
+        sys.executable,
+        "-m",
+        "mlx_lm",
+        "generate",
+        "--model",
+        small,
+        "--prompt",
+        "Ahoy",
+    ]
+    command += ["--adapter-path", directory / "lora", "--max-tokens", "5"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "Generation: 5 tokens" in run.stdout
+
+
+@pytest.mark.parametrize(("name", "start"), [("full", "small"), ("tied", "small_tied")])
+def test_a_full_fine_tune_is_a_model_directory_for_mlx_lm(
+    name: str,
+    start: str,
+    others: None,
+    pirate: Path,
+    directory: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    source: Path = request.getfixturevalue(start)
+    assert sorted(path.name for path in (directory / name).iterdir()) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "notes.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    loss = loss_in_mlx_lm(directory / name, None, pirate)
+    assert loss == pytest.approx(final_loss(directory, name), rel=1e-6)
+    before, after = load_weights(source), load_weights(directory / name)
+    assert after.keys() == before.keys()
+    changed = {key for key in before if not np.array_equal(before[key], after[key])}
+    # mlx-lm's "full" trains the decoder layers.
+    layers = {key for key in before if key.startswith("model.layers.")}
+    assert changed == (before.keys() if name == "tied" else layers)
+
+
+def test_the_index_of_a_model_says_which_file_holds_what(others: None, directory: Path) -> None:
+    index = json.loads((directory / "full" / "model.safetensors.index.json").read_text())
+    total = 0
+    for file in set(index["weight_map"].values()):
+        arrays = mx.load(str(directory / "full" / file))
+        assert isinstance(arrays, dict)
+        assert arrays.keys() == {name for name, at in index["weight_map"].items() if at == file}
+        total += sum(array.nbytes for array in arrays.values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_training_starts_from_adapters(others: None, directory: Path) -> None:
+    before = final_loss(directory / "new", "lora")
+    assert final_loss(directory, "resumed") == pytest.approx(before, rel=1e-6)
+
+
+def test_training_starts_from_a_full_fine_tune(others: None, directory: Path) -> None:
+    assert final_loss(directory, "continued") == pytest.approx(
+        final_loss(directory, "full"), rel=1e-6
+    )
+
+
+def test_nothing_stays_beside_the_outputs(others: None, directory: Path) -> None:
+    names = ["full", "tied", "resumed", "continued"]
+    expected = {"lora", "new", "runs.json", *names, *(f"{name}.jsonl" for name in names)}
+    assert {path.name for path in directory.iterdir()} == expected
+
+
+def test_metrics_have_a_line_for_every_event(lora: Job, directory: Path) -> None:
+    lines = [json.loads(line) for line in (directory / "new/lora.jsonl").read_text().splitlines()]
+    steps = [(line["event"], line.get("step")) for line in lines]
+    assert steps == [
+        ("val", 1),
+        ("train", 2),
+        ("val", 3),
+        ("val", 4),
+        ("train", 4),
+        ("summary", None),
+        ("test", None),
+    ]
+
+
+def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Path) -> None:
+    lines = events(directory / "new/lora.jsonl", "train")
+    fields = ["event", "step", "loss", "tokens", "tokens_per_second", "learning_rate", "grad_norm"]
+    fields += ["step_seconds", "bubble", "ranks"]
+    of_rank = ["rank", "compute_seconds", "exposed_comm_seconds", "idle_seconds"]
+    for line in lines:
+        assert set(fields) <= line.keys()
+        assert all(line[field] > 0 for field in ("loss", "tokens", "step_seconds", "grad_norm"))
+        assert line["learning_rate"] == pytest.approx(1e-2)
+        assert 0 <= line["bubble"] < 1
+        assert [rank["rank"] for rank in line["ranks"]] == [0, 1]
+        for rank in line["ranks"]:
+            assert set(of_rank) <= rank.keys()
+            assert rank["peak_memory_bytes"] > 0
+            parts = [rank[part] for part in of_rank[1:]]
+            assert min(parts) >= 0
+            assert sum(parts) == pytest.approx(line["step_seconds"], rel=0.5)
+    assert lines[0]["tokens"] != lines[1]["tokens"]
+
+
+def test_the_trace_shows_every_action_of_every_rank(lora: Job, directory: Path) -> None:
+    records = json.loads((directory / "new/t.json").read_text())["traceEvents"]
+    names = {record["pid"]: record["args"]["name"] for record in records if record["ph"] == "M"}
+    assert [name.split()[:2] for _, name in sorted(names.items())] == [["rank", "0"], ["rank", "1"]]
+    spans = [record for record in records if record["ph"] == "X"]
+    assert all(span["dur"] >= 0 for span in spans)
+    for rank in (0, 1):
+        computed = [
+            span["name"] for span in spans if span["pid"] == rank and span["cat"] == "compute"
+        ]
+        for step in range(4):
+            assert {f"{rank}F{j}" for j in range(4)} <= set(computed), step
+        assert sum(name.startswith(f"{rank}B") for name in computed) == 16
+    steps = [span["name"] for span in spans if span["pid"] == 1 and span["cat"] == "step"]
+    assert [name for name in steps if name.startswith("step")] == [
+        f"step {i}" for i in (1, 2, 3, 4)
+    ]
+
+
+def test_a_gradient_is_received_after_it_was_sent(lora: Job, directory: Path) -> None:
+    records = json.loads((directory / "new/t.json").read_text())["traceEvents"]
+    sent = [r["ts"] for r in records if r["ph"] == "X" and r["name"] == "1SEND_B0"]
+    received = [r["ts"] + r["dur"] for r in records if r["ph"] == "X" and r["name"] == "0RECV_B0"]
+    assert len(sent) == len(received) == 4
+    assert all(a <= b for a, b in zip(sent, received, strict=True))
+
+
+def test_only_rank_0_speaks_and_says_each_thing_once(lora: Job) -> None:
+    assert lora.stderr == ""
+    lines = lora.stdout.splitlines()
+    for start in ("BLAS: ", "Trainable parameters: ", "Data: ", "step 2: loss", "Saved to lora"):
+        assert len([line for line in lines if line.startswith(start)]) == 1, start
+    assert len(lines) == len(set(lines))
