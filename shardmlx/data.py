@@ -70,6 +70,14 @@ def read_data(
                 f"{where(None)}: {too_long} of {len(samples)} sequences are longer than "
                 f"--max-seq-length {config.max_seq_length} and are cut (the longest has {longest})"
             )
+        only_prompts = sum(
+            start >= min(len(tokens), config.max_seq_length) for tokens, start in samples
+        )
+        if only_prompts:
+            warnings.append(
+                f"{where(None)}: of {only_prompts} of {len(samples)} sequences only the prompt is "
+                f"within --max-seq-length {config.max_seq_length}: nothing is learnt from them"
+            )
         if len(samples) < config.batch_size:
             raise UserError(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
@@ -219,7 +227,7 @@ def _check_lengths(
                 f"{where(i)} has {len(tokens)} tokens, more than --max-seq-length "
                 f"{config.max_seq_length}: raise it, split the text, or use --long-sequences cut"
             )
-        if start >= length:
+        if start >= length and config.long_sequences == "error":
             raise UserError(
                 f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
                 f"within --max-seq-length {config.max_seq_length}: raise it or take the line out"

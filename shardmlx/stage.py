@@ -93,7 +93,7 @@ class Stage:
             out = run()
             mx.eval(out)
             return out
-        cotangent = self._new_cotangent(microbatch, source, scale)
+        cotangent = self._new_cotangent(microbatch, scale)
         (out,), gradients = mx.vjp(run, primals, [cotangent])
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
         self._pending[j] = _Pending(cotangent, input_gradient, gradients)
@@ -113,7 +113,7 @@ class Stage:
         out = self.part(x, key=(*key, microbatch.first_row), checkpoint=checkpoint)
         return token_loss(out, microbatch) if self.part.is_last else out
 
-    def _new_cotangent(self, microbatch: MicroBatch, source: mx.array, scale: float) -> mx.array:
+    def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:
         if self.part.is_last:
             cotangent = mx.array(scale, mx.float32)
         else:
@@ -164,13 +164,6 @@ class Stage:
             self._evaluate(part)
             yield part
 
-    def backward(self, j: int) -> mx.array | None:
-        """B: both halves; returns the gradient for the input if there is one."""
-        gradient = self.backward_input(j) if self.needs_input_gradient else None
-        if self.names:
-            self.backward_weight(j)
-        return gradient
-
     def _evaluate(self, names: Sequence[str]) -> None:
         """Compute the gradients of these weights, which are in backward order."""
         if not self.checkpoint:
@@ -190,8 +183,3 @@ class Stage:
                 gradient = gradient.astype(mx.float32)
             total = self.gradients.get(name)
             self.gradients[name] = gradient if total is None else total + gradient
-
-    def reset(self) -> None:
-        """Forget what an interrupted step left."""
-        self._pending.clear()
-        self.gradients.clear()

@@ -187,6 +187,14 @@ class Outcome:
     norm: float
 
 
+def backward(stage: Stage, j: int) -> mx.array | None:
+    """I, then W, of one micro-batch, as far as the stage has them; the gradient for its input."""
+    gradient = stage.backward_input(j) if stage.needs_input_gradient else None
+    if stage.is_trained:
+        stage.backward_weight(j)
+    return gradient
+
+
 def run_engine(
     transport: Transport,
     plan: Plan,

@@ -271,11 +271,17 @@ def test_a_sequence_longer_than_the_limit_where_none_shall_be_cut(tmp_path: Path
     )
 
 
-def test_a_prompt_that_leaves_nothing_to_learn(tmp_path: Path) -> None:
+def test_a_prompt_that_leaves_nothing_to_learn_is_counted_or_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "completion": "ho"}, {"prompt": "abcdefgh", "completion": "ho"}]
-    assert error_of(write(tmp_path, train=rows), mask_prompt=True, max_seq_length=12) == (
-        f"{tmp_path}/train.jsonl:2: the prompt alone has 15 tokens, so nothing is left to learn "
-        "within --max-seq-length 12: raise it or take the line out"
+    directory = write(tmp_path, train=rows)
+    data = read(directory, mask_prompt=True, max_seq_length=12)
+    assert (
+        f"{tmp_path}/train.jsonl: of 1 of 2 sequences only the prompt is within "
+        "--max-seq-length 12: nothing is learnt from them"
+    ) in data.warnings
+    how = {"mask_prompt": True, "long_sequences": "error"}
+    assert error_of(directory, max_seq_length=17, **how).startswith(
+        f"{tmp_path}/train.jsonl:2 has 18 tokens, more than --max-seq-length 17"
     )
 
 

@@ -14,7 +14,7 @@ from shardmlx.batches import split
 from shardmlx.models.dropout import KeyedDropout, dropout_key, key_every_dropout, set_keys
 from shardmlx.models.slice import Slice
 from shardmlx.stage import Stage
-from tests.support import Gradients, largest_difference, random_batch, tiny_model
+from tests.support import Gradients, backward, largest_difference, random_batch, tiny_model
 
 LAYERS = 4
 BATCH = random_batch(4)
@@ -132,7 +132,7 @@ def run(
         for stage in reversed(stages):
             if gradient is not None:
                 stage.fill_cotangent(j, gradient)
-            gradient = stage.backward(j)
+            gradient = backward(stage, j)
     gradients: Gradients = {}
     for stage in stages:
         for name, array in stage.gradients.items():

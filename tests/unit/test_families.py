@@ -25,7 +25,14 @@ from shardmlx.models.slice import Slice
 from shardmlx.report import Reporter
 from shardmlx.stage import Stage
 from shardmlx.transport import LocalNetwork
-from tests.support import Gradients, largest_difference, random_batch, tiny_config, tiny_model
+from tests.support import (
+    Gradients,
+    backward,
+    largest_difference,
+    random_batch,
+    tiny_config,
+    tiny_model,
+)
 
 LAYERS = 5
 CUTS = [
@@ -137,7 +144,7 @@ def run_stages(
         if gradient is not None:
             stage.fill_cotangent(0, gradient)
         if not split:
-            gradient = stage.backward(0)
+            gradient = backward(stage, 0)
         elif stage.needs_input_gradient:
             gradient = stage.backward_input(0)
     if split:
