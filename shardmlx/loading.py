@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import get_total_parameters, load_model
 
@@ -68,6 +69,7 @@ def build_model(path: Path, config: TrainConfig) -> nn.Module:
         raise UserError(f"{path}: mlx-lm cannot build this model: {_first_line(error)}") from None
     if config.dtype is not None:
         model.set_dtype(getattr(mx, config.dtype))
+    _check_experts(model)
     if config.test and not config.train:
         # As mlx-lm: an empty adapter path tests the model as it is.
         if config.adapter_path:
@@ -79,6 +81,19 @@ def build_model(path: Path, config: TrainConfig) -> nn.Module:
     if config.resume_adapter_file is not None:
         _resume(model, Path(config.resume_adapter_file))
     return model
+
+
+def _check_experts(model: nn.Module) -> None:
+    """MLX multiplies by gathered matrices on the CPU in float32 only."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    for module in model.modules():
+        if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
+            name = str(module.weight.dtype).rpartition(".")[2]
+            raise UserError(
+                f"the experts of this model are in {name}, with which MLX cannot compute on a CPU: "
+                "use --dtype float32"
+            )
 
 
 def _unfreeze(model: nn.Module, config: TrainConfig) -> None:

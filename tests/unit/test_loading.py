@@ -444,3 +444,14 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch
         "--model someone/something: there is no such directory, and the Hugging Face hub does "
         "not give it: no connection"
     )
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")
+def test_experts_that_a_cpu_cannot_compute_with_are_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    save_model_directory(tmp_path, tiny_config("mixtral", layers=2))
+    assert error_of(tmp_path, fine_tune_type="full", num_layers=1, dtype="bfloat16") == (
+        "the experts of this model are in bfloat16, with which MLX cannot compute on a CPU: "
+        "use --dtype float32"
+    )

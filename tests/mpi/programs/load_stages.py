@@ -1,0 +1,54 @@
+"""``load_stages.py OUTPUT ARGUMENTS``: one run of ``shardmlx.train`` that counts what it reads.
+
+Every rank writes OUTPUT/rank-R.json: the layers of its stages; bytes that the process read until
+all is loaded and until the run is over, 0 where the system does not count them; and MLX's peak
+memory while loading.
+"""
+
+from shardmlx.environment import prepare
+
+blas = prepare()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import mlx.core as mx  # noqa: E402
+
+from shardmlx.config import load_config  # noqa: E402
+from shardmlx.job import prepare_job  # noqa: E402
+from shardmlx.mpi import MPITransport  # noqa: E402
+from shardmlx.report import Reporter  # noqa: E402
+from shardmlx.trainer import Trainer  # noqa: E402
+
+
+def bytes_read() -> int:
+    """By this process so far; 0 where the system does not count them."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(lines[0].removeprefix("rchar: "))
+
+
+output, *arguments = sys.argv[1:]
+config = load_config(arguments)
+transport = MPITransport()
+mx.reset_peak_memory()
+read = [bytes_read()]
+job = prepare_job(config, transport, Reporter(quiet=True))
+peak = mx.get_peak_memory()
+read.append(bytes_read())
+Trainer(job).train()
+read.append(bytes_read())
+Path(output, f"rank-{transport.rank}.json").write_text(
+    json.dumps(
+        {
+            "layers": [(stage.part.start, stage.part.stop) for stage in job.stages],
+            "loading": read[1] - read[0],
+            "running": read[2] - read[0],
+            "peak": peak,
+        }
+    )
+)
+transport.close()

@@ -1,0 +1,97 @@
+"""A rank reads from disk, and holds in memory, the tensors of its own stages and no others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.mpi.conftest import SMALL_VOCABULARY
+from tests.mpi.mpirun import PROGRAMS, mpirun
+from tests.support import save_model_directory, tiny_config
+
+LAYERS = 8
+SLACK = 1_000_000
+"""Bytes for headers, configuration, tokenizer, data, and modules imported late; a layer of the
+model has four times as many."""
+
+
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    tied: bool
+    sizes: dict[str, int]
+
+    def bytes_of(self, layers: list[tuple[int, int]]) -> int:
+        """Of the stages with these ranges of layers."""
+        return sum(size for name, size in self.sizes.items() if self._is_in(name, layers))
+
+    def _is_in(self, name: str, layers: list[tuple[int, int]]) -> bool:
+        has_first = any(start == 0 for start, _ in layers)
+        has_last = any(stop == LAYERS for _, stop in layers)
+        if name.startswith("model.layers."):
+            number = int(name.split(".")[2])
+            return any(start <= number < stop for start, stop in layers)
+        if name.startswith("model.embed_tokens."):
+            return has_first or (has_last and self.tied)
+        return has_last
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def model(
+    request: pytest.FixtureRequest, small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Model:
+    """Two files of some 20 MB: eight layers of 4 MB, and matrices of 2 MB at both ends."""
+    tied: bool = request.param
+    path = tmp_path_factory.mktemp("memory") / "model"
+    size: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024}
+    size["vocab_size"] = 5 * SMALL_VOCABULARY
+    model = save_model_directory(path, tiny_config(layers=LAYERS, tied=tied, **size))
+    arrays = dict(tree_flatten(model.parameters()))
+    (path / "model.safetensors").unlink()
+    names = sorted(arrays)
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = path / f"model-{number:05d}-of-00002.safetensors"
+        mx.save_safetensors(str(file), {name: arrays[name] for name in part})
+    for file in small_tokenizer.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return Model(path, tied, {name: array.nbytes for name, array in arrays.items()})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ("--schedule", "1f1b")),
+        (2, ("--schedule", "zb-v", "--dtype", "bfloat16")),
+        (4, ("--schedule", "1f1b", "--fine-tune-type", "full")),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "-".join(value),
+)
+def test_a_rank_reads_and_holds_only_its_stages(
+    ranks: int, flags: tuple[str, ...], model: Model, pirate: Path, tmp_path: Path
+) -> None:
+    arguments: list[str | Path] = ["--model", model.path, "--data", pirate]
+    arguments += ["--adapter-path", tmp_path / "adapters"]
+    arguments += ["--num-layers", "2", "--iters", "1", "--batch-size", "2", "--val-batches", "0"]
+    job = mpirun(ranks, PROGRAMS / "load_stages.py", tmp_path, *arguments, *flags)
+    assert job.returncode == 0, job.output
+    seen = []
+    for rank in range(ranks):
+        report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        seen += report["layers"]
+        expected = model.bytes_of(report["layers"])
+        assert expected < sum(model.sizes.values()) * (0.75 if ranks == 2 else 0.45)
+        if report["loading"]:
+            assert expected <= report["loading"] <= expected + SLACK
+            assert report["running"] <= expected + 2 * SLACK
+        # A tensor exists twice while it is cast, and one at a time is.
+        held = expected / 2 if "--dtype" in flags else expected
+        largest = max(model.sizes.values()) if "--dtype" in flags else 0
+        assert held <= report["peak"] <= held + largest + SLACK
+    layers = [layer for start, stop in seen for layer in range(start, stop)]
+    assert sorted(layers) == list(range(LAYERS))
