@@ -26,7 +26,7 @@ find_python() {
 # MLX's wheel for Linux computes with the reference BLAS; OpenBLAS is about 16 times as fast.
 install_openblas() {
     [ "$(uname)" = Linux ] || return 0
-    ldconfig -p 2>/dev/null | grep -q libopenblas && return 0
+    case $(/sbin/ldconfig -p) in *libopenblas*) return 0 ;; esac
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         echo "Installing OpenBLAS (libopenblas0-pthread)"
         if (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \

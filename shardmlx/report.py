@@ -39,15 +39,10 @@ class Reporter:
         self._console = Console(
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
         )
+        self._metrics_file = None if quiet else metrics_file
         self._metrics: IO[str] | None = None
-        if metrics_file is not None and not quiet:
-            try:
-                metrics_file.parent.mkdir(parents=True, exist_ok=True)
-                self._metrics = metrics_file.open("w", encoding="utf-8")
-            except OSError as error:
-                raise UserError(
-                    f"--metrics-file {metrics_file} cannot be written: {error.strerror}"
-                ) from None
+        if self._metrics_file is not None:
+            check_writable(self._metrics_file, "--metrics-file")
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -84,9 +79,13 @@ class Reporter:
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """One line in the metrics file."""
-        if self._metrics is not None:
-            self._metrics.write(json.dumps({"event": event, **values}) + "\n")
-            self._metrics.flush()
+        if self._metrics_file is None:
+            return
+        if self._metrics is None:
+            # Not before: a run that is refused leaves the metrics of the last one.
+            self._metrics = self._metrics_file.open("w", encoding="utf-8")
+        self._metrics.write(json.dumps({"event": event, **values}) + "\n")
+        self._metrics.flush()
 
     @contextmanager
     def bar(self, description: str, total: int) -> Iterator[Bar]:
@@ -140,6 +139,19 @@ def _shown_in_terminal() -> bool:
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts", "/dev/tty"))
     except OSError:
         return True
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """``UserError`` unless a file can be written there; what is there stays as it is."""
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def gigabytes(count: float) -> str:

@@ -6,9 +6,11 @@ validation draws its own, how gradients of several steps make one update.
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from shardmlx.errors import UserError
 from shardmlx.job import Job, prepare_job
 from shardmlx.measure import Meter, RankReport
 from shardmlx.optimizer import Updater, build_optimizer
-from shardmlx.report import Bar, Reporter, gigabytes
+from shardmlx.report import Bar, Reporter, check_writable, gigabytes
 from shardmlx.saving import Collector, save_adapters, save_model, write_adapter_config
 from shardmlx.trace import Span
 from shardmlx.transport import Transport
@@ -115,24 +117,31 @@ class Trainer:
 
     def _open_output(self) -> None:
         config = self._config
+        for service in (config.report_to or "").lower().replace(",", " ").split():
+            if find_spec(service) is None:
+                raise UserError(
+                    f"--report-to {service}: it is not installed: pip install {service}"
+                )
+        if config.trace is not None:
+            check_writable(Path(config.trace), "--trace")
+        output = Path(config.adapter_path)
         try:
-            if config.fine_tune_type == "full":
-                Path(config.adapter_path).parent.mkdir(parents=True, exist_ok=True)
+            if config.fine_tune_type != "full":
+                write_adapter_config(output, config.to_adapter_config())
+            elif output.exists() and not output.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file")
             else:
-                write_adapter_config(Path(config.adapter_path), config.to_adapter_config())
+                output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"--adapter-path {config.adapter_path} cannot be written: {error.strerror}"
             ) from None
-        try:
-            self._callback = get_reporting_callbacks(
-                config.report_to,
-                project_name=config.project_name,
-                log_dir=config.adapter_path,
-                config=config.to_adapter_config(),
-            )
-        except ImportError as error:
-            raise UserError(f"--report-to {config.report_to}: {error}") from None
+        self._callback = get_reporting_callbacks(
+            config.report_to,
+            project_name=config.project_name,
+            log_dir=config.adapter_path,
+            config=config.to_adapter_config(),
+        )
 
     def _batches(self, name: str, *, loop: bool) -> Iterator[Batch] | None:
         """On rank 0, the batches of a data set."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from tests.mpi.mpirun import train
@@ -234,3 +235,40 @@ def test_too_many_layers_to_train(model: Path, data: Path, tmp_path: Path) -> No
     assert refused(tmp_path, 2, "--num-layers", "9") == (
         "--num-layers 9: the model has 8 layers; -1 trains all of them"
     )
+
+
+@pytest.mark.parametrize("flag", ["--metrics-file", "--trace", "--adapter-path"])
+def test_an_output_that_cannot_be_written(
+    flag: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model" / "config.json" / "output"
+    assert refused(tmp_path, 2, flag, path) == f"{flag} {path} cannot be written: Not a directory"
+
+
+def test_a_file_in_the_place_of_a_model_directory(model: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    flags = ("--fine-tune-type", "full", "--adapter-path", path)
+    line = f"--adapter-path {path} cannot be written: it is a file"
+    assert refused(tmp_path, 2, *flags) == line
+    assert path.read_text() == "mine"
+
+
+def test_metrics_of_the_last_run_stay(model: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("{}\n")
+    refused(tmp_path, 2, "--batch-size", "64", "--metrics-file", path)
+    assert path.read_text() == "{}\n"
+
+
+def test_adapters_of_another_model(model: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "adapters.safetensors"
+    mx.save_safetensors(str(path), {"model.layers.99.mlp.up_proj.lora_a": mx.zeros((2, 2))})
+    line = f"--resume-adapter-file {path} holds no weight of this model"
+    assert refused(tmp_path, 2, "--resume-adapter-file", path) == line
+
+
+def test_testing_without_adapters(model: Path, data: Path, tmp_path: Path) -> None:
+    line = refused(tmp_path, 2, "--test")
+    assert line.startswith(f"--adapter-path {tmp_path}/adapters holds no adapters of this model")
+    assert line.endswith('use --adapter-path "" to test the model without')
