@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
 from shardmlx.config import load_config
 from shardmlx.environment import launched_rank, prepare
 from shardmlx.errors import UserError
+
+SECONDS_FOR_RANK_0 = 5.0
+"""More than ranks start apart, and than mpirun needs to end the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, rank)
     except UserError as error:
-        return _refuse(error, rank)
+        return _refuse_before_mpi(error, rank)
     blas = prepare()
 
     from shardmlx.mpi import MPITransport
@@ -43,6 +48,18 @@ def _refuse(error: UserError, rank: int) -> int:
     if rank == 0:
         print(f"shardmlx: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return 2
+
+
+def _refuse_before_mpi(error: UserError, rank: int) -> int:
+    """Without MPI a rank cannot know whether rank 0 has met the same fault, and says so.
+
+    It most likely has, and then mpirun ends this process too before the wait is over.
+    """
+    if rank == 0:
+        return _refuse(error, rank)
+    time.sleep(SECONDS_FOR_RANK_0)
+    host = socket.gethostname().split(".")[0]
+    return _refuse(UserError(f"rank {rank} on {host}: {error}"), 0)
 
 
 def _report_failure(error: BaseException, who: str) -> None:

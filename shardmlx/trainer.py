@@ -33,6 +33,9 @@ from shardmlx.saving import Collector, save_adapters, save_model, write_adapter_
 from shardmlx.trace import Span
 from shardmlx.transport import Transport
 
+SETUP_SECONDS = 12 * 3600.0
+"""One rank may download a large model, or tokenise much data, for hours while others wait."""
+
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     """Train, or test, as ``config`` says. Collective; raises ``UserError`` on all ranks alike."""
@@ -42,7 +45,9 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     try:
         reporter.say(str(blas))
         maybe_set_recommended_wired_limit()
-        trainer = Trainer(prepare_job(config, transport, reporter))
+        with transport.patient(SETUP_SECONDS):
+            job = prepare_job(config, transport, reporter)
+        trainer = Trainer(job)
         if config.train:
             trainer.train()
         if config.test:

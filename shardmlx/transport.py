@@ -9,7 +9,8 @@ import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -99,6 +100,16 @@ class Transport(ABC):
         if handle.done or self.progress(handle, self.timeout):
             return
         raise TransportTimeout(f"{what()}: nothing came for {self.timeout:g} s (see --timeout)")
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Waits may last at least so long inside: for work whose time disk and network decide."""
+        usual = self.timeout
+        self.timeout = max(usual, seconds)
+        try:
+            yield
+        finally:
+            self.timeout = usual
 
     # Collectives on Python objects, for all that is small and not in the hot path. Objects are
     # pickled: the ranks of one job trust each other.

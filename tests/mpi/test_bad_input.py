@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.mpi.mpirun import train
+from tests.mpi.mpirun import PROGRAMS, mpirun, train
 
 
 @pytest.fixture
@@ -272,3 +273,15 @@ def test_testing_without_adapters(model: Path, data: Path, tmp_path: Path) -> No
     line = refused(tmp_path, 2, "--test")
     assert line.startswith(f"--adapter-path {tmp_path}/adapters holds no adapters of this model")
     assert line.endswith('use --adapter-path "" to test the model without')
+
+
+def test_a_configuration_that_only_another_rank_cannot_read_is_named_by_that_rank(
+    tmp_path: Path,
+) -> None:
+    """As on two machines of which one lacks the file."""
+    config = tmp_path / "lora.yaml"
+    config.write_text("batch_size: 4\n")
+    job = mpirun(2, PROGRAMS / "config_on_rank_0.py", config)
+    assert job.returncode == 2, job.output
+    (line,) = job.error_lines
+    assert re.match(rf"shardmlx: error: rank 1 on \S+: .*{config}\.missing", line)

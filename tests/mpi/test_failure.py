@@ -19,6 +19,7 @@ def run(how: str, model: Path, data: Path, tmp_path: Path) -> Job:
     job = mpirun(3, PROGRAMS / "failing_rank.py", how, *arguments)
     assert job.returncode == 1, job.output
     assert "Traceback" not in job.output
+    assert job.error_lines, job.output
     return job
 
 
@@ -33,7 +34,6 @@ def test_an_error_in_a_stage(small: Path, pirate: Path, tmp_path: Path) -> None:
 
 def test_a_stage_that_nothing_is_heard_of(small: Path, pirate: Path, tmp_path: Path) -> None:
     job = run("hang", small, pirate, tmp_path)
-    assert job.error_lines
     for line in job.error_lines:
         assert re.fullmatch(
             rf"shardmlx: failed: rank [02] on {HOST}, stage [02], (0RECV_B|2RECV_F)\d, waiting for "
