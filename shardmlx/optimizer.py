@@ -30,14 +30,14 @@ def build_optimizer(
     """The optimizer that ``mlx_lm.lora`` would build from the same options."""
     try:
         rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise UserError(
             f"lr_schedule {dict(lr_schedule or {})}: {error}; it needs a name out of "
             "mlx.optimizers.schedulers and its arguments"
         ) from None
     try:
         return OPTIMIZERS[name](learning_rate=rate, **config)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config {name}: {error}") from None
 
 

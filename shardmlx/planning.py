@@ -59,7 +59,7 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
     for pipeline_rank in range(mesh.pp):
         wanted = stage_map.host_of(pipeline_rank)
         rank = mesh.rank(0, pipeline_rank)
-        if wanted is not None and wanted.split(".")[0] != hosts[rank]:
+        if wanted is not None and wanted.split(".")[0].casefold() != hosts[rank].casefold():
             raise UserError(
                 f"{stage_map} wants rank {pipeline_rank} on host {wanted}, but it runs on "
                 f"{hosts[rank]}: change the order of the hostfile, or the map"

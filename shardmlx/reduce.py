@@ -45,7 +45,9 @@ class GradientReducer:
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
         self._buckets: list[_Bucket] = []
-        # In the same order on all ranks: joining waits for the whole group.
+        # Joining has no timeout of its own, so that all must be there first; and it waits for the
+        # whole group, so that all join in the same order.
+        transport.barrier("start of the engine")
         for group in (self._replicas, self._pipeline):
             transport.join(group)
         if pipeline_rank in ends:

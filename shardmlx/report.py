@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +85,12 @@ class Reporter:
         if self._metrics is None:
             # Not before: a run that is refused leaves the metrics of the last one.
             self._metrics = self._metrics_file.open("w", encoding="utf-8")
-        self._metrics.write(json.dumps({"event": event, **values}) + "\n")
+        # JSON has no NaN.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        self._metrics.write(json.dumps({"event": event, **finite}) + "\n")
         self._metrics.flush()
 
     @contextmanager

@@ -21,6 +21,9 @@ from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
 
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
+INDEX_FILE = "model.safetensors.index.json"
+PARTIAL = "partial-"
+"""Begins the names of files that are being written."""
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the configuration and tokenizer files that a model directory consists of beside weights."""
@@ -97,7 +100,7 @@ class Collector:
                 mx.eval(array)
                 if rank != 0:
                     handle = self._transport.send(array, 0, OBJECT_TAG)
-                    self._transport.wait(handle, lambda s=spec: self._what(s, 0, "sending"))  # type: ignore[misc]
+                    self._transport.wait(handle, lambda s=spec: self._what(s, 0, "sending to"))  # type: ignore[misc]
             elif self._transport.rank == 0:
                 array = mx.zeros(spec.shape, spec.dtype)
                 mx.eval(array)
@@ -124,12 +127,12 @@ def save_adapters(collector: Collector, directory: Path, copy_as: str | None, ra
         arrays.update(collector.tensors(source, specs))
     if rank == 0:
         target = directory / ADAPTER_FILE
-        partial = directory / ("partial-" + ADAPTER_FILE)
+        partial = directory / (PARTIAL + ADAPTER_FILE)
         mx.save_safetensors(str(partial), arrays)
         os.replace(partial, target)
         if copy_as is not None:
-            shutil.copyfile(target, directory / ("partial-" + copy_as))
-            os.replace(directory / ("partial-" + copy_as), directory / copy_as)
+            shutil.copyfile(target, directory / (PARTIAL + copy_as))
+            os.replace(directory / (PARTIAL + copy_as), directory / copy_as)
 
 
 def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -141,14 +144,12 @@ def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
 def save_model(collector: Collector, source: Path, directory: Path, rank: int) -> None:
     """Write the whole fine-tuned model as a model directory, one shard for each pipeline rank.
 
-    Configuration and tokenizer are those of ``source``. A model that stood there is replaced once
-    the new one is complete.
+    Configuration and tokenizer are those of ``source``. The shards of a model that this function
+    wrote there before are replaced, once the new ones are complete; nothing else is touched.
     """
-    partial = directory.with_name(directory.name + ".partial")
     sources = collector.specs(trained_only=False)
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     for number, (owner, specs) in enumerate(sources, 1):
         name = f"model-{number:05d}-of-{len(sources):05d}.safetensors"
@@ -157,32 +158,32 @@ def save_model(collector: Collector, source: Path, directory: Path, rank: int) -
             for _ in tensors:
                 pass
             continue
-        with (partial / name).open("wb") as file:
+        with (directory / (PARTIAL + name)).open("wb") as file:
             write_safetensors(file, specs, (array for _, array in tensors))
         index.update((spec.name, name) for spec in specs)
     if rank != 0:
         return
-    total = sum(spec.nbytes for _, specs in sources for spec in specs)
-    (partial / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
-    )
+    stale = _shards_of(directory) - set(index.values())
+    for name in sorted(set(index.values())):
+        os.replace(directory / (PARTIAL + name), directory / name)
     for path in source.iterdir():
-        if path.suffix in COPIED_SUFFIXES and not path.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(path, partial / path.name)
-    _replace_directory(partial, directory)
+        if path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
+            shutil.copyfile(path, directory / path.name)
+    total = sum(spec.nbytes for _, specs in sources for spec in specs)
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    partial = directory / (PARTIAL + INDEX_FILE)
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, directory / INDEX_FILE)
+    for name in stale:
+        (directory / name).unlink(missing_ok=True)
 
 
-def _replace_directory(new: Path, target: Path) -> None:
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        for path in target.iterdir():
-            # What else the user keeps there stays.
-            if not path.name.startswith("model") and not (new / path.name).exists():
-                os.replace(path, new / path.name)
-        os.replace(target, old)
-    os.replace(new, target)
-    shutil.rmtree(old, ignore_errors=True)
+def _shards_of(directory: Path) -> set[str]:
+    """The shards that the index of a model directory names."""
+    try:
+        return set(json.loads((directory / INDEX_FILE).read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError):
+        return set()
 
 
 def write_safetensors(

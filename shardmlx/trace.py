@@ -28,7 +28,8 @@ class Span(StrEnum):
 class Event(NamedTuple):
     """One stretch of one rank's time, in seconds of that rank's clock.
 
-    ``key`` says which message a SEND or RECEIVE is about, the same on both ends.
+    ``key`` says which message a SEND or RECEIVE, or which sum a REDUCE is about, the same on all
+    ranks that take part.
     """
 
     span: Span
@@ -96,29 +97,30 @@ class RankTimes:
 def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> list[RankTimes]:
     """Sum up the events of all ranks, by rank.
 
-    Waiting for a message counts as exposed communication from the moment at which it was sent,
-    and as idle before. ``offsets[r]`` added to rank r's clock gives rank 0's.
+    Waiting for a message counts as exposed communication from the moment at which it was sent, and
+    waiting for a sum from the moment at which the last rank came to it; before, it is idle.
+    ``offsets[r]`` added to rank r's clock gives rank 0's.
     """
-    posted = {
-        event.key: event.start + offset
-        for mine, offset in zip(events, offsets, strict=True)
-        for event in mine
-        if event.span is Span.SEND
-    }
+    ready: dict[tuple[int, ...], float] = {}
+    for mine, offset in zip(events, offsets, strict=True):
+        for event in mine:
+            if event.span in (Span.SEND, Span.REDUCE):
+                start = event.start + offset
+                ready[event.key] = max(start, ready.get(event.key, start))
     times = []
     for mine, offset in zip(events, offsets, strict=True):
         seconds = dict.fromkeys(Span, 0.0)
         exposed = 0.0
         for event in mine:
             seconds[event.span] += event.end - event.start
-            if event.span is Span.RECEIVE:
-                sent = posted.get(event.key, event.end + offset)
-                exposed += max(0.0, event.end + offset - max(sent, event.start + offset))
+            if event.span in (Span.RECEIVE, Span.REDUCE):
+                end = event.end + offset
+                exposed += max(0.0, end - max(ready.get(event.key, end), event.start + offset))
         times.append(
             RankTimes(
                 seconds[Span.STEP],
                 seconds[Span.COMPUTE] + seconds[Span.UPDATE],
-                exposed + seconds[Span.REDUCE],
+                exposed,
             )
         )
     return times

@@ -22,25 +22,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = launched_rank()
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, rank)
+        blas = prepare()
     except UserError as error:
         return _refuse_before_mpi(error, rank)
-    blas = prepare()
 
-    from shardmlx.mpi import MPITransport
+    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
+    from shardmlx.agreement import AgreedError
     from shardmlx.trainer import run
 
-    transport = MPITransport(config.timeout)
+    from shardmlx import mpi  # isort: skip
+
     try:
-        run(config, transport, blas)
-    except UserError as error:
-        status = _refuse(error, transport.rank)
+        transport = mpi.MPITransport(config.timeout)
+        try:
+            run(config, transport, blas)
+            status = 0
+        except AgreedError as error:
+            status = _refuse(error, transport.rank)
+        transport.close()
     except BaseException as error:
-        _report_failure(error, transport.name(transport.rank))
-        transport.abort(1)
+        # The other ranks know nothing of it and would wait.
+        _report_failure(error, rank)
+        mpi.abort(2 if isinstance(error, UserError) else 1)
         raise
-    else:
-        status = 0
-    transport.close()
     return status
 
 
@@ -58,19 +62,22 @@ def _refuse_before_mpi(error: UserError, rank: int) -> int:
     if rank == 0:
         return _refuse(error, rank)
     time.sleep(SECONDS_FOR_RANK_0)
-    host = socket.gethostname().split(".")[0]
-    return _refuse(UserError(f"rank {rank} on {host}: {error}"), 0)
+    return _refuse(UserError(f"{_name(rank)}: {error}"), 0)
 
 
-def _report_failure(error: BaseException, who: str) -> None:
+def _name(rank: int) -> str:
+    return f"rank {rank} on {socket.gethostname().split('.')[0]}"
+
+
+def _report_failure(error: BaseException, rank: int) -> None:
     """One line, from the rank that failed; the traceback only for those who ask."""
     if os.environ.get("SHARDMLX_TRACEBACK"):
         traceback.print_exception(error)
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
-    if who not in text:
-        text = f"{who}: {type(error).__name__}: {text}"
+    if not text.startswith(f"rank {rank}"):
+        text = f"{_name(rank)}: {type(error).__name__}: {text}"
     print(f"shardmlx: failed: {text}", file=sys.stderr, flush=True)
 
 

@@ -6,11 +6,9 @@ validation draws its own, how gradients of several steps make one update.
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,30 +22,29 @@ from shardmlx.agreement import by_rank_0
 from shardmlx.batches import Batch, iterate_batches, split
 from shardmlx.config import TrainConfig
 from shardmlx.environment import Blas
-from shardmlx.errors import UserError
-from shardmlx.job import Job, prepare_job
+from shardmlx.job import SETUP_SECONDS, Job, prepare_job
 from shardmlx.measure import Meter, RankReport
-from shardmlx.optimizer import Updater, build_optimizer
-from shardmlx.report import Bar, Reporter, check_writable, gigabytes
+from shardmlx.optimizer import Updater
+from shardmlx.report import Bar, Reporter, gigabytes
 from shardmlx.saving import Collector, save_adapters, save_model, write_adapter_config
 from shardmlx.trace import Span
 from shardmlx.transport import Transport
 
-SETUP_SECONDS = 12 * 3600.0
-"""One rank may download a large model, or tokenise much data, for hours while others wait."""
-
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train, or test, as ``config`` says. Collective; raises ``UserError`` on all ranks alike."""
+    """Train, or test, as rank 0's ``config`` says. Collective.
+
+    Every machine may read an options file of its own: rank 0's is the one that counts. Raises
+    ``AgreedError`` on all ranks alike for what the user can mend.
+    """
+    config = transport.broadcast(config, what="options")
     metrics = Path(config.metrics_file) if config.metrics_file else None
     quiet = transport.rank != 0
     reporter = by_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
     try:
         reporter.say(str(blas))
         maybe_set_recommended_wired_limit()
-        with transport.patient(SETUP_SECONDS):
-            job = prepare_job(config, transport, reporter)
-        trainer = Trainer(job)
+        trainer = Trainer(prepare_job(config, transport, reporter))
         if config.train:
             trainer.train()
         if config.test:
@@ -67,15 +64,7 @@ class Trainer:
         self._engine = job.engine
         trace = Path(config.trace) if config.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
-        self._updater = Updater(
-            build_optimizer(
-                config.optimizer,
-                config.learning_rate,
-                config.lr_schedule,
-                config.optimizer_config.get(config.optimizer, {}),
-            ),
-            job.stages,
-        )
+        self._updater = Updater(job.optimizer, job.stages)
         self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
@@ -122,25 +111,8 @@ class Trainer:
 
     def _open_output(self) -> None:
         config = self._config
-        for service in (config.report_to or "").lower().replace(",", " ").split():
-            if find_spec(service) is None:
-                raise UserError(
-                    f"--report-to {service}: it is not installed: pip install {service}"
-                )
-        if config.trace is not None:
-            check_writable(Path(config.trace), "--trace")
-        output = Path(config.adapter_path)
-        try:
-            if config.fine_tune_type != "full":
-                write_adapter_config(output, config.to_adapter_config())
-            elif output.exists() and not output.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "it is a file")
-            else:
-                output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--adapter-path {config.adapter_path} cannot be written: {error.strerror}"
-            ) from None
+        if config.fine_tune_type != "full":
+            write_adapter_config(Path(config.adapter_path), config.to_adapter_config())
         self._callback = get_reporting_callbacks(
             config.report_to,
             project_name=config.project_name,
@@ -185,15 +157,14 @@ class Trainer:
 
     def _update(self, step: int) -> None:
         """One optimizer update with the mean of the gradients since the last."""
-        recorder, limit = self._engine.recorder, self._config.max_grad_norm
+        limit = self._config.max_grad_norm
         scale = 1 / self._config.grad_accumulation_steps
         until_next = range(step, step + self._config.grad_accumulation_steps)
         if limit is not None or any(map(self._reports_at, until_next)):
-            with recorder.span(Span.REDUCE, "norm"):
-                self._grad_norm = norm = scale * self._engine.gradient_norm()
+            self._grad_norm = norm = scale * self._engine.gradient_norm()
             if limit is not None and norm > limit:
                 scale *= limit / (norm + 1e-6)
-        with recorder.span(Span.UPDATE, "optimizer"):
+        with self._engine.recorder.span(Span.UPDATE, "optimizer"):
             self._updater.apply(scale)
 
     def _reports_at(self, step: int) -> bool:
@@ -218,6 +189,10 @@ class Trainer:
         speed = tokens / steps / step_seconds
         rate = self._updater.learning_rate
         bar.note(f"loss {loss:.3f}  {speed:.0f} tok/s")
+        if not math.isfinite(loss):
+            self._reporter.warn(
+                f"step {step}: the loss is {loss}: the weights are spoiled; lower --learning-rate"
+            )
         self._reporter.say(
             f"step {step}: loss {loss:.4f}, learning rate {rate:.2e}, {speed:.1f} tokens/s, "
             f"{step_seconds:.2f} s a step | " + " | ".join(map(_describe, ranks))
@@ -327,10 +302,12 @@ class Trainer:
     def _save(self, copy_as: str | None) -> None:
         """Write what was trained so far, under its final name and, for adapters, as a copy."""
         directory, rank = Path(self._config.adapter_path), self._transport.rank
-        if self._config.fine_tune_type == "full":
-            save_model(self._collector, self._job.model_path, directory, rank)
-        else:
-            save_adapters(self._collector, directory, copy_as, rank)
+        # A rank waits until rank 0 has written what comes before.
+        with self._transport.patient(SETUP_SECONDS):
+            if self._config.fine_tune_type == "full":
+                save_model(self._collector, self._job.model_path, directory, rank)
+            else:
+                save_adapters(self._collector, directory, copy_as, rank)
 
 
 def _describe(rank: RankReport) -> str:

@@ -41,7 +41,9 @@ class Job:
     @property
     def error_lines(self) -> list[str]:
         """What shardmlx itself says that went wrong, without what mpirun adds."""
-        return [line for line in self.output.splitlines() if line.startswith("shardmlx: ")]
+        # Open MPI ends what it says of an abort with a NUL.
+        lines = self.output.replace("\0", "").splitlines()
+        return [line for line in lines if line.startswith("shardmlx: ")]
 
 
 def mpirun(

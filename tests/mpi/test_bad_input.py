@@ -238,7 +238,7 @@ def test_too_many_layers_to_train(model: Path, data: Path, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("flag", ["--metrics-file", "--trace", "--adapter-path"])
+@pytest.mark.parametrize("flag", ["--metrics-file", "--trace"])
 def test_an_output_that_cannot_be_written(
     flag: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -250,7 +250,9 @@ def test_a_file_in_the_place_of_a_model_directory(model: Path, data: Path, tmp_p
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     flags = ("--fine-tune-type", "full", "--adapter-path", path)
-    line = f"--adapter-path {path} cannot be written: it is a file"
+    line = (
+        f"--adapter-path {path} cannot be written: {path} is not a directory that you may write to"
+    )
     assert refused(tmp_path, 2, *flags) == line
     assert path.read_text() == "mine"
 
@@ -285,3 +287,20 @@ def test_a_configuration_that_only_another_rank_cannot_read_is_named_by_that_ran
     assert job.returncode == 2, job.output
     (line,) = job.error_lines
     assert re.match(rf"shardmlx: error: rank 1 on \S+: .*{config}\.missing", line)
+
+
+def test_a_full_fine_tune_in_the_place_of_the_model_it_starts_from(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    before = sorted(path.name for path in model.iterdir())
+    line = refused(tmp_path, 2, "--fine-tune-type", "full", "--adapter-path", model)
+    assert line.startswith(f"--adapter-path {model} is the model itself")
+    assert sorted(path.name for path in model.iterdir()) == before
+
+
+def test_a_schedule_of_the_learning_rate_that_mlx_refuses(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "lora.yaml"
+    path.write_text("lr_schedule: {name: step_decay, arguments: [1e-3, 0.5, 0]}\n")
+    assert "step_decay" in refused(tmp_path, 2, "--config", path)

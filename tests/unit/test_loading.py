@@ -183,11 +183,19 @@ def test_the_last_layers_are_trained(
     assert all(name[:2] == ["model", "layers"] for name in names)
 
 
-def test_unfreezing_all_trains_embedding_norm_and_head_too(model_dir: Path) -> None:
-    model = build(model_dir, fine_tune_type="full", unfreeze_all=True)
+@pytest.mark.parametrize("num_layers", [1, -1])
+def test_unfreezing_all_trains_embedding_norm_and_head_too(
+    model_dir: Path, num_layers: int
+) -> None:
+    layers = dict(
+        tree_flatten(
+            build(model_dir, fine_tune_type="full", num_layers=num_layers).trainable_parameters()
+        )
+    )
+    model = build(model_dir, fine_tune_type="full", num_layers=num_layers, unfreeze_all=True)
     trained = dict(tree_flatten(model.trainable_parameters()))
-    assert trained.keys() == dict(tree_flatten(model.parameters())).keys()
-    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= trained.keys()
+    ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert trained.keys() == layers.keys() | ends
 
 
 def test_a_type_that_is_asked_for_is_that_of_weights_but_not_of_adapters(
