@@ -303,8 +303,8 @@ def _check_nothing_missing(
     grid: Grid, placement: Sequence[int], tracks: Sequence[dict[Kind, _Track]]
 ) -> None:
     for rank, own in zip(placement, tracks, strict=True):
-        for kind, track in own.items():
-            microbatch = -1 if kind is B else track.done.find(0)
+        for track in own.values():
+            microbatch = track.done.find(0)
             if microbatch >= 0:
                 reason = f"{track.name(microbatch)} is missing"
                 raise _fault(grid, rank, len(grid[rank]), reason)
