@@ -176,7 +176,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist: check --model")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return parse_config(path.read_bytes(), path)
     except FileNotFoundError:
         raise UserError(
             f"model directory {directory} has no config.json: point --model at a directory "
@@ -184,10 +184,16 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
+    """The content of a config.json; ``UserError`` when it is broken."""
+    try:
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}): copy it again") from None
+        raise UserError(f"{where} is not valid JSON ({error}): copy it again") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object: copy it again")
+        raise UserError(f"{where} holds no JSON object: copy it again")
     return config
 
 

@@ -1,37 +1,66 @@
-"""How layers are divided into pipeline stages: one idea a file, found by name."""
+"""How layers are divided into pipeline stages: one idea a file, found by name.
+
+Others' partitioners are found too, by the entry point group ``shardmlx.partitioners`` of the
+package that brings them::
+
+    [project.entry-points."shardmlx.partitioners"]
+    mine = "my_package.my_module:my_partitioner"
+
+A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserError``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardmlx.errors import UserError
 from shardmlx.partitioners.balanced import balanced
-from shardmlx.partitioners.costs import LayerCosts, train_costs
+from shardmlx.partitioners.costs import LayerCosts, train_costs, weight_sizes
+from shardmlx.partitioners.hetero import hetero, step_cost
+from shardmlx.partitioners.memory import memory
+from shardmlx.partitioners.parameters import parameters
+from shardmlx.partitioners.plugins import load_plugin, plugin_names
+from shardmlx.partitioners.problem import Partitioner, Problem
+from shardmlx.partitioners.profiled import profiled
 from shardmlx.partitioners.uniform import uniform
-from shardmlx.stage_map import Partition
-
-Partitioner = Callable[[LayerCosts, int], Partition]
-"""(costs, number of stages) -> partition; ``UserError`` for more stages than layers."""
 
 PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
-    {"balanced": balanced, "uniform": uniform}
+    {
+        "balanced": balanced,
+        "uniform": uniform,
+        "parameters": parameters,
+        "profiled": profiled,
+        "memory": memory,
+        "hetero": hetero,
+    }
 )
+"""Ours. They keep their names: another's of the same name is passed over."""
+
+
+def partitioner_names() -> tuple[str, ...]:
+    """Ours, then those of other packages; none of them is imported for that."""
+    return *PARTITIONERS, *(name for name in plugin_names() if name not in PARTITIONERS)
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """The partitioner of that name; ``UserError`` lists the names."""
-    if name not in PARTITIONERS:
-        raise UserError(f"unknown partitioner {name!r}: use one of {', '.join(PARTITIONERS)}")
-    return PARTITIONERS[name]
+    """The partitioner of that name; ``UserError`` lists the names, or says what is amiss."""
+    return PARTITIONERS[name] if name in PARTITIONERS else load_plugin(name, partitioner_names())
 
 
 __all__ = [
     "PARTITIONERS",
     "LayerCosts",
     "Partitioner",
+    "Problem",
     "balanced",
     "get_partitioner",
+    "hetero",
+    "memory",
+    "parameters",
+    "partitioner_names",
+    "profiled",
+    "step_cost",
     "train_costs",
     "uniform",
+    "weight_sizes",
 ]

@@ -13,7 +13,7 @@ from shardmlx.models.shape import ModelShape
 class LayerCosts:
     """Cost of each decoder layer, of the embedding (first stage), of norm and head (last stage).
 
-    Any one unit: seconds, FLOPs. ``ValueError`` for what is negative or not finite.
+    Any one unit: seconds, FLOPs, bytes. ``ValueError`` for what is negative or not finite.
     """
 
     layers: tuple[float, ...]
@@ -24,6 +24,11 @@ class LayerCosts:
         for cost in (*self.layers, self.embedding, self.head):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"a cost of {cost}")
+
+    def total(self, start: int, stop: int) -> float:
+        """Cost of the stage with layers ``start`` to ``stop``, embedding and head included."""
+        ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
+        return math.fsum((*self.layers[start:stop], *ends))
 
     def check_stages(self, num_stages: int) -> None:
         """``UserError`` unless the layers make that many stages, none of them empty."""
@@ -57,3 +62,15 @@ def train_costs(
     )
     is_training = first_trained_layer < shape.num_layers
     return LayerCosts(layers, head=shape.head_flops() * (1 + is_training))
+
+
+def weight_sizes(shape: ModelShape, parameter_bytes: float = 2.0) -> LayerCosts:
+    """Bytes of the parameters of a model that is not quantised.
+
+    A tied head counts as the embedding it is: the last stage holds it too.
+    """
+    return LayerCosts(
+        tuple(shape.layer_parameters(i) * parameter_bytes for i in range(shape.num_layers)),
+        embedding=shape.embedding_parameters() * parameter_bytes,
+        head=(shape.hidden_size + shape.embedding_parameters()) * parameter_bytes,
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardmlx.partitioners.costs import LayerCosts
-from shardmlx.stage_map import Partition
+from shardmlx.partitioners.problem import Problem
+from shardmlx.stage_map import Partition, StageMap
 
 
-def uniform(costs: LayerCosts, num_stages: int) -> Partition:
+def uniform(problem: Problem) -> StageMap:
     """Numbers of layers as even as can be; earlier stages take what is left over."""
-    costs.check_stages(num_stages)
-    size, left_over = divmod(len(costs.layers), num_stages)
-    return Partition.from_sizes(size + (stage < left_over) for stage in range(num_stages))
+    size, left_over = divmod(problem.num_layers, problem.num_stages)
+    sizes = (size + (stage < left_over) for stage in range(problem.num_stages))
+    return problem.stage_map(Partition.from_sizes(sizes))

@@ -6,9 +6,12 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import gc
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -31,8 +34,7 @@ class Kind(StrEnum):
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One cell of a schedule.
 
     ``stage`` counts from 0 at the embedding; ``microbatch`` counts within the replica's step.
@@ -65,3 +67,19 @@ def parse_grid(text: str) -> Grid:
         for line in text.strip().splitlines()
         if line.strip()
     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection while a large grid is made; also a decorator.
+
+    None of its millions of actions is garbage, and the collector would look at them all again and
+    again: a third of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

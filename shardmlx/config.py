@@ -17,7 +17,7 @@ from shardmlx.config_checks import (
     check_optimizer_config,
 )
 from shardmlx.options import OptionError, check_options, load_options, option
-from shardmlx.partitioners import PARTITIONERS
+from shardmlx.partitioners import partitioner_names
 from shardmlx.schedules import SCHEDULES, get_schedule
 
 _DATA = "model and data"
@@ -142,7 +142,12 @@ class TrainConfig:
         None, "stages a rank (default: the schedule's)", minimum=1, group=_PIPELINE
     )
     partitioner: str = option(
-        "balanced", "how the layers are divided", choices=tuple(PARTITIONERS), group=_PIPELINE
+        "balanced", "how the layers are divided", choices=partitioner_names(), group=_PIPELINE
+    )
+    profile: str | None = option(
+        None,
+        "times measured by shardmlx.profile, for the partitioners and for a prediction of the run",
+        group=_PIPELINE,
     )
     schedule: str = option(
         "1f1b", "order of forward and backward", choices=tuple(SCHEDULES), group=_PIPELINE

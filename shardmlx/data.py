@@ -17,7 +17,7 @@ from mlx_lm.utils import load_tokenizer
 
 from shardmlx.batches import Sample
 from shardmlx.config import TrainConfig
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, one_line
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence while showing how far it is; the text says over what."""
@@ -47,7 +47,7 @@ def read_tokenizer(model_path: Path, config: TrainConfig, eos: Any) -> Tokenizer
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"{model_path} holds no tokenizer that transformers can read: {_one_line(error)}"
+            f"{model_path} holds no tokenizer that transformers can read: {one_line(error)}"
         ) from None
 
 
@@ -185,7 +185,7 @@ def _read_from_hub(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str
     except Exception as error:
         raise UserError(
             f"--data {config.data}: there is no such directory, and Hugging Face does not give it: "
-            f"{_one_line(error)}"
+            f"{one_line(error)}"
         ) from None
     return {"train": train, "valid": valid, "test": test}
 
@@ -197,7 +197,7 @@ def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> list[Sample]:
             tokens, start = rows.process(rows[i])
         except Exception as error:
             # Whatever a template or a tokenizer raises, the row is to blame.
-            what = f"has no key {error}" if isinstance(error, KeyError) else _one_line(error)
+            what = f"has no key {error}" if isinstance(error, KeyError) else one_line(error)
             raise UserError(f"{where(i)} cannot be tokenised: {what}") from None
         if not len(tokens):
             raise UserError(f"{where(i)} is empty: take the line out")
@@ -232,7 +232,3 @@ def _check_lengths(
                 f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
                 f"within --max-seq-length {config.max_seq_length}: raise it or take the line out"
             )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

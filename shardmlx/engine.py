@@ -15,8 +15,9 @@ import numpy as np
 
 from shardmlx.actions import Action, Kind
 from shardmlx.batches import MicroBatch
+from shardmlx.errors import one_line
 from shardmlx.lowering import forward_only
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.reduce import GradientReducer
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
@@ -126,8 +127,9 @@ class Engine:
         except TransportTimeout:
             raise
         except Exception as error:
-            text = " ".join(str(error).split()) or "no message"
-            raise EngineError(f"{self._who()}: {type(error).__name__}: {text}") from error
+            raise EngineError(
+                f"{self._who()}: {type(error).__name__}: {one_line(error)}"
+            ) from error
         self._current = None
         return run.losses
 

@@ -6,3 +6,10 @@ class UserError(ValueError):
 
     A command that meets it prints that line on rank 0 and ends, on all ranks, with status 2.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, on one line; its type if it says nothing."""
+    # A KeyError shows its message in quotes.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,22 +16,26 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
 
 from shardmlx.agreement import AgreedError, by_rank_0, together
+from shardmlx.cluster import Cluster
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
+from shardmlx.hostfile import Machine
 from shardmlx.loading import build_model, count_parameters, find_model
+from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import build_optimizer
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
+from shardmlx.profile_file import read_profile
 from shardmlx.report import Reporter, check_writable, gigabytes
 from shardmlx.stage import Stage
 from shardmlx.transport import Transport
+from shardmlx.workload import Workload
 
 SETUP_SECONDS = 12 * 3600.0
 """One rank may download a large model, or tokenise much data, for hours while others wait."""
@@ -45,6 +49,8 @@ class Job:
     transport: Transport
     reporter: Reporter
     model_path: Path
+    workload: Workload
+    cluster: Cluster
     plan: Plan
     engine: Engine
     optimizer: Optimizer
@@ -64,15 +70,19 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
     with transport.patient(SETUP_SECONDS):
         path = together(transport, "looking for the model", lambda: find_model(config.model))
     model_config = together(transport, "reading config.json", lambda: read_config(path))
-    shape = together(
-        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
-    )
+    together(transport, "checking config.json", lambda: ModelShape.from_config(model_config))
     model = together(transport, "building the model", lambda: build_model(path, config))
+    workload = together(
+        transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
+    )
+    cluster = _cluster(config, transport)
     plan, slices = together(
-        transport, "planning", lambda: _plan(config, transport, shape, model, model_config)
+        transport,
+        "planning",
+        lambda: _plan(config, transport.hosts, workload, cluster, model, model_config),
     )
     _compare_plans(transport, plan)
-    optimizer = together(transport, "building the optimizer", lambda: _optimizer(config))
+    optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
     by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
     if config.train:
@@ -88,10 +98,13 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
         sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
         stages = _load(transport, reporter, plan, slices, config)
     engine = Engine(plan, transport, stages)
-    return Job(config, transport, reporter, path, plan, engine, optimizer, data, sizes)
+    return Job(
+        config, transport, reporter, path, workload, cluster, plan, engine, optimizer, data, sizes
+    )
 
 
-def _optimizer(config: TrainConfig) -> Optimizer:
+def optimizer_of(config: TrainConfig) -> Optimizer:
+    """The optimizer that ``config`` names, with its settings."""
     name = config.optimizer
     return build_optimizer(
         name, config.learning_rate, config.lr_schedule, config.optimizer_config.get(name, {})
@@ -123,14 +136,15 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
 
 def _plan(
     config: TrainConfig,
-    transport: Transport,
-    shape: ModelShape,
+    hosts: Sequence[str],
+    workload: Workload,
+    cluster: Cluster,
     model: nn.Module,
     model_config: dict[str, Any],
 ) -> tuple[Plan, list[Slice]]:
     """The plan, and all stages' slices: unread, so that knowing them costs nothing."""
-    stage_map = make_stage_map(config, shape, transport.size, _first_trained_layer(model))
-    mesh = make_mesh(stage_map, transport.size, transport.hosts)
+    stage_map = make_stage_map(config, workload, cluster)
+    mesh = make_mesh(stage_map, len(hosts), hosts)
     rows, micro_batch_size = divide_batch(config, mesh)
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
     if config.train and not any(part.trainable for part in slices):
@@ -151,14 +165,24 @@ def _plan(
     return plan, slices
 
 
-def _first_trained_layer(model: nn.Module) -> int:
-    """The embedding, if it is trained, counts as layer 0: the gradient must come down to it."""
-    if tree_flatten(model.model.embed_tokens.trainable_parameters()):
-        return 0
-    for i, layer in enumerate(model.layers):
-        if tree_flatten(layer.trainable_parameters()):
-            return i
-    return len(model.layers)
+def _cluster(config: TrainConfig, transport: Transport) -> Cluster:
+    """The machines that the ranks run on: how much memory they have, how fast they were."""
+    hosts = transport.hosts
+    profile = by_rank_0(
+        transport,
+        "reading the profile",
+        lambda: read_profile(config.profile) if config.profile is not None else None,
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    everyone = transport.all_gather(memory, "comparing machines")
+    return Cluster(
+        machines=tuple(
+            Machine(host=host, memory=has // hosts.count(host))
+            for host, has in zip(hosts, everyone, strict=True)
+        ),
+        profile=transport.broadcast(profile, what="profile"),
+        backend="cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal",
+    )
 
 
 def _compare_plans(transport: Transport, plan: Plan) -> None:

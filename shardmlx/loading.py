@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import get_total_parameters, load_model
 
 from shardmlx.config import TrainConfig
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, one_line
 from shardmlx.models.shape import read_config
 from shardmlx.models.slice import Slice
 from shardmlx.safetensors_header import check_model_files
@@ -66,7 +66,7 @@ def build_model(path: Path, config: TrainConfig) -> nn.Module:
     try:
         model, _ = load_model(path, lazy=True)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: mlx-lm cannot build this model: {_first_line(error)}") from None
+        raise UserError(f"{path}: mlx-lm cannot build this model: {one_line(error)}") from None
     if config.dtype is not None:
         model.set_dtype(getattr(mx, config.dtype))
     _check_experts(model)
@@ -77,7 +77,7 @@ def build_model(path: Path, config: TrainConfig) -> nn.Module:
         model.freeze()
         return model
     mx.random.seed(config.seed)
-    _unfreeze(model, config)
+    unfreeze(model, config)
     if config.resume_adapter_file is not None:
         _resume(model, Path(config.resume_adapter_file))
     return model
@@ -96,7 +96,8 @@ def _check_experts(model: nn.Module) -> None:
             )
 
 
-def _unfreeze(model: nn.Module, config: TrainConfig) -> None:
+def unfreeze(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze all but what ``config`` trains, and add its adapters."""
     model.freeze()
     layers = model.layers
     if config.num_layers > len(layers):
@@ -120,7 +121,7 @@ def _unfreeze(model: nn.Module, config: TrainConfig) -> None:
             use_dora=config.fine_tune_type == "dora",
         )
     except (ValueError, KeyError) as error:
-        raise UserError(f"{config.fine_tune_type}: {_first_line(error)}") from None
+        raise UserError(f"{config.fine_tune_type}: {one_line(error)}") from None
 
 
 def _load_adapters(model: nn.Module, adapter_path: str) -> None:
@@ -128,7 +129,7 @@ def _load_adapters(model: nn.Module, adapter_path: str) -> None:
         load_adapters(model, adapter_path)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--adapter-path {adapter_path} holds no adapters of this model: {_first_line(error)}; "
+            f"--adapter-path {adapter_path} holds no adapters of this model: {one_line(error)}; "
             'use --adapter-path "" to test the model without'
         ) from None
 
@@ -139,7 +140,7 @@ def _resume(model: nn.Module, path: Path) -> None:
     try:
         weights: Any = mx.load(str(path))
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"--resume-adapter-file {path}: {_first_line(error)}") from None
+        raise UserError(f"--resume-adapter-file {path}: {one_line(error)}") from None
     known = dict(tree_flatten(model.parameters()))
     if not isinstance(weights, dict) or not weights.keys() & known.keys():
         raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
@@ -161,9 +162,3 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
     """The model in slices, one for each range of layers; nothing is read yet."""
     return [Slice(model, start, stop) for start, stop in ranges]
-
-
-def _first_line(error: BaseException) -> str:
-    # A KeyError shows its message in quotes.
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return " ".join(text.split()) or type(error).__name__

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from shardmlx.actions import Action, Grid, Kind
+from shardmlx.actions import Action, Grid, Kind, collector_paused
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -34,6 +34,7 @@ def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
     )
 
 
+@collector_paused()
 def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> Grid:
     """Leave out the gradients nobody needs, then put in the messages between ranks.
 
@@ -44,31 +45,22 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
     default all have). A SEND stands right after the action that makes its content, a RECV right
     before the first that needs it. Raises ``ValueError`` for a grid that has messages already.
     """
-    stages = _stages(grid, placement, trainable)
+    parts = [stage.parts() for stage in _stages(grid, placement, trainable)]
 
     def rank_actions(actions: Sequence[Action]) -> Iterator[Action]:
         received: set[tuple[int, int]] = set()
         for action in actions:
-            if not action.kind.is_compute:
+            stage, kind, microbatch = action.stage, action.kind, action.microbatch
+            if stage >= len(parts):
+                raise ValueError(f"{action} is of no stage: the placement has {len(parts)}")
+            if kind not in parts[stage]:
                 raise ValueError(f"{action} is a message: the grid is lowered already")
-            number, microbatch = action.stage, action.microbatch
-            if number >= len(stages):
-                raise ValueError(f"{action} is of no stage: the placement has {len(stages)}")
-            stage = stages[number]
-            if action.kind is F:
-                if stage.from_below:
-                    yield Action(number, RECV_F, microbatch)
-                yield action
-                if stage.to_above:
-                    yield Action(number, SEND_F, microbatch)
-                continue
-            for kind in stage.backward(action.kind):
-                if stage.gradient_from_above and (number, microbatch) not in received:
-                    received.add((number, microbatch))
-                    yield Action(number, RECV_B, microbatch)
-                yield action if kind is action.kind else Action(number, kind, microbatch)
-                if stage.gradient_to_below and kind is I:
-                    yield Action(number, SEND_B, microbatch)
+            for part in parts[stage][kind]:
+                if part is RECV_B:
+                    if (stage, microbatch) in received:
+                        continue
+                    received.add((stage, microbatch))
+                yield action if part is kind else Action(stage, part, microbatch)
 
     return tuple(tuple(rank_actions(actions)) for actions in grid)
 
@@ -102,9 +94,25 @@ class _Stage:
     gradient_from_above: bool
     gradient_to_below: bool
 
-    def backward(self, kind: Kind) -> tuple[Kind, ...]:
-        """What is left of a B, I or W, in order."""
-        return tuple(part for part in (I, W) if part in self.gradients and kind in (part, B))
+    def parts(self) -> dict[Kind, tuple[Kind, ...]]:
+        """What becomes of each compute action: itself or its parts among their messages."""
+        forward = {RECV_F: self.from_below, F: True, SEND_F: self.to_above}
+        input_gradient = {I: I in self.gradients, SEND_B: self.gradient_to_below}
+        weight_gradient = {W: W in self.gradients}
+
+        def expected(kinds: dict[Kind, bool]) -> tuple[Kind, ...]:
+            return tuple(kind for kind, wanted in kinds.items() if wanted)
+
+        def backward(kinds: dict[Kind, bool]) -> tuple[Kind, ...]:
+            received = {RECV_B: self.gradient_from_above and any(kinds.values())}
+            return expected(received | kinds)
+
+        return {
+            F: expected(forward),
+            B: backward(input_gradient | weight_gradient),
+            I: backward(input_gradient),
+            W: backward(weight_gradient),
+        }
 
 
 def _stages(
@@ -253,12 +261,17 @@ def _count_microbatches(grid: Grid) -> int:
     size = sum(map(len, grid))
     if not size:
         raise ScheduleError("the grid has no actions")
-    for rank, actions in enumerate(grid):
-        for index, action in enumerate(actions):
-            if not 0 <= action.microbatch < size:
-                reason = f"{action} is no micro-batch of a grid of {size} actions"
-                raise _fault(grid, rank, index, reason)
-    return 1 + max(action.microbatch for actions in grid for action in actions)
+    named = {action.microbatch for actions in grid for action in actions}
+    if min(named) < 0 or max(named) >= size:
+        rank, index, action = next(
+            (rank, index, action)
+            for rank, actions in enumerate(grid)
+            for index, action in enumerate(actions)
+            if not 0 <= action.microbatch < size
+        )
+        reason = f"{action} is no micro-batch of a grid of {size} actions"
+        raise _fault(grid, rank, index, reason)
+    return 1 + max(named)
 
 
 def _why_unexpected(action: Action, placement: Sequence[int], stages: Sequence[_Stage]) -> str:

@@ -1,194 +1,205 @@
-"""The plan of a run, and ``python -m shardmlx.plan``: what a schedule does. No MLX, no MPI."""
+"""``python -m shardmlx.plan``: how to train a model on given machines, or what a schedule does.
+
+It needs neither MLX nor MPI, and of the model only the headers, or config.json alone.
+"""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
-from functools import cached_property
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from shardmlx.actions import Grid
+from shardmlx.cluster import BACKENDS, EFFICIENCY, MEMORY_FRACTION, Cluster
+from shardmlx.command import OneLineParser, run_command
+from shardmlx.config import TrainConfig, load_config
 from shardmlx.draw import timeline
 from shardmlx.errors import UserError
-from shardmlx.lowering import lower, validate
-from shardmlx.mesh import Mesh
-from shardmlx.schedules import SCHEDULES, Schedule, compute_actions, get_schedule
-from shardmlx.simulate import Costs, Simulation, simulate
-from shardmlx.stage_map import StageMap
+from shardmlx.hostfile import machine_of_each_rank, read_hostfile
+from shardmlx.model_source import open_model
+from shardmlx.partitioners import partitioner_names
+from shardmlx.picture import check_picture, draw_schedule
+from shardmlx.plan_report import as_json, report
+from shardmlx.planner import Choice, DoesNotFitError, Limits, choose
+from shardmlx.profile_file import merge, read_profile
+from shardmlx.remedies import remedies
+from shardmlx.report import Reporter
+from shardmlx.schedule_report import show_schedule
+from shardmlx.schedules import SCHEDULES
+from shardmlx.stage_map import write_stage_map
+from shardmlx.workload import Workload
+
+AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What every rank must know of a run to play its part; the same on all ranks.
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the command was told: its own flags, and a training run's options."""
 
-    ``trainable[s]`` says whether stage s has trained weights; ``microbatches`` and
-    ``micro_batch_size`` divide the rows of one replica, the last micro-batch taking what is left;
-    ``model`` identifies the model's configuration. Raises ``UserError``.
-    """
-
-    mesh: Mesh
-    stage_map: StageMap
-    schedule: str
-    rows: int
-    micro_batch_size: int
-    trainable: tuple[bool, ...]
-    model: str = ""
-
-    def __post_init__(self) -> None:
-        if len(self.trainable) != self.stage_map.num_stages:
-            raise ValueError(f"{len(self.trainable)} flags for {self.stage_map.num_stages} stages")
-        if self.mesh.pp != self.stage_map.pp:
-            raise ValueError(f"{self.mesh.pp} pipeline ranks, {self.stage_map.pp} in the map")
-        validate(self.actions, self.stage_map.placement, self.trainable)
-
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches of one replica in one step."""
-        return -(-self.rows // self.micro_batch_size)
-
-    @cached_property
-    def actions(self) -> Grid:
-        """The lowered actions of one training step, by pipeline rank."""
-        virtual = self.stage_map.virtual
-        schedule = get_schedule(self.schedule)
-        grid = compute_actions(self.schedule, self.mesh.pp, self.microbatches, virtual)
-        order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-        placed = tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
-        return lower(placed, self.stage_map.placement, self.trainable)
-
-    @property
-    def digest(self) -> str:
-        """Equal on two ranks if and only if they plan the same run."""
-        stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        actions = [[str(action) for action in rank] for rank in self.actions]
-        text = json.dumps(
-            [asdict(self.mesh), stages, self.rows, self.micro_batch_size, actions, self.model]
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _rank_order(
-    stage_map: StageMap, placement: Sequence[int], schedule: Schedule
-) -> tuple[int, ...]:
-    """The pipeline rank that plays each rank of the schedule; the map may number them freely."""
-    order: dict[int, int] = {}
-    for stage, (ours, theirs) in enumerate(zip(stage_map.placement, placement, strict=True)):
-        if order.setdefault(theirs, ours) != ours:
-            raise UserError(
-                f"{stage_map} puts stage {stage} on rank {ours}, but the schedule "
-                f"{schedule.name} wants its stages on ranks {', '.join(map(str, placement))}"
-            )
-    return tuple(order[rank] for rank in range(len(order)))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
-def _costs(text: str) -> Costs:
-    try:
-        forward, input_gradient, weight_gradient = map(float, text.split(","))
-    except ValueError:
-        raise UserError(f"costs {text!r}: give three numbers F,I,W, like 1,1,1") from None
-    return Costs(forward, input_gradient, weight_gradient)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shardmlx.plan", description="Show what a pipeline schedule does.")
-    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}")
-    parser.add_argument(
-        "--pipeline-stages", type=int, required=True, metavar="P", help="ranks of the pipeline"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step"
-    )
-    parser.add_argument(
-        "--virtual-stages", type=int, metavar="V", help="stages a rank (default: the schedule's)"
-    )
-    parser.add_argument(
-        "--costs",
-        default="1,1,1",
-        metavar="F,I,W",
-        help="time of one micro-batch on one rank: forward, input gradient, weight gradient",
-    )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument(
-        "--print",
-        choices=("actions", "timeline", "lowered"),
-        help="actions: compute only; timeline: drawn in time; lowered: with messages",
-    )
-    output.add_argument("--json", action="store_true", help="makespan, bubble, peak in flight")
-    return parser
-
-
-def _rows(grid: Grid) -> str:
-    return "\n".join(
-        " ".join([f"r{rank}", *map(str, actions)]) for rank, actions in enumerate(grid)
-    )
-
-
-def _summary(simulation: Simulation) -> str:
-    peaks = simulation.peak_in_flight
-    return "\n".join(
-        [
-            f"makespan        {simulation.makespan:g}",
-            f"bubble          {simulation.bubble:.1%}",
-            f"peak in flight  {' '.join(map(str, peaks))}  (stage-micro-batches, ranks 0 to "
-            f"{len(peaks) - 1})",
-            "",
-            timeline(simulation),
-        ]
-    )
-
-
-def _report(arguments: argparse.Namespace) -> str:
-    schedule = get_schedule(arguments.schedule)
-    pp, microbatches = arguments.pipeline_stages, arguments.micro_batches
-    virtual = arguments.virtual_stages
-    if virtual is None:
-        virtual = schedule.default_virtual
-    costs = _costs(arguments.costs)
-    grid = compute_actions(schedule.name, pp, microbatches, virtual)
-    placement = schedule.placement(pp, virtual)
-    lowered = lower(grid, placement)
-    validate(lowered, placement)
-    if arguments.print == "actions":
-        return _rows(grid)
-    if arguments.print == "lowered":
-        return _rows(lowered)
-    simulation = simulate(grid, placement, costs)
-    if arguments.print == "timeline":
-        return timeline(simulation)
-    if not arguments.json:
-        return _summary(simulation)
-    return json.dumps(
-        {
-            "schedule": schedule.name,
-            "pp": pp,
-            "microbatches": microbatches,
-            "virtual": virtual,
-            "costs": astuple(costs),
-            "makespan": simulation.makespan,
-            "bubble_fraction": simulation.bubble,
-            "bubble_fraction_of_ranks": simulation.bubbles,
-            "peak_in_flight": simulation.peak_in_flight,
-        }
-    )
+    flags: argparse.Namespace
+    config: TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 and one line on stderr for bad input."""
-    try:
-        print(_report(_parser().parse_args(argv)))
-    except UserError as error:
-        print(f"shardmlx: error: {error}", file=sys.stderr)
-        return 2
+    given = list(sys.argv[1:] if argv is None else argv)
+    return run_command(lambda: _run(given))
+
+
+def _run(argv: Sequence[str]) -> int:
+    if not argv or argv[0].startswith("-"):
+        print(show_schedule(argv))
+        return 0
+    options = read_options(argv)
+    flags = options.flags
+    for picture in flags.draw:
+        check_picture(Path(picture))
+    cluster = _cluster(flags)
+    cluster.check_speeds()
+    files = open_model(options.config.model)
+    workload = Workload.of(files, options.config)
+    limits = _limits(options)
+    choice = _choose(workload, cluster, limits)
+    prediction = choice.prediction
+    if flags.output:
+        stage_map = prediction.plan.stage_map
+        write_stage_map(replace(stage_map, model=options.config.model), flags.output)
+    names = [rank.hosts[0] for rank in prediction.ranks]
+    for picture in flags.draw:
+        title = f"{Path(options.config.model).name}: {prediction.plan.schedule}, one step"
+        draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
+    if flags.json:
+        print(json.dumps(as_json(choice, limits)))
+        return 0
+    print(report(choice, workload, cluster, limits, flags.hosts, flags.output))
+    if flags.timeline:
+        print("\n" + timeline(prediction.simulation))
     return 0
+
+
+def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
+    reporter = Reporter()
+    with reporter.bar("planning", 1) as bar:
+        try:
+            return choose(workload, cluster, limits, bar.show)
+        except DoesNotFitError as error:
+            found = remedies(workload, cluster, limits)
+            remedy = "; ".join(found) or "more machines, or machines with more memory"
+            raise UserError(f"{error}; it would fit with: {remedy}") from None
+
+
+def read_options(argv: Sequence[str]) -> PlanOptions:
+    """Flags of this command, and any of ``shardmlx.train``'s."""
+    parser = _parser()
+    flags, rest = parser.parse_known_args(argv)
+    # The options of training; what is left to the planner has the planner's meaning.
+    schedule = [] if flags.schedule == AUTO else ["--schedule", flags.schedule]
+    config = load_config(["--model", flags.model, *rest, *schedule])
+    return PlanOptions(flags, config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m shardmlx.plan",
+        description="Choose stages, schedule, micro-batches and recomputing for training a model "
+        "on the machines of a hostfile, and predict memory and time.",
+        epilog="Takes the options of shardmlx.train too, --config among them: --batch-size, "
+        "--max-seq-length, --fine-tune-type, --num-layers, --micro-batch-size, "
+        "--grad-checkpoint and --optimizer are those that matter here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory, or Hugging Face repository; headers are enough"
+    )
+    parser.add_argument(
+        "--hosts", metavar="HOSTFILE", required=True, help="the machines, with memory and speed"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="times measured by python -m shardmlx.profile; several files may be given",
+    )
+    parser.add_argument(
+        "--data-parallel", type=int, metavar="D", help="replicas (default: the fastest)"
+    )
+    parser.add_argument(
+        "--schedule",
+        default=AUTO,
+        metavar="NAME",
+        help=f"{AUTO}, or one of {', '.join(SCHEDULES)} (default: {AUTO})",
+    )
+    parser.add_argument(
+        "--partitioner",
+        metavar="NAME",
+        help=f"one of {', '.join(partitioner_names())} (default: hetero; balanced where ranks "
+        "have several stages)",
+    )
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=MEMORY_FRACTION,
+        metavar="X",
+        help=f"of a machine's memory that MLX may use (default: {MEMORY_FRACTION})",
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        default=EFFICIENCY,
+        metavar="X",
+        help=f"of flops= that training reaches; not with --profile (default: {EFFICIENCY})",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default=BACKENDS[0],
+        help=f"what the machines compute with (default: {BACKENDS[0]})",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the stage map")
+    parser.add_argument(
+        "--draw",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="draw the step as a picture, .svg or .png",
+    )
+    parser.add_argument("--timeline", action="store_true", help="draw the step in the terminal")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON")
+    return parser
+
+
+def _cluster(flags: argparse.Namespace) -> Cluster:
+    for flag, value in (
+        ("--memory-fraction", flags.memory_fraction),
+        ("--efficiency", flags.efficiency),
+    ):
+        if not 0 < value <= 1:
+            raise UserError(f"{flag} is {value:g}: give more than 0, and at most 1")
+    profiles = [read_profile(path) for path in flags.profile]
+    return Cluster(
+        machines=machine_of_each_rank(read_hostfile(flags.hosts)),
+        profile=merge(profiles) if profiles else None,
+        memory_fraction=flags.memory_fraction,
+        efficiency=flags.efficiency,
+        backend=flags.backend,
+    )
+
+
+def _limits(options: PlanOptions) -> Limits:
+    flags, config = options.flags, options.config
+    return Limits(
+        batch_size=config.batch_size,
+        length=config.max_seq_length,
+        data_parallel=flags.data_parallel,
+        schedule=None if flags.schedule == AUTO else config.schedule,
+        virtual=config.virtual_stages,
+        micro_batch_size=config.micro_batch_size,
+        checkpoint=config.grad_checkpoint,
+        partitioner=flags.partitioner,
+    )
 
 
 if __name__ == "__main__":

@@ -4,48 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardmlx.cluster import Cluster
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.mesh import Mesh
-from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners import get_partitioner, train_costs
+from shardmlx.partitioners import get_partitioner
+from shardmlx.problems import Candidate, make_problem
 from shardmlx.schedules import get_schedule
 from shardmlx.stage_map import StageMap, read_stage_map
+from shardmlx.workload import Workload
 
 MICROBATCHES_A_RANK = 4
 """What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
 
+TYPICAL_LENGTH = 512
+"""Tokens; what a layer costs is taken at this length."""
 
-def make_stage_map(
-    config: TrainConfig, shape: ModelShape, world_size: int, first_trained_layer: int
-) -> StageMap:
-    """The stage map of the run: the user's, or the partitioner's for ``world_size`` ranks."""
+
+def make_stage_map(config: TrainConfig, workload: Workload, cluster: Cluster) -> StageMap:
+    """The stage map of the run: the user's, or the partitioner's for the machines there are."""
     if config.stage_map is not None:
         stage_map = read_stage_map(config.stage_map)
         stage_map.check_pipeline(config.pipeline_stages, config.virtual_stages)
-        stage_map.check_layers(shape.num_layers)
+        stage_map.check_layers(workload.shape.num_layers)
         if stage_map.model not in (None, config.model):
             raise UserError(
                 f"{stage_map} is for the model {stage_map.model}, not for {config.model}: "
                 "use a map of your model, or take the line out"
             )
         return stage_map
-    pp = config.pipeline_stages or world_size
+    pp = config.pipeline_stages or cluster.size
     schedule = get_schedule(config.schedule)
     virtual = config.virtual_stages or schedule.default_virtual
     schedule.check(pp, 1, virtual)
-    costs = train_costs(
-        shape,
-        sequence_length=min(config.max_seq_length, TYPICAL_LENGTH),
-        first_trained_layer=first_trained_layer,
-        trains_weights=config.fine_tune_type == "full",
-    )
-    partition = get_partitioner(config.partitioner)(costs, pp * virtual)
-    return StageMap(partition, schedule.placement(pp, virtual))
-
-
-TYPICAL_LENGTH = 512
-"""Tokens; attention's share of a layer's cost is taken at this length."""
+    mesh = Mesh.for_world(cluster.size, pp)
+    rows, micro_batch_size = divide_batch(config, mesh)
+    way = Candidate(mesh, config.schedule, virtual, rows, micro_batch_size, config.grad_checkpoint)
+    length = min(config.max_seq_length, TYPICAL_LENGTH)
+    problem = make_problem(way, workload, cluster, length, longest=config.max_seq_length)
+    return get_partitioner(config.partitioner)(problem)
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:

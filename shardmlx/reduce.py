@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.transport import Handle, Transport
 

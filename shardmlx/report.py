@@ -132,6 +132,10 @@ class Bar:
     def advance(self, count: int = 1) -> None:
         self._progress.update(self._task, advance=count)
 
+    def show(self, done: int, total: int) -> None:
+        """How much of how much is done."""
+        self._progress.update(self._task, completed=done, total=total)
+
     def note(self, text: str) -> None:
         self._progress.update(self._task, note=text)
 

@@ -27,7 +27,13 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 )  # fmt: skip
 """Bits of one element of each dtype of the format."""
 
-_LENGTH_BYTES = 8
+INDEX_FILE = "model.safetensors.index.json"
+MODEL_FILES = "model*.safetensors"
+"""Those of a directory that mlx-lm loads."""
+
+LENGTH_BYTES = 8
+"""At the beginning of a file: how long its header is."""
+
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _AGAIN = "copy or download it again"
 
@@ -61,24 +67,107 @@ class Header:
         return self.data_offset + tensor.start, self.data_offset + tensor.end
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """``files``: tensor -> file name. ``total_size``: bytes of all tensors, where it says so."""
+
+    files: Mapping[str, str]
+    total_size: int | None = None
+
+
 def read_header(path: str | Path) -> Header:
     """Read and check one file's header; ``UserError`` names the file and the tensor."""
-    file_size, text = _read_text(path)
+    try:
+        with open(path, "rb") as file:
+            file_size = file.seek(0, 2)
+            file.seek(0)
+            text = file.read(header_length(file.read(LENGTH_BYTES), file_size, path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    return parse_header(text, file_size, path)
+
+
+def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
+    """Bytes of the JSON header, from the first ``LENGTH_BYTES`` bytes of a file.
+
+    ``UserError`` when no safetensors file of ``file_size`` bytes begins like that.
+    """
+    if file_size < LENGTH_BYTES:
+        raise UserError(f"{where} is truncated: it has only {file_size} bytes: {_AGAIN}")
+    if prefix == b"version ":
+        raise UserError(f"{where} is a git-lfs pointer, not the file: run git lfs pull")
+    length = int.from_bytes(prefix, "little")
+    if length > _MAX_HEADER_BYTES:
+        raise UserError(
+            f"{where} is no safetensors file: it claims a header of {length} bytes, over "
+            f"{_MAX_HEADER_BYTES}: {_AGAIN}"
+        )
+    missing = LENGTH_BYTES + length - file_size
+    if missing > 0:
+        raise UserError(
+            f"{where} is truncated: {missing} bytes of its header and all of its data are "
+            f"missing: {_AGAIN}"
+        )
+    return length
+
+
+def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
+    """Check the JSON header of a file of ``file_size`` bytes; ``UserError`` names the tensor."""
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
     except _DuplicateKeyError as error:
-        raise UserError(f"{path}: its header has {error} twice: {_AGAIN}") from None
+        raise UserError(f"{where}: its header has {error} twice: {_AGAIN}") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: its header is not valid JSON: {_AGAIN}") from None
+        raise UserError(f"{where}: its header is not valid JSON: {_AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: its header is no JSON object: {_AGAIN}")
+        raise UserError(f"{where}: its header is no JSON object: {_AGAIN}")
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"{path}: its __metadata__ is not text by key: {_AGAIN}")
-    tensors = {name: _tensor(entry, f"{path}: tensor {name!r}") for name, entry in content.items()}
-    data_offset = _LENGTH_BYTES + len(text)
-    _check_layout(path, tensors, file_size - data_offset)
+        raise UserError(f"{where}: its __metadata__ is not text by key: {_AGAIN}")
+    tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in content.items()}
+    data_offset = LENGTH_BYTES + len(text)
+    _check_layout(where, tensors, file_size - data_offset)
     return Header(MappingProxyType(tensors), MappingProxyType(metadata), data_offset, file_size)
+
+
+def parse_index(text: bytes, where: str | Path) -> Index:
+    """Read a ``model.safetensors.index.json``; ``UserError`` when it is none."""
+    try:
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+        files = content["weight_map"]
+        total_size = (content.get("metadata") or {}).get("total_size")
+    except _DuplicateKeyError as error:
+        raise UserError(f"{where} has {error} twice: {_AGAIN}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}") from None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}")
+    # Some tools write it as 1.2e10.
+    if isinstance(total_size, float) and total_size.is_integer():
+        total_size = int(total_size)
+    return Index(files, total_size if _is_size(total_size) else None)
+
+
+def find_tensors(
+    headers: Mapping[str, Header], index: Mapping[str, str], where: str | Path
+) -> tuple[dict[str, str], list[str]]:
+    """(file of every tensor, what is wrong) of the files of one model, ``where`` they lie."""
+    files: dict[str, str] = {}
+    faults = []
+    for file, header in headers.items():
+        for tensor in header.tensors:
+            if tensor in files:
+                faults.append(
+                    f"tensor {tensor!r} is in both {files[tensor]} and {file} of {where}: "
+                    "take the file away that does not belong to the model"
+                )
+            files.setdefault(tensor, file)
+    for tensor, file in index.items():
+        if tensor not in files:
+            faults.append(
+                f"tensor {tensor!r} is not in {where}/{file}, where the index has it: {_AGAIN}"
+            )
+    return files, faults
 
 
 def check_model_files(model_dir: str | Path) -> dict[str, Path]:
@@ -90,31 +179,21 @@ def check_model_files(model_dir: str | Path) -> dict[str, Path]:
     directory = Path(model_dir)
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist: check --model")
-    index = _read_index(directory / "model.safetensors.index.json")
+    index = _read_index(directory / INDEX_FILE)
     for name in sorted(set(index.values())):
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing, but the index names it: copy it too")
-    paths = sorted(directory.glob("model*.safetensors"))
+    paths = sorted(directory.glob(MODEL_FILES))
     if not paths:
         raise UserError(
-            f"model directory {directory} has no model*.safetensors: "
+            f"model directory {directory} has no {MODEL_FILES}: "
             "convert the model with mlx_lm.convert"
         )
-    files: dict[str, Path] = {}
-    for path in paths:
-        for tensor in read_header(path).tensors:
-            if tensor in files:
-                raise UserError(
-                    f"tensor {tensor!r} is in both {files[tensor].name} and {path.name} of "
-                    f"{directory}: take the file away that does not belong to the model"
-                )
-            files[tensor] = path
-    for tensor, name in index.items():
-        if tensor not in files:
-            raise UserError(
-                f"tensor {tensor!r} is not in {directory / name}, where the index has it: {_AGAIN}"
-            )
-    return files
+    headers = {path.name: read_header(path) for path in paths}
+    files, faults = find_tensors(headers, index, directory)
+    if faults:
+        raise UserError(faults[0])
+    return {tensor: directory / name for tensor, name in files.items()}
 
 
 class _DuplicateKeyError(Exception):
@@ -131,36 +210,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _read_text(path: str | Path) -> tuple[int, bytes]:
-    """(size of the file, bytes of its JSON header)."""
-    try:
-        with open(path, "rb") as file:
-            file_size = file.seek(0, 2)
-            file.seek(0)
-            prefix = file.read(_LENGTH_BYTES)
-            length = int.from_bytes(prefix, "little")
-            if file_size < _LENGTH_BYTES:
-                raise UserError(f"{path} is truncated: it has only {file_size} bytes: {_AGAIN}")
-            if prefix == b"version ":
-                raise UserError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
-            if length > _MAX_HEADER_BYTES:
-                raise UserError(
-                    f"{path} is no safetensors file: it claims a header of {length} bytes, over "
-                    f"{_MAX_HEADER_BYTES}: {_AGAIN}"
-                )
-            missing = _LENGTH_BYTES + length - file_size
-            if missing > 0:
-                raise UserError(
-                    f"{path} is truncated: {missing} bytes of its header and all of its data are "
-                    f"missing: {_AGAIN}"
-                )
-            return file_size, file.read(length)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-
-
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _tensor(entry: Any, where: str) -> TensorInfo:
@@ -178,8 +229,9 @@ def _tensor(entry: Any, where: str) -> TensorInfo:
     start, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if (end - start) * 8 != bits:
+        size = f"{bits / 8:.16g}" if bits < 2**66 else "more than 2**63"
         raise UserError(
-            f"{where} of {dtype} {shape} takes {bits / 8:.16g} bytes, but its data_offsets "
+            f"{where} of {dtype} {shape} takes {size} bytes, but its data_offsets "
             f"{offsets} hold {end - start}: {_AGAIN}"
         )
     return TensorInfo(dtype, tuple(shape), start, end)
@@ -207,16 +259,11 @@ def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size
         raise UserError(f"{path} has {data_size - reached} bytes after its last tensor: {_AGAIN}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> Mapping[str, str]:
     """Tensor -> file name; empty where there is no index."""
     if not path.exists():
         return {}
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return parse_index(path.read_bytes(), path).files
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path} is no index with a weight_map: {_AGAIN}") from None
-    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-        raise UserError(f"{path} is no index with a weight_map: {_AGAIN}")
-    return index

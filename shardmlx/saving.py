@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 
 from shardmlx.models.slice import Slice
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
 
 ADAPTER_FILE = "adapters.safetensors"

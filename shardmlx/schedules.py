@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
-from shardmlx.actions import Action, Grid, Kind
+from shardmlx.actions import Action, Grid, Kind, collector_paused
 from shardmlx.errors import UserError
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
@@ -210,6 +210,7 @@ def get_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
+@collector_paused()
 def compute_actions(name: str, pp: int, microbatches: int, virtual: int | None = None) -> Grid:
     """Compute actions of each pipeline rank; ``virtual`` by default what the schedule prefers.
 

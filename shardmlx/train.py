@@ -2,83 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shardmlx.config import load_config
-from shardmlx.environment import launched_rank, prepare
-from shardmlx.errors import UserError
+from shardmlx.config import TrainConfig, load_config
+from shardmlx.environment import Blas
+from shardmlx.mpi_command import run_ranks
 
-SECONDS_FOR_RANK_0 = 5.0
-"""More than ranks start apart, and than mpirun needs to end the others."""
+if TYPE_CHECKING:
+    from shardmlx.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
-    rank = launched_rank()
-    try:
-        config = load_config(sys.argv[1:] if argv is None else argv, rank)
-        blas = prepare()
-    except UserError as error:
-        return _refuse_before_mpi(error, rank)
+    given = sys.argv[1:] if argv is None else argv
+    return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _run)
 
-    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
-    from shardmlx.agreement import AgreedError
+
+def _run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     from shardmlx.trainer import run
 
-    from shardmlx import mpi  # isort: skip
-
-    try:
-        transport = mpi.MPITransport(config.timeout)
-        try:
-            run(config, transport, blas)
-            status = 0
-        except AgreedError as error:
-            status = _refuse(error, transport.rank)
-        transport.close()
-    except BaseException as error:
-        # The other ranks know nothing of it and would wait.
-        _report_failure(error, rank)
-        mpi.abort(2 if isinstance(error, UserError) else 1)
-        raise
-    return status
-
-
-def _refuse(error: UserError, rank: int) -> int:
-    if rank == 0:
-        print(f"shardmlx: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return 2
-
-
-def _refuse_before_mpi(error: UserError, rank: int) -> int:
-    """Without MPI a rank cannot know whether rank 0 has met the same fault, and says so.
-
-    It most likely has, and then mpirun ends this process too before the wait is over.
-    """
-    if rank == 0:
-        return _refuse(error, rank)
-    time.sleep(SECONDS_FOR_RANK_0)
-    return _refuse(UserError(f"{_name(rank)}: {error}"), 0)
-
-
-def _name(rank: int) -> str:
-    return f"rank {rank} on {socket.gethostname().split('.')[0]}"
-
-
-def _report_failure(error: BaseException, rank: int) -> None:
-    """One line, from the rank that failed; the traceback only for those who ask."""
-    if os.environ.get("SHARDMLX_TRACEBACK"):
-        traceback.print_exception(error)
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
-    if not text.startswith(f"rank {rank}"):
-        text = f"{_name(rank)}: {type(error).__name__}: {text}"
-    print(f"shardmlx: failed: {text}", file=sys.stderr, flush=True)
+    run(config, transport, blas)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0
 from shardmlx.batches import Batch, iterate_batches, split
+from shardmlx.comparison import Expected, Lengths, expect, percent
 from shardmlx.config import TrainConfig
 from shardmlx.environment import Blas
 from shardmlx.job import SETUP_SECONDS, Job, prepare_job
@@ -70,6 +71,7 @@ class Trainer:
         self._random = np.random.RandomState(config.seed)
         self._losses: list[dict[int, float]] = []
         self._tokens: list[int] = []
+        self._lengths = Lengths()
         self._grad_norm: float | None = None
         self._total_tokens = 0
         self._callback: Any = None
@@ -142,8 +144,10 @@ class Trainer:
         config, plan = self._config, self._job.plan
         last_of_update = step % config.grad_accumulation_steps == 0
         tokens = batch.valid_tokens
+        microbatches = split(batch, plan.mesh.dp, self._engine.replica, plan.micro_batch_size)
+        self._lengths.count(microbatches)
         losses = self._engine.train_step(
-            split(batch, plan.mesh.dp, self._engine.replica, plan.micro_batch_size),
+            microbatches,
             scale=1 / max(1, tokens),
             key=(config.seed, step),
             reduce=last_of_update,
@@ -226,8 +230,23 @@ class Trainer:
 
     def _summarise(self, seconds: float) -> None:
         ranks = self._meter.summary()
+        if not ranks:
+            return
+        expected = self._expected()
+        pp = self._job.plan.mesh.pp
+        predicted = [expected.peaks[each.rank % pp] for each in ranks]
         self._reporter.table(
-            ("rank", "host", "step", "compute", "exposed communication", "bubble", "peak memory"),
+            (
+                "rank",
+                "host",
+                "step",
+                "compute",
+                "exposed communication",
+                "bubble",
+                "peak memory",
+                "predicted",
+                "",
+            ),
             [
                 (
                     str(each.rank),
@@ -237,10 +256,18 @@ class Trainer:
                     f"{each.times.exposed_comm_seconds:.3f} s",
                     f"{100 * each.times.bubble:.1f}%",
                     gigabytes(each.peak_memory_bytes),
+                    gigabytes(peak),
+                    percent(each.peak_memory_bytes, peak),
                 )
-                for each in ranks
+                for each, peak in zip(ranks, predicted, strict=True)
             ],
         )
+        step_seconds = ranks[0].times.step_seconds
+        if expected.step_seconds is not None:
+            self._reporter.say(
+                f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
+                f"({percent(step_seconds, expected.step_seconds)})"
+            )
         self._reporter.event(
             "summary",
             {
@@ -248,7 +275,15 @@ class Trainer:
                 "tokens": self._total_tokens,
                 "seconds": round(seconds, 3),
                 "ranks": [each.as_json() for each in ranks],
+                "predicted": expected.as_json(),
             },
+        )
+
+    def _expected(self) -> Expected:
+        """What the plan says of the steps that were run."""
+        job = self._job
+        return expect(
+            job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
         )
 
     def _validate(self, step: int) -> None:

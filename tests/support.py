@@ -20,7 +20,7 @@ from shardmlx.batches import Batch, MicroBatch, make_batch, split
 from shardmlx.engine import Engine
 from shardmlx.mesh import Mesh
 from shardmlx.models.slice import Slice
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.schedules import get_schedule
 from shardmlx.stage import Stage, token_loss
 from shardmlx.stage_map import Partition, StageMap

@@ -17,7 +17,7 @@ from shardmlx.engine import Engine, EngineError
 from shardmlx.mesh import Mesh
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import Updater, build_optimizer
-from shardmlx.plan import Plan
+from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.stage_map import Partition, StageMap
 from shardmlx.trace import Span, rank_times

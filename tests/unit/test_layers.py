@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS: dict[str, set[str]] = {
-    "commands": {"train"},
-    "run": {"trainer", "job"},
+    "commands": {"train", "profile", "plan", "inspect", "mpi_command"},
+    "run": {"trainer", "job", "profiling"},
     "engine": {
         "engine", "reduce", "loading", "saving", "optimizer", "measure", "agreement",
     },
@@ -21,14 +21,20 @@ LAYERS: dict[str, set[str]] = {
         "models.slice", "models.families", "models.dropout",
     },
     "pure": {
-        "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "plan",
-        "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
-        "safetensors_header", "batches", "trace", "report", "environment",
-        "models", "models.shape",
-        "partitioners", "partitioners.balanced", "partitioners.costs", "partitioners.uniform",
+        "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "picture",
+        "run_plan", "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
+        "safetensors_header", "batches", "trace", "report", "environment", "command",
+        "hostfile", "model_source", "hub", "sources", "inspection", "inspection_report", "shards", "verify",
+        "memory", "timing", "profile_file", "workload", "cluster", "predict", "problems",
+        "planner", "remedies", "plan_report", "schedule_report", "comparison",
+        "models", "models.shape", "models.tensors",
+        "partitioners", "partitioners.problem", "partitioners.costs", "partitioners.plugins",
+        "partitioners.uniform", "partitioners.parameters", "partitioners.balanced",
+        "partitioners.profiled", "partitioners.memory", "partitioners.hetero",
+        "partitioners.evenest", "partitioners.orders", "partitioners.shortest",
     },
 }  # fmt: skip
-"""From the top. ``plan`` is a command too, but needs neither MLX nor MPI."""
+"""From the top. ``inspect`` and ``plan`` are commands that need neither MLX nor MPI."""
 
 HEIGHT: dict[str, int] = {
     module: height for height, layer in enumerate(reversed(LAYERS)) for module in LAYERS[layer]

@@ -1,12 +1,13 @@
 """Lowering: messages, the frozen rule, evaluation; and what the validator refuses."""
 
+import gc
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmlx.actions import Action, Grid, Kind, parse_grid
+from shardmlx.actions import Action, Grid, Kind, collector_paused, parse_grid
 from shardmlx.lowering import ScheduleError, forward_only, gradient_kinds, lower, validate
 from shardmlx.schedules import SCHEDULES, compute_actions, get_schedule, loop_placement, v_placement
 from shardmlx.simulate import Costs, simulate
@@ -71,6 +72,15 @@ def test_grid_placement_and_trainable_must_fit(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         lower(compute_actions("gpipe", 2, 1, 1), placement, trainable)
+
+
+def test_garbage_collection_pauses_for_large_grids_only_while_they_are_made() -> None:
+    with collector_paused(), collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="is a message"):
+        lower(parse_grid("0SEND_F0"), (0,))
+    assert gc.isenabled()
 
 
 # The frozen rule

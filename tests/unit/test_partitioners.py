@@ -1,7 +1,9 @@
-"""Dividing layers by name: uniform by count, balanced by cost."""
+"""Dividing layers by name: uniform by count, parameters by bytes, balanced by cost."""
 
+import math
+from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +14,17 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import (
     PARTITIONERS,
     LayerCosts,
+    Problem,
     balanced,
     get_partitioner,
+    parameters,
+    profiled,
     train_costs,
     uniform,
+    weight_sizes,
 )
-from shardmlx.stage_map import Partition
+from shardmlx.stage_map import StageMap
+from tests.partitions import every_answer, stage_costs, stage_sizes
 
 SHAPE = ModelShape(
     model_type="llama",
@@ -33,18 +40,9 @@ SHAPE = ModelShape(
 )
 
 
-def stage_costs(costs: LayerCosts, partition: Partition) -> list[Fraction]:
-    exact = [Fraction(cost) for cost in costs.layers]
-    exact[0] += Fraction(costs.embedding)
-    exact[-1] += Fraction(costs.head)
-    return [sum(exact[start:end], Fraction(0)) for start, end in partition.ranges]
-
-
-def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
-    return [
-        Partition(tuple(zip((0, *cuts), (*cuts, num_layers), strict=True)))
-        for cuts in combinations(range(1, num_layers), num_stages - 1)
-    ]
+def in_order(costs: LayerCosts, num_stages: int) -> Problem:
+    """Stages on machines that are all alike."""
+    return Problem.homogeneous(costs, tuple(range(num_stages)))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,8 @@ def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
 def test_uniform_gives_what_is_left_over_to_earlier_stages(
     num_layers: int, num_stages: int, sizes: tuple[int, ...]
 ) -> None:
-    assert uniform(LayerCosts((1.0,) * num_layers), num_stages).sizes == sizes
+    problem = in_order(LayerCosts((1.0,) * num_layers), num_stages)
+    assert uniform(problem).partition.sizes == sizes
 
 
 @pytest.mark.parametrize(
@@ -72,40 +71,135 @@ def test_uniform_gives_what_is_left_over_to_earlier_stages(
 def test_balanced_makes_the_costliest_stage_cheap(
     costs: LayerCosts, num_stages: int, sizes: tuple[int, ...]
 ) -> None:
-    assert balanced(costs, num_stages).sizes == sizes
+    assert balanced(in_order(costs, num_stages)).partition.sizes == sizes
+
+
+def test_balanced_gives_a_faster_machine_more_layers() -> None:
+    slow, fast = LayerCosts((3.0,) * 8), LayerCosts((1.0,) * 8)
+    problem = Problem(placement=(1, 0), costs=(slow, fast), sizes=slow)
+    answer = balanced(problem)
+    assert answer.partition.sizes == (6, 2)
+    assert answer.placement == (1, 0)
+
+
+def test_balanced_makes_the_stages_of_a_rank_even() -> None:
+    problem = Problem.homogeneous(LayerCosts((1.0,) * 8), placement=(0, 1, 1, 0))
+    assert balanced(problem).partition.sizes == (2, 2, 2, 2)
+    assert balanced(problem).placement == (0, 1, 1, 0)
+
+
+def test_parameters_counts_bytes_and_not_costs() -> None:
+    sizes = LayerCosts((1.0,) * 6, embedding=3.0, head=3.0)
+    problem = Problem.homogeneous(LayerCosts((1.0,) * 6), (0, 1, 2), sizes)
+    assert balanced(problem).partition.sizes == (2, 2, 2)
+    assert parameters(problem).partition.sizes == (1, 4, 1)
+
+
+def test_profiled_wants_seconds() -> None:
+    costs = LayerCosts((1.0,) * 10, head=2.0)
+    measured = Problem(placement=(0, 1, 2), costs=(costs,) * 3, sizes=costs, unit="seconds")
+    assert profiled(measured).partition.sizes == (4, 4, 2)
+    with pytest.raises(UserError, match=r"profiled divides measured seconds.*--profile FILE"):
+        profiled(in_order(costs, 3))
 
 
 cost = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e6))
 
 
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to nine layers on machines of their own costs, one or more stages a machine."""
+    num_layers = draw(st.integers(1, 9))
+    costs = st.builds(
+        LayerCosts,
+        st.lists(cost, min_size=num_layers, max_size=num_layers).map(tuple),
+        embedding=cost,
+        head=cost,
+    )
+    num_stages = draw(st.integers(1, num_layers))
+    ranks = draw(st.integers(1, num_stages))
+    placement = draw(st.permutations([stage % ranks for stage in range(num_stages)]))
+    machines = draw(st.lists(costs, min_size=ranks, max_size=ranks))
+    return Problem(placement=tuple(placement), costs=tuple(machines), sizes=draw(costs))
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(cost, min_size=1, max_size=9), cost, cost, st.data())
-def test_balanced_is_the_best_of_all_partitions(
-    layers: list[float], embedding: float, head: float, data: st.DataObject
-) -> None:
-    costs = LayerCosts(tuple(layers), embedding, head)
-    num_stages = data.draw(st.integers(1, len(layers)))
+@given(problems())
+def test_balanced_is_the_best_of_all_partitions(problem: Problem) -> None:
+    def order(answer: StageMap) -> tuple[Fraction, Fraction, tuple[int, ...]]:
+        stages = stage_costs(problem, answer)
+        evenness = sum((each**2 for each in stages), Fraction(0))
+        return max(stages), evenness, answer.partition.sizes[::-1]
 
-    def rank(partition: Partition) -> tuple[Fraction, Fraction, tuple[int, ...]]:
-        stages = stage_costs(costs, partition)
-        return max(stages), sum((each**2 for each in stages), Fraction(0)), partition.sizes[::-1]
-
-    best = min(every_partition(len(layers), num_stages), key=rank)
-    assert balanced(costs, num_stages) == best
+    assert balanced(problem) == min(every_answer(problem), key=order)
 
 
-@pytest.mark.parametrize("name", PARTITIONERS)
-def test_there_is_no_partition_without_a_layer_for_every_stage(name: str) -> None:
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_parameters_is_the_best_of_all_partitions(problem: Problem) -> None:
+    best = min(max(stage_sizes(problem, each)) for each in every_answer(problem))
+    assert max(stage_sizes(problem, parameters(problem))) == best
+
+
+# What a partitioner is told
+
+
+def test_there_is_no_partition_without_a_layer_for_every_stage() -> None:
+    costs = LayerCosts((1.0,) * 4)
     with pytest.raises(UserError, match="5 stages, but the model has 4 layers: use at most 4"):
-        get_partitioner(name)(LayerCosts((1.0,) * 4), 5)
+        in_order(costs, 5)
     with pytest.raises(UserError, match="0 pipeline stages: give 1 or more"):
-        get_partitioner(name)(LayerCosts((1.0,) * 4), 0)
+        in_order(costs, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"placement": (0, 2)}, "ranks .0, 2.: 0 to 2 without holes"),
+        ({"costs": (LayerCosts((1.0,) * 4),)}, "1 costs for 2 pipeline ranks"),
+        ({"costs": (LayerCosts((1.0,) * 3),) * 2}, "costs of 3 layers, not 4"),
+        ({"capacity": (1.0,)}, "1 capacities for 2 pipeline ranks"),
+        ({"capacity": (1.0, 0.0)}, "more than 0 bytes"),
+        ({"capacity": (1.0, math.nan)}, "more than 0 bytes"),
+        ({"transfer": ((0.0, 0.0),)}, "1 rows of transfer for 2 pipeline ranks"),
+        ({"transfer": ((0.0, 0.0), (0.0,))}, "1 transfers from rank 1 for 2 pipeline ranks"),
+        ({"transfer": ((0.0, -1.0), (0.0, 0.0))}, "a transfer takes from 0 seconds up"),
+        ({"transfer": ((0.0, 1.0), (0.0, 0.0))}, "transfers are in seconds, but costs are in FL"),
+        ({"hosts": ("a",)}, "1 hosts for 2 pipeline ranks"),
+        ({"microbatches": 0}, "0 micro-batches"),
+        ({"unit": "hours"}, "costs in hours: FLOPs or seconds"),
+    ],
+)
+def test_a_problem_checks_itself(changed: dict[str, Any], message: str) -> None:
+    costs = LayerCosts((1.0,) * 4)
+    fields: dict[str, Any] = {"placement": (0, 1), "costs": (costs, costs), "sizes": costs}
+    with pytest.raises(ValueError, match=message):
+        Problem(**fields | changed)
+
+
+def test_what_is_not_said_is_not_known_and_does_not_count() -> None:
+    problem = in_order(LayerCosts((1.0,) * 4), 2)
+    assert problem.capacity == (math.inf, math.inf)
+    assert problem.transfer == ((0.0, 0.0), (0.0, 0.0))
+    assert (problem.num_layers, problem.num_stages, problem.pp) == (4, 2, 2)
+
+
+def test_answers_name_the_hosts() -> None:
+    costs = LayerCosts((1.0,) * 3)
+    problem = Problem(
+        placement=(1, 0, 1), costs=(costs, costs), sizes=costs, hosts=("mini", "studio")
+    )
+    assert uniform(problem).hosts == ("studio", "mini", "studio")
 
 
 def test_partitioners_are_found_by_name() -> None:
+    assert [get_partitioner(name).__name__ for name in PARTITIONERS] == list(PARTITIONERS)
     assert get_partitioner("balanced") is balanced
-    assert get_partitioner("uniform") is uniform
-    with pytest.raises(UserError, match="unknown partitioner 'even': use one of balanced, uniform"):
+    with pytest.raises(
+        UserError,
+        match="unknown partitioner 'even': use one of balanced, uniform, parameters, profiled, "
+        "memory, hetero",
+    ):
         get_partitioner("even")
 
 
@@ -137,3 +231,11 @@ def test_full_fine_tuning_pays_for_weight_gradients_too() -> None:
 def test_evaluation_pays_for_forward_only() -> None:
     costs = train_costs(SHAPE, 16, first_trained_layer=4, trains_weights=False)
     assert in_forwards(costs) == ([1, 1, 1, 1], 0, 1)
+
+
+def test_a_tied_head_weighs_as_much_as_the_embedding_on_the_last_stage() -> None:
+    sizes = weight_sizes(SHAPE, parameter_bytes=4.0)
+    assert sizes.layers == (4.0 * SHAPE.layer_parameters(0),) * 4
+    assert sizes.embedding == 4.0 * 32 * 8
+    assert sizes.head == 4.0 * (32 * 8 + 8)
+    assert sizes == weight_sizes(replace(SHAPE, tied=True), parameter_bytes=4.0)

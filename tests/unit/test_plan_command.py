@@ -129,7 +129,7 @@ import runpy, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"mlx", "mlx_lm", "mpi4py", "numpy", "rich"}:
+        if name.split(".")[0] in {"mlx", "mlx_lm", "mpi4py"}:
             raise ModuleNotFoundError(f"refused: {name}")
 
 sys.meta_path.insert(0, Refuse())

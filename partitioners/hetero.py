@@ -1,0 +1,106 @@
+"""The fastest step on machines of unequal speed, memory and links."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from shardmlx.errors import UserError
+from shardmlx.partitioners.memory import does_not_fit, evenly_full, fullest
+from shardmlx.partitioners.orders import orders_to_try
+from shardmlx.partitioners.problem import Problem
+from shardmlx.partitioners.shortest import Path, Tables, peak_table, shortest
+from shardmlx.stage_map import Partition, StageMap
+
+_ROUNDING = 1e-12
+"""Relative; sums that differ by less are equal."""
+
+
+def step_cost(problem: Problem, stage_map: StageMap) -> float:
+    """The predicted time of one step, in ``problem.unit``.
+
+    One micro-batch passes through every stage, and its messages there and back; the others
+    follow at the pace of the slowest rank: sum + transfers + (m - 1) max.
+    """
+    busy = [0.0] * problem.pp
+    for rank, (start, stop) in zip(stage_map.placement, stage_map.partition.ranges, strict=True):
+        busy[rank] += problem.costs[rank].total(start, stop)
+    links = [
+        problem.transfer[a][b] + problem.transfer[b][a]
+        for a, b in pairwise(stage_map.placement)
+        if a != b
+    ]
+    return math.fsum((*busy, *links, (problem.microbatches - 1) * max(busy)))
+
+
+def hetero(problem: Problem) -> StageMap:
+    """The exact optimum of ``step_cost`` over partitions and orders of the machines.
+
+    Every machine runs one stage, and what that holds at its peak fits its memory (without
+    ``problem.peak``: the parameters alone). Of equal orders the given one wins. With more kinds of
+    machines than ``orders.MAX_NODES`` allows, only some orders are tried, each solved exactly.
+
+    The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
+    layers x machines; the maximum itself is searched by branch and bound. ``UserError`` when
+    nothing fits, and for several stages a rank.
+    """
+    if problem.pp < problem.num_stages:
+        raise UserError(
+            f"the partitioner hetero puts one stage on each rank, not {problem.num_stages} stages "
+            f"on {problem.pp}: use a schedule with one stage a rank, like 1f1b, or balanced"
+        )
+    peaks = peak_table(problem)
+    answer: tuple[float, Path] | None = None
+    for orders in orders_to_try(problem):
+        answer = _search(Tables.of(problem, orders, peaks), problem.microbatches, answer)
+    if answer is None:
+        raise _does_not_fit(problem)
+    _, path = answer
+    return problem.stage_map(Partition(tuple(pairwise(path.bounds))), path.placement)
+
+
+def _search(
+    tables: Tables, microbatches: int, best: tuple[float, Path] | None
+) -> tuple[float, Path] | None:
+    """The fastest step and its path, unless ``best`` is as fast."""
+    times = np.unique(tables.time[np.isfinite(tables.time)])
+    repeats = microbatches - 1
+    # Where the maximum may lie, from times[low] to times[high], with a lower bound of the step
+    # and of the sum: the most promising range first.
+    ranges = [(-math.inf, 0, len(times) - 1, -math.inf)]
+    while ranges:
+        bound, low, high, least = heapq.heappop(ranges)
+        if best is not None and bound >= best[0] * (1 - _ROUNDING):
+            break
+        # The whole range at first, since that bounds the sum.
+        middle = high if math.isinf(least) else (low + high) // 2
+        path = shortest(tables, times[middle])
+        parts = [(middle + 1, high, least)]
+        if path is not None:
+            step = path.total + repeats * path.slowest
+            if best is None or step < best[0] * (1 - _ROUNDING):
+                best = step, path
+            # No maximum between that of the path and the middle goes with a smaller sum.
+            below = int(np.searchsorted(times, path.slowest)) - 1
+            parts.append((low, below, path.total))
+        for start, end, total in parts:
+            if start <= end:
+                heapq.heappush(ranges, (total + repeats * times[start], start, end, total))
+    return best
+
+
+def _does_not_fit(problem: Problem) -> UserError:
+    """How much is lacking in the order, given or by memory, that comes nearest to fitting."""
+    largest_first = sorted(problem.placement, key=lambda rank: -problem.capacity[rank])
+    tried = []
+    for placement in (problem.placement, tuple(largest_first)):
+        placed = replace(problem, placement=placement)
+        partition = evenly_full(placed)
+        rank, held = fullest(placed, partition)
+        tried.append((held / problem.capacity[rank], placed, partition))
+    _, placed, partition = min(tried, key=lambda each: each[0])
+    return does_not_fit(placed, partition)

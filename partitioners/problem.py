@@ -1,0 +1,118 @@
+"""What a partitioner is told, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.stage_map import Partition, StageMap
+
+UNITS = ("FLOPs", "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Layers to be divided among the stages of a pipeline, and the machines that run them.
+
+    A pipeline rank is a machine, or its share of one. What a field leaves out is not known, and
+    does not count. ``UserError`` for more stages than layers, ``ValueError`` for entries that do
+    not belong together.
+    """
+
+    placement: tuple[int, ...]
+    """The pipeline rank of each stage, in pipeline order."""
+    costs: tuple[LayerCosts, ...]
+    """What one micro-batch costs on each pipeline rank, forward and backward, in ``unit``."""
+    sizes: LayerCosts
+    """Bytes of the parameters."""
+    peak: Callable[[int, int, int], float] | None = None
+    """(stage, start, stop) -> most bytes that the stage holds at once with layers start to stop.
+    More layers never hold less, and the stages of one rank add up."""
+    capacity: tuple[float, ...] = ()
+    """Bytes that each pipeline rank has; ``inf`` where that is not known."""
+    transfer: tuple[tuple[float, ...], ...] = ()
+    """``transfer[a][b]`` is the seconds that rank a takes to send rank b what a micro-batch
+    passes from stage to stage; 0 where that is not known."""
+    microbatches: int = 1
+    """Of one step and one pipeline."""
+    unit: str = "FLOPs"
+    """``FLOPs`` or ``seconds``, of ``costs``."""
+    hosts: tuple[str, ...] = ()
+    """The host of each pipeline rank, where they are known."""
+
+    def __post_init__(self) -> None:
+        self.sizes.check_stages(self.num_stages)
+        pp = self.pp
+        if set(self.placement) != set(range(pp)):
+            raise ValueError(f"ranks {sorted(set(self.placement))}: 0 to {pp - 1} without holes")
+        if not self.capacity:
+            object.__setattr__(self, "capacity", (math.inf,) * pp)
+        if not self.transfer:
+            object.__setattr__(self, "transfer", ((0.0,) * pp,) * pp)
+        for what, entries in (
+            ("costs", self.costs),
+            ("capacities", self.capacity),
+            ("rows of transfer", self.transfer),
+            *((f"transfers from rank {rank}", row) for rank, row in enumerate(self.transfer)),
+            ("hosts", self.hosts or self.costs),
+        ):
+            if len(entries) != pp:
+                raise ValueError(f"{len(entries)} {what} for {pp} pipeline ranks")
+        for costs in self.costs:
+            if len(costs.layers) != self.num_layers:
+                raise ValueError(f"costs of {len(costs.layers)} layers, not {self.num_layers}")
+        if not all(bytes_ > 0 for bytes_ in self.capacity):
+            raise ValueError(f"capacities {self.capacity}: more than 0 bytes")
+        links = [seconds for row in self.transfer for seconds in row]
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in links):
+            raise ValueError(f"a transfer takes from 0 seconds up, not {links}")
+        if self.microbatches < 1:
+            raise ValueError(f"{self.microbatches} micro-batches")
+        if self.unit not in UNITS:
+            raise ValueError(f"costs in {self.unit}: {' or '.join(UNITS)}")
+        if any(links) and self.unit != "seconds":
+            raise ValueError(f"transfers are in seconds, but costs are in {self.unit}")
+
+    @classmethod
+    def homogeneous(
+        cls, costs: LayerCosts, placement: tuple[int, ...], sizes: LayerCosts | None = None
+    ) -> Problem:
+        """Stages on machines that are all alike; ``sizes`` are proportional to ``costs`` if None.
+
+        Units as in the fields: costs are FLOPs.
+        """
+        ranks = max(placement, default=0) + 1
+        return cls(placement=placement, costs=(costs,) * ranks, sizes=sizes or costs)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sizes.layers)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline ranks."""
+        return max(self.placement, default=-1) + 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank runs, ascending."""
+        return tuple(stage for stage, its_rank in enumerate(self.placement) if its_rank == rank)
+
+    def name_of(self, rank: int) -> str:
+        """A pipeline rank in a message, with its host where that is known."""
+        return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
+
+    def stage_map(self, partition: Partition, placement: tuple[int, ...] | None = None) -> StageMap:
+        """The answer: with the placement that was asked for, if none is given."""
+        placement = self.placement if placement is None else placement
+        hosts = tuple(self.hosts[rank] for rank in placement) if self.hosts else ()
+        return StageMap(partition, placement, hosts)
+
+
+Partitioner = Callable[[Problem], StageMap]
+"""Divides all layers among the stages; ``UserError`` where that cannot be done."""

@@ -1,0 +1,42 @@
+"""What the commands share that run in one process: one line for bad input, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from shardmlx.errors import UserError, one_line
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Raises ``UserError`` where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{' '.join(message.split())} (see --help)")
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """The exit status of ``main()``: 2 after one line on stderr for bad input, 130 for Ctrl-C.
+
+    A reader that goes away, like ``head``, ends the command quietly.
+    """
+    try:
+        status = main()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
+    except UserError as error:
+        print(f"shardmlx: error: {one_line(error)}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status

@@ -1,0 +1,67 @@
+"""What was predicted of a run beside what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardmlx.batches import MicroBatch
+from shardmlx.cluster import Cluster
+from shardmlx.run_plan import Plan
+from shardmlx.predict import predict, predict_memory
+from shardmlx.workload import Workload
+
+
+@dataclass(slots=True)
+class Lengths:
+    """The lengths of the micro-batches of a run, T of its inputs."""
+
+    _counts: Counter[int] = field(default_factory=Counter)
+
+    def count(self, microbatches: Sequence[MicroBatch]) -> None:
+        """One step's."""
+        self._counts.update(microbatch.shape[1] for microbatch in microbatches)
+
+    @property
+    def mean(self) -> int:
+        """Rounded; times are nearly proportional to it."""
+        return round(sum(t * n for t, n in self._counts.items()) / self._counts.total())
+
+    @property
+    def longest(self) -> int:
+        return max(self._counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the plan says of a run with these micro-batches.
+
+    ``peaks`` are of each pipeline rank; ``step_seconds`` is None where no times were measured.
+    """
+
+    peaks: tuple[int, ...]
+    step_seconds: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the metrics; bytes are of each pipeline rank."""
+        return {"step_seconds": self.step_seconds, "peak_memory_bytes": list(self.peaks)}
+
+
+def expect(
+    plan: Plan, workload: Workload, cluster: Cluster, lengths: Lengths, checkpoint: bool
+) -> Expected:
+    """Memory at the longest micro-batch, time at the mean length."""
+    peaks, _ = predict_memory(
+        plan, workload, lengths.longest, checkpoint=checkpoint, backend=cluster.backend
+    )
+    seconds = None
+    if cluster.unit == "seconds":
+        seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
+    return Expected(tuple(peaks), seconds)
+
+
+def percent(measured: float, predicted: float) -> str:
+    """How far the measurement is from the prediction."""
+    return f"{100 * (measured / predicted - 1):+.0f}%"

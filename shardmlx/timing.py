@@ -1,0 +1,198 @@
+"""How long the parts of a model take on a machine: from its speed, or from a measurement.
+
+A part is a decoder layer, the embedding, or the head with the final norm. Its times are those of
+one micro-batch: forward (F), gradient for the input (I), gradient for the weights (W).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+
+from shardmlx.models.shape import ModelShape
+from shardmlx.simulate import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one micro-batch through a part; ``update`` is the optimizer's, once a step.
+
+    The embedding's may be negative: the first stage spares what others compute for the stage
+    below.
+    """
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    update: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def scaled(self, factor: float) -> Seconds:
+        """The same on a part that takes ``factor`` times as long."""
+        return Seconds(*(factor * each for each in astuple(self)))
+
+    @property
+    def microbatch(self) -> float:
+        """F + I + W."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.forward, self.input_gradient, self.weight_gradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSeconds:
+    """Of each part of a model, on one machine, for micro-batches of one size.
+
+    ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none:
+    whatever lies below has a forward only.
+    """
+
+    layers: tuple[Seconds, ...]
+    embedding: Seconds = Seconds()
+    head: Seconds = Seconds()
+    first_trained: int = 0
+    checkpoint: bool = False
+
+    def layer(self, index: int) -> float:
+        """F + I + W of one layer, and its F again with checkpointing."""
+        seconds = self.layers[index]
+        again = self.checkpoint and index >= self.first_trained
+        return max(0.0, seconds.microbatch + again * seconds.forward)
+
+    def stage(self, start: int, stop: int) -> Seconds:
+        """Of the stage with layers ``start`` to ``stop``, as the engine runs it.
+
+        A stage with nothing trained below it has no I: its W is its whole backward. With
+        checkpointing I, or that W, computes the forward again and all gradients.
+        """
+        parts = list(self.layers[start:stop])
+        if start == 0:
+            parts.append(self.embedding)
+        if stop == len(self.layers):
+            parts.append(self.head)
+        total = sum(parts, Seconds())
+        forward, update = max(0.0, total.forward), max(0.0, total.update)
+        if stop <= self.first_trained:
+            return Seconds(forward)
+        backward = max(0.0, total.input_gradient + total.weight_gradient)
+        if self.checkpoint:
+            # Only layers are computed again, and only those that have a backward pass.
+            backward += sum(
+                each.forward for each in self.layers[max(start, self.first_trained) : stop]
+            )
+        if start <= self.first_trained:
+            return Seconds(forward, 0.0, backward, update)
+        if self.checkpoint:
+            return Seconds(forward, backward, 0.0, update)
+        return Seconds(
+            forward, max(0.0, total.input_gradient), max(0.0, total.weight_gradient), update
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A machine known by its FLOP/s alone: what it reaches in matrix products."""
+
+    shape: ModelShape
+    flops: float
+    first_trained: int
+    trains_weights: bool
+    checkpoint: bool = False
+
+    def seconds(self, rows: int, length: int) -> ModelSeconds:
+        """FLOPs of F, I and W, each as many, at the machine's speed.
+
+        The few FLOPs of W with adapters are left out, as are embedding, norms and update.
+        """
+        tokens = rows * length
+        layers = [
+            self._pass_of(self.shape.layer_flops(layer, length) * tokens, layer)
+            for layer in range(self.shape.num_layers)
+        ]
+        head = self._pass_of(self.shape.head_flops() * tokens, self.shape.num_layers - 1)
+        return ModelSeconds(
+            layers=tuple(layers),
+            head=Seconds(head.forward, head.input_gradient),
+            first_trained=self.first_trained,
+            checkpoint=self.checkpoint,
+        )
+
+    def _pass_of(self, flops: float, layer: int) -> Seconds:
+        once = flops / self.flops
+        backward = once if layer >= self.first_trained else 0.0
+        return Seconds(once, backward, backward * self.trains_weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What was measured with micro-batches of ``rows`` x ``length`` tokens.
+
+    ``layer`` is a layer that trains, with every gradient; ``frozen`` one of which only the
+    forward is asked.
+    """
+
+    rows: int
+    length: int
+    layer: Seconds
+    frozen: Seconds
+    embedding: Seconds
+    head: Seconds
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.length < 1:
+            raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
+        for part in (self.layer, self.frozen, self.embedding, self.head):
+            if not all(map(math.isfinite, astuple(part))):
+                raise ValueError(f"times of {astuple(part)} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A machine on which samples were taken, in ascending order of their tokens."""
+
+    num_layers: int
+    samples: Sequence[Sample]
+    first_trained: int
+    checkpoint: bool = False
+
+    def seconds(self, rows: int, length: int) -> ModelSeconds:
+        """On the line between the two samples around ``rows`` x ``length`` tokens.
+
+        Beyond the samples the outermost line goes on; from one sample times are proportional.
+        """
+        layer, frozen, embedding, head = (
+            self._interpolated(part, rows * length)
+            for part in ("layer", "frozen", "embedding", "head")
+        )
+        trained = self.num_layers - self.first_trained
+        return ModelSeconds(
+            layers=(frozen,) * self.first_trained + (layer,) * trained,
+            embedding=embedding,
+            head=head,
+            first_trained=self.first_trained,
+            checkpoint=self.checkpoint,
+        )
+
+    def _interpolated(self, part: str, tokens: int) -> Seconds:
+        points = [(each.tokens, getattr(each, part)) for each in self.samples]
+        if len(points) == 1:
+            ((measured, seconds),) = points
+            once: Seconds = seconds.scaled(tokens / measured)
+            return Seconds(once.forward, once.input_gradient, once.weight_gradient, seconds.update)
+        segments = list(pairwise(points))
+        (low, at_low), (high, at_high) = next(
+            (segment for segment in segments if tokens <= segment[1][0]), segments[-1]
+        )
+        weight = (tokens - low) / (high - low)
+        mixed: Seconds = at_low.scaled(1 - weight) + at_high.scaled(weight)
+        return mixed

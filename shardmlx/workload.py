@@ -1,0 +1,130 @@
+"""A model and what a run trains of it: what times and memory depend on, beside the layout. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardmlx.config import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.inspection import Part, inspect_files
+from shardmlx.memory import TrainingSetup
+from shardmlx.model_source import ModelFiles
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.profile_file import Profile, work_of
+from shardmlx.timing import Measured, Speed
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Of weights that compute, as a header and as MLX name them."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training run's work. ``dtype`` is that of activations, ``weight_sizes`` in memory."""
+
+    shape: ModelShape
+    weight_sizes: LayerCosts
+    dtype: str
+    config: TrainConfig
+
+    @classmethod
+    def of(cls, files: ModelFiles, config: TrainConfig) -> Workload:
+        """The work of ``config`` on a model of which the headers are known."""
+        inspection = inspect_files(files)
+        if inspection.shape is None:
+            # The shape says by itself what is wrong with the configuration.
+            ModelShape.from_config(files.config)
+            raise UserError(f"{files.name} is no model that can be trained: name one with weights")
+        dtype = config.dtype or _dtype(inspection.head)
+        sizes = LayerCosts(
+            tuple(_held(layer, config.dtype) for layer in inspection.layers),
+            _held(inspection.embedding, config.dtype),
+            _held(inspection.head, config.dtype),
+        )
+        return cls(shape=inspection.shape, weight_sizes=sizes, dtype=dtype, config=config)
+
+    def __post_init__(self) -> None:
+        if self.config.num_layers > self.shape.num_layers:
+            raise UserError(
+                f"--num-layers {self.config.num_layers}: the model has {self.shape.num_layers} "
+                "layers; -1 trains all of them"
+            )
+
+    @property
+    def first_trained(self) -> int:
+        """The lowest layer with trained weights, ``num_layers`` without training.
+
+        The embedding counts as layer 0: its gradient comes down through all of them.
+        """
+        count = self.config.num_layers
+        if not self.config.train:
+            return self.shape.num_layers
+        if self.config.unfreeze_all or count < 1:
+            return 0
+        return self.shape.num_layers - count
+
+    def setup(
+        self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
+    ) -> TrainingSetup:
+        """What decides the memory of the run with micro-batches of ``rows`` x ``length``."""
+        config = self.config
+        keys = config.lora_parameters.get("keys")
+        return TrainingSetup(
+            shape=self.shape,
+            weight_sizes=self.weight_sizes,
+            dtype_bytes=DTYPE_BYTES[self.dtype],
+            rows=rows,
+            length=length,
+            fine_tune_type=config.fine_tune_type,
+            first_trained_layer=self.first_trained,
+            lora_rank=config.lora_parameters.get("rank", 8),
+            lora_keys=None if keys is None else tuple(keys),
+            unfreeze_all=config.unfreeze_all,
+            optimizer=config.optimizer,
+            grad_checkpoint=checkpoint,
+            dp=dp,
+            backend=backend,
+        )
+
+    def at_speed(self, flops: float, checkpoint: bool) -> Speed:
+        """Its times on a machine of which only the speed is known."""
+        return Speed(
+            shape=self.shape,
+            flops=flops,
+            first_trained=self.first_trained,
+            trains_weights=self.config.fine_tune_type == "full",
+            checkpoint=checkpoint,
+        )
+
+    def measured(self, profile: Profile, host: str, kind: str | None, checkpoint: bool) -> Measured:
+        """Its times on a machine that was measured; ``UserError`` if it was not, or otherwise."""
+        profile.check(work_of(self.config, self.shape, self.dtype))
+        return profile.measured(host, kind, self.shape.num_layers, self.first_trained, checkpoint)
+
+
+def _dtype(head: Part) -> str:
+    """What activations are computed in: the final norm is never quantised."""
+    stored = next((t.place.dtype for t in head.tensors if t.name == "model.norm.weight"), "none")
+    if stored not in DTYPES:
+        raise UserError(
+            f"the weights are stored as {stored}: use --dtype float32, bfloat16 or float16"
+        )
+    return DTYPES[stored]
+
+
+def _held(part: Part, dtype: str | None) -> float:
+    """Bytes in memory: a --dtype casts what is stored in a floating type."""
+    tensors: Iterable[tuple[int, str, int]] = (
+        (tensor.place.nbytes, tensor.place.dtype, math.prod(tensor.place.shape))
+        for tensor in part.tensors
+    )
+    return float(
+        sum(
+            nbytes if dtype is None or stored not in DTYPES else count * DTYPE_BYTES[dtype]
+            for nbytes, stored, count in tensors
+        )
+    )

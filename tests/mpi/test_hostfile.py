@@ -1,0 +1,111 @@
+"""mpirun reads the planner's hostfiles, and gives out ranks as the planner supposes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.hostfile import machine_of_each_rank, read_hostfile
+from tests.mpi.mpirun import ROOT
+
+EXAMPLES = sorted((ROOT / "hostfiles").iterdir())
+
+
+def mpirun(hostfile: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ)
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [str(Path(sys.executable).with_name("mpirun")), "--hostfile", str(hostfile)]
+    return subprocess.run(
+        [*command, "--bind-to", "none", *options],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def hosts_by_mpirun(hostfile: Path, ranks: int) -> list[str]:
+    """The host of each rank, without its domain, as mpirun plans it; it starts nothing."""
+    job = mpirun(hostfile, "-n", str(ranks), "--display", "map", "--do-not-launch", "true")
+    hosts: dict[int, str] = {}
+    for line in job.stdout.splitlines():
+        if node := re.search(r"Data for node: (\S+)", line):
+            host = node[1]
+        if rank := re.search(r"App rank: (\d+)", line):
+            hosts[int(rank[1])] = host
+    assert len(hosts) == ranks, job.stdout + job.stderr
+    return [hosts[rank] for rank in range(ranks)]
+
+
+def hosts_by_us(hostfile: Path) -> list[str]:
+    hosts = [machine.host for machine in machine_of_each_rank(read_hostfile(hostfile))]
+    return [host if host[0].isdigit() else host.split(".")[0] for host in hosts]
+
+
+def test_a_job_starts_with_a_hostfile_for_the_planner(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(
+        "# one machine, “here”\n\n"
+        "localhost slots=2  # memory=64GiB flops=27T link=40Gbps latency=30us, in the office\n"
+    )
+    job = mpirun(hostfile, "-n", "2", "hostname")
+    assert job.returncode == 0, job.stderr
+    assert len(job.stdout.splitlines()) == len(machine_of_each_rank(read_hostfile(hostfile))) == 2
+
+
+LINES = """\
+studio.lan slots=2  # memory=64GiB flops=27T link=40Gbps
+anna@mini.lan count=1 port=22 // memory=16GiB
+10.0.0.7 max_slots=2 # an address
+book.home
+old slots = 1# memory=8GiB
+book.office
+"""
+
+
+@pytest.mark.parametrize("hostfile", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_give_out_ranks_as_the_planner_supposes(
+    hostfile: Path, tmp_path: Path
+) -> None:
+    # One's own machine has more names than localhost.
+    text = hostfile.read_text().replace("localhost", "here")
+    copy = tmp_path / "hosts"
+    copy.write_text(text)
+    ours = hosts_by_us(copy)
+    assert hosts_by_mpirun(copy, len(ours)) == ours
+
+
+def test_every_form_of_line_gives_out_ranks_as_the_planner_supposes(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(LINES)
+    ours = hosts_by_us(hostfile)
+    assert ours == ["studio", "studio", "mini", "10.0.0.7", "10.0.0.7", "book", "book", "old"]
+    assert hosts_by_mpirun(hostfile, len(ours)) == ours
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "here slots=2 memory=8GiB\n",
+        "here slots=2\r\n",
+        "here slots=2 # no line end",
+        "here slots=1\nhere slots=1\n",
+        "here.lan slots=1\nhere.office slots=1\n",
+        "here slots=3 max_slots=2\n",
+        "here slots=0\n",
+        "# nobody\n",
+    ],
+)
+def test_what_we_refuse_mpirun_refuses(text: str, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_bytes(text.encode())
+    job = mpirun(hostfile, "-n", "1", "--display", "map", "--do-not-launch", "true")
+    assert "App rank" not in job.stdout
+    with pytest.raises(UserError):
+        read_hostfile(hostfile)
