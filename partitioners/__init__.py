@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shardmlx.partitioners.balanced import balanced
-from shardmlx.partitioners.costs import LayerCosts, train_costs, weight_sizes
+from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.partitioners.hetero import hetero, step_cost
 from shardmlx.partitioners.memory import memory
 from shardmlx.partitioners.parameters import parameters
@@ -60,7 +60,5 @@ __all__ = [
     "partitioner_names",
     "profiled",
     "step_cost",
-    "train_costs",
     "uniform",
-    "weight_sizes",
 ]

@@ -11,9 +11,9 @@ import numpy as np
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners.memory import does_not_fit, evenly_full, fullest
-from shardmlx.partitioners.orders import orders_to_try
+from shardmlx.partitioners.orders import Orders, kinds_of, orders_to_try
 from shardmlx.partitioners.problem import Problem
-from shardmlx.partitioners.shortest import Path, Tables, peak_table, shortest
+from shardmlx.partitioners.shortest import Path, Tables, shortest
 from shardmlx.stage_map import Partition, StageMap
 
 _ROUNDING = 1e-12
@@ -42,7 +42,7 @@ def hetero(problem: Problem) -> StageMap:
 
     Every machine runs one stage, and what that holds at its peak fits its memory (without
     ``problem.peak``: the parameters alone). Of equal orders the given one wins. With more kinds of
-    machines than ``orders.MAX_NODES`` allows, only some orders are tried, each solved exactly.
+    machines than ``orders.MAX_STEPS`` allows, only some orders are tried, each solved exactly.
 
     The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
     layers x machines; the maximum itself is searched by branch and bound. ``UserError`` when
@@ -53,10 +53,11 @@ def hetero(problem: Problem) -> StageMap:
             f"the partitioner hetero puts one stage on each rank, not {problem.num_stages} stages "
             f"on {problem.pp}: use a schedule with one stage a rank, like 1f1b, or balanced"
         )
-    peaks = peak_table(problem)
+    kinds = kinds_of(problem)
+    tables = Tables.of(problem, kinds)
     answer: tuple[float, Path] | None = None
-    for orders in orders_to_try(problem):
-        answer = _search(Tables.of(problem, orders, peaks), problem.microbatches, answer)
+    for orders in orders_to_try(problem, kinds):
+        answer = _search(tables, orders, problem.microbatches, answer)
     if answer is None:
         raise _does_not_fit(problem)
     _, path = answer
@@ -64,9 +65,9 @@ def hetero(problem: Problem) -> StageMap:
 
 
 def _search(
-    tables: Tables, microbatches: int, best: tuple[float, Path] | None
+    tables: Tables, orders: Orders, microbatches: int, best: tuple[float, Path] | None
 ) -> tuple[float, Path] | None:
-    """The fastest step and its path, unless ``best`` is as fast."""
+    """The fastest step in any of the orders, and its path, unless ``best`` is as fast."""
     times = np.unique(tables.time[np.isfinite(tables.time)])
     repeats = microbatches - 1
     # Where the maximum may lie, from times[low] to times[high], with a lower bound of the step
@@ -78,7 +79,7 @@ def _search(
             break
         # The whole range at first, since that bounds the sum.
         middle = high if math.isinf(least) else (low + high) // 2
-        path = shortest(tables, times[middle])
+        path = shortest(tables, orders, times[middle])
         parts = [(middle + 1, high, least)]
         if path is not None:
             step = path.total + repeats * path.slowest

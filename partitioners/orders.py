@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from shardmlx.partitioners.problem import Problem
 
-MAX_NODES = 2048
-"""Above it the orders are too many to search: 11 machines that are all different, or 22 of four
-kinds."""
+MAX_STEPS = 10_240
+"""Nodes times kinds above which the orders are too many to search: they are those of 10 machines
+that are all different, of 24 machines of four kinds, or of 140 of two."""
+
+Kinds = tuple[tuple[int, ...], ...]
+"""The ranks of each kind of machine, in the order in which they are taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,27 +32,27 @@ class Step:
 class Orders:
     """A set of orders, as the paths through a graph.
 
-    A node says how many machines of each kind the stages so far have taken. ``kinds`` has the
-    ranks of each kind; ``nodes[s]`` is the number of nodes before stage s, and ``steps[s]`` leads
-    on from them. All paths end in one node.
+    A node says how many machines of each kind the stages so far have taken. ``nodes[s]`` is the
+    number of nodes before stage s, and ``steps[s]`` leads on from them. All paths end in one node.
     """
 
-    kinds: tuple[tuple[int, ...], ...]
+    kinds: Kinds
     nodes: tuple[int, ...]
     steps: tuple[tuple[Step, ...], ...]
 
     @classmethod
-    def fixed(cls, placement: Sequence[int]) -> Orders:
-        """One order alone: ``placement[s]`` runs stage s."""
+    def fixed(cls, placement: Sequence[int], kinds: Kinds) -> Orders:
+        """One order alone: a machine of the kind of ``placement[s]`` runs stage s."""
+        kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
         origin = np.zeros(1, np.intp)
         return cls(
-            kinds=tuple((rank,) for rank in range(len(placement))),
+            kinds,
             nodes=(1,) * len(placement),
-            steps=tuple((Step(rank, origin, origin),) for rank in placement),
+            steps=tuple((Step(kind_of[rank], origin, origin),) for rank in placement),
         )
 
     @classmethod
-    def every(cls, kinds: tuple[tuple[int, ...], ...]) -> Orders:
+    def every(cls, kinds: Kinds) -> Orders:
         """All orders of all machines; those of one kind are interchangeable."""
         nodes = [tuple(0 for _ in kinds)]
         counts, steps = [], []
@@ -74,33 +77,32 @@ class Orders:
         return cls(kinds, tuple(counts), tuple(steps))
 
     def placement(self, path: Sequence[int]) -> tuple[int, ...]:
-        """The rank of each stage from the kind of each; a kind's ranks come in ascending order."""
+        """The rank of each stage from the kind of each; a kind's ranks come in their order."""
         left = [iter(ranks) for ranks in self.kinds]
         return tuple(next(left[kind]) for kind in path)
 
 
-def orders_to_try(problem: Problem) -> tuple[Orders, ...]:
+def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
     """The given order, then all orders; or, where they are too many, two that are likely good.
 
     Those have the largest memory first, since early stages hold the most micro-batches, and the
     fastest machine first.
     """
-    kinds = _kinds(problem)
-    given = Orders.fixed(problem.placement)
+    given = Orders.fixed(problem.placement, kinds)
     if len(kinds) == 1:
         return (given,)
-    if math.prod(len(ranks) + 1 for ranks in kinds) <= MAX_NODES:
+    if len(kinds) * math.prod(len(ranks) + 1 for ranks in kinds) <= MAX_STEPS:
         return given, Orders.every(kinds)
     speed = [costs.total(0, problem.num_layers) for costs in problem.costs]
     largest = sorted(problem.placement, key=lambda rank: (-problem.capacity[rank], speed[rank]))
     fastest = sorted(problem.placement, key=lambda rank: speed[rank])
-    return given, Orders.fixed(largest), Orders.fixed(fastest)
+    return given, Orders.fixed(largest, kinds), Orders.fixed(fastest, kinds)
 
 
-def _kinds(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """The ranks by what they can do: two of a kind may change places, and nothing changes."""
+def kinds_of(problem: Problem) -> Kinds:
+    """The ranks by what they can do, in the given order: two of a kind may change places."""
     kinds: list[list[int]] = []
-    for rank in range(problem.pp):
+    for rank in problem.placement:
         for ranks in kinds:
             if _are_alike(problem, ranks[0], rank):
                 ranks.append(rank)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmlx.partitioners.memory import peak_of
-from shardmlx.partitioners.orders import Orders
+from shardmlx.partitioners.orders import Kinds, Orders
 from shardmlx.partitioners.problem import Problem
 
 Array = NDArray[np.float64]
@@ -18,33 +18,31 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """A problem and some orders of its machines as arrays.
+    """A problem as arrays, by kinds of machines.
 
     A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf where there
-    is no such stage. ``fits[stage, kind]`` is None where nothing is known of memory. ``links``
-    has the round trip from each kind to each.
+    is no such stage; ``links`` has the round trip from each kind to each. ``peaks[stage]`` is
+    bytes, None where nothing is known of memory, and ``capacity[kind]`` what they must fit.
     """
 
-    orders: Orders
     time: Array
-    fits: NDArray[np.bool_] | None
     links: Array
+    peaks: Array | None
+    capacity: Array
 
     @classmethod
-    def of(cls, problem: Problem, orders: Orders, peaks: Array | None) -> Self:
-        """``peaks`` as from ``peak_table``."""
-        ranks = [members[0] for members in orders.kinds]
-        others = [members[-1] for members in orders.kinds]  # within a kind, between two of it
-        layers = problem.num_layers
+    def of(cls, problem: Problem, kinds: Kinds) -> Self:
+        ranks = [members[0] for members in kinds]
+        others = [members[-1] for members in kinds]  # within a kind, between two of it
+        layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
         time = np.full((len(ranks), layers + 1, layers + 1), math.inf)
         for kind, rank in enumerate(ranks):
             for stop in range(1, layers + 1):
-                for start in range(stop):
+                for start in range(max(0, stop - widest), stop):
                     time[kind, stop - start, stop] = problem.costs[rank].total(start, stop)
         transfer = np.array(problem.transfer)
-        capacity = np.array(problem.capacity)[ranks]
-        fits = None if peaks is None else peaks[:, None] <= capacity[:, None, None]
-        return cls(orders, time, fits, (transfer + transfer.T)[np.ix_(ranks, others)])
+        links = (transfer + transfer.T)[np.ix_(ranks, others)]
+        return cls(time, links, _peaks(problem), np.array(problem.capacity)[ranks])
 
     @property
     def num_layers(self) -> int:
@@ -53,8 +51,8 @@ class Tables:
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
         """[width, stop]; inf where a stage takes more than ``limit``, or does not fit."""
         allowed = self.time[kind] <= limit
-        if self.fits is not None:
-            allowed &= self.fits[stage, kind]
+        if self.peaks is not None:
+            allowed &= self.peaks[stage] <= self.capacity[kind]
         return np.where(allowed, self.time[kind], math.inf)
 
     def ahead(self, sums: Array, stage: int, kind: int) -> Array:
@@ -62,8 +60,8 @@ class Tables:
         return sums + self.links[:, kind, None] if stage > 0 else sums
 
 
-def peak_table(problem: Problem) -> Array | None:
-    """Bytes by [stage, width, stop], inf where another stage would have no layers.
+def _peaks(problem: Problem) -> Array | None:
+    """Bytes by [stage, width, stop]; inf where they fit nowhere, or leave others no layers.
 
     None where nothing is known of memory.
     """
@@ -71,11 +69,15 @@ def peak_table(problem: Problem) -> Array | None:
         return None
     peak = peak_of(problem)
     layers, stages = problem.num_layers, problem.num_stages
+    largest = max(problem.capacity)
     table = np.full((stages, layers + 1, layers + 1), math.inf)
     for stage in range(stages):
         for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
-            for start in range(stage, stop):
-                table[stage, stop - start, stop] = peak(stage, start, stop)
+            for start in range(stop - 1, stage - 1, -1):
+                held = peak(stage, start, stop)
+                if held > largest:
+                    break  # as it is with any more layers
+                table[stage, stop - start, stop] = held
     return table
 
 
@@ -89,9 +91,9 @@ class Path:
     bounds: tuple[int, ...]
 
 
-def shortest(tables: Tables, limit: float) -> Path | None:
+def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
     """The path of least sum whose stages take ``limit`` at most each; None if there is none."""
-    orders, layers = tables.orders, tables.num_layers
+    layers = tables.num_layers
     # sums[stage][node, kind, stop]: the least sum of all layers < stop before the stage, where
     # the last machine is of that kind.
     sums = [
@@ -107,7 +109,7 @@ def shortest(tables: Tables, limit: float) -> Path | None:
             return None
     if np.isinf(sums[-1][0, :, layers]).all():
         return None
-    return _traced_back(tables, limit, sums)
+    return _traced_back(tables, orders, limit, sums)
 
 
 def _extended(before: Array, table: Array) -> Array:
@@ -119,9 +121,8 @@ def _extended(before: Array, table: Array) -> Array:
     return after
 
 
-def _traced_back(tables: Tables, limit: float, sums: list[Array]) -> Path:
+def _traced_back(tables: Tables, orders: Orders, limit: float, sums: list[Array]) -> Path:
     """The path that gave the last sum: the one whose sums come out the same again."""
-    orders = tables.orders
     node, stop = 0, tables.num_layers
     kind = int(sums[-1][node, :, stop].argmin())
     total = float(sums[-1][node, kind, stop])

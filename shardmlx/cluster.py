@@ -63,7 +63,7 @@ class Cluster:
         """What tells the times of the work on a rank, in ``unit``."""
         machine = self.machines[rank]
         if self.profile is not None:
-            return workload.measured(self.profile, machine.host, getattr(machine, "kind", None), checkpoint)
+            return workload.measured(self.profile, machine.host, machine.kind, checkpoint)
         if self.unit == "FLOPs" or machine.flops is None:
             return workload.at_speed(1.0, checkpoint)
         return workload.at_speed(machine.flops * self.efficiency, checkpoint)
@@ -92,4 +92,4 @@ def slowest(clocks: Sequence[Speed | Measured], rows: int, length: int) -> Speed
         seconds = clock.seconds(rows, length)
         return seconds.stage(0, len(seconds.layers)).microbatch
 
-    return max(clocks, key=whole)
+    return max(dict.fromkeys(clocks), key=whole)

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardmlx.batches import MicroBatch
 from shardmlx.cluster import Cluster
-from shardmlx.run_plan import Plan
 from shardmlx.predict import predict, predict_memory
+from shardmlx.run_plan import Plan
 from shardmlx.workload import Workload
 
 

@@ -17,8 +17,8 @@ from shardmlx.actions import Action, Kind
 from shardmlx.batches import MicroBatch
 from shardmlx.errors import one_line
 from shardmlx.lowering import forward_only
-from shardmlx.run_plan import Plan
 from shardmlx.reduce import GradientReducer
+from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
 from shardmlx.transport import OBJECT_TAG, Handle, Transport, TransportTimeout

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.yaml_reader import did_you_mean
@@ -39,10 +40,14 @@ class Machine:
     """Bytes a second to other machines, each way."""
     latency: float | None = None
     """Seconds, one way."""
+    kind: str | None = None
+    """A name that machines alike share: what was measured on one is then true of all."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"{self.host} has {self.slots} slots")
+        if self.kind == "":
+            raise ValueError(f"{self.host} has a kind without a name")
         for what in (self.memory, self.flops, self.link, self.latency):
             if what is not None and not (math.isfinite(what) and what > 0):
                 raise ValueError(f"{self.host} has {what} of something")
@@ -127,6 +132,11 @@ UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 """The units of each key of a comment, in bytes, FLOP/s, bytes a second and seconds."""
 
+_KIND = "kind"
+
+KEYS = (*UNITS, _KIND)
+"""The keys of a comment; a kind is any name."""
+
 _EXAMPLES = {"memory": "64GiB", "flops": "27T", "link": "40Gbps", "latency": "30us"}
 
 
@@ -137,7 +147,7 @@ class _Entry:
     where: str
     host: str
     slots: int | None
-    facts: Mapping[str, float]
+    facts: Mapping[str, Any]
 
     @property
     def node(self) -> str:
@@ -211,20 +221,26 @@ def _what_to_write(key: str, equals: str) -> str:
     return did_you_mean(key, _SLOTS + _MAX_SLOTS) or "write 'name slots=1', and all else after a #"
 
 
-def _facts(comment: Iterable[str], where: str) -> dict[str, float]:
-    facts: dict[str, float] = {}
+def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
     for word in _joined(" ".join(comment)):
         match = re.fullmatch(r"([A-Za-z_-]+)=(.*?)[,;.]?", word)
         if match is None:
             continue
         key, value = match.groups()
-        if key not in UNITS:
-            known = f"the planner knows {', '.join(UNITS)}; prose goes without ="
-            raise UserError(f"{where}: unknown key {key!r}: {did_you_mean(key, UNITS) or known}")
+        if key not in KEYS:
+            known = f"the planner knows {', '.join(KEYS)}; prose goes without ="
+            raise UserError(f"{where}: unknown key {key!r}: {did_you_mean(key, KEYS) or known}")
         if key in facts:
             raise UserError(f"{where}: {key} is given twice: give it once")
-        facts[key] = _quantity(key, value, where)
+        facts[key] = _kind(value, where) if key == _KIND else _quantity(key, value, where)
     return facts
+
+
+def _kind(value: str, where: str) -> str:
+    if not value:
+        raise UserError(f"{where}: {_KIND} has no name: give one, like {_KIND}=m2-ultra")
+    return value
 
 
 def _quantity(key: str, value: str, where: str) -> float:

@@ -24,12 +24,12 @@ from shardmlx.models.tensors import (
     modules,
     read_quantisation,
 )
-from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.safetensors_header import DTYPE_BITS
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
 
+_MOST_LAYERS = 10_000  # a typing error beyond it would fill the memory with layers
 _LAYER = re.compile(r"(?:^|[.:])layers\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|:)(?:lm_head|model\.norm)\.")
 _FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
@@ -131,20 +131,6 @@ class Inspection:
         )
 
 
-def weight_sizes(files: ModelFiles) -> LayerCosts:
-    """Bytes of each layer, of the embedding, and of final norm and head.
-
-    From the headers, or from the shape where there are no weights yet. A tied matrix counts in
-    ``embedding`` only.
-    """
-    inspection = inspect_files(files)
-    return LayerCosts(
-        tuple(layer.nbytes for layer in inspection.layers),
-        inspection.embedding.nbytes,
-        inspection.head.nbytes,
-    )
-
-
 def inspect_files(files: ModelFiles) -> Inspection:
     """Put every tensor into its part; ``UserError`` for a config.json that contradicts itself."""
     shape = shape_of(files)
@@ -182,6 +168,11 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
     model_type = files.config.get("model_type")
     if not files.config or (files.tensors and not is_supported(model_type)):
         return None
+    layers = files.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise UserError(
+            f"{files.name}: config.json: num_hidden_layers is {layers}: give at most {_MOST_LAYERS}"
+        )
     return ModelShape.from_config(files.config)
 
 

@@ -6,44 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.inspection import Inspection, Part, Row, rows
-from shardmlx.report import gigabytes
 from shardmlx.shards import Split, byte_ranges
 from shardmlx.sources import SUFFIX
+from shardmlx.tables import columns, count, size
 from shardmlx.verify import Verification
 
 _FILES_SHOWN = 2
-_NUMBERS = frozenset("0123456789.")
-
-
-def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Text in columns; those of numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    to_the_right = [
-        all(not cell or cell[0] in _NUMBERS for cell in column)
-        for column in zip(*lines, strict=True)
-    ] or [False] * len(header)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, to_the_right, strict=True)
-        ).rstrip()
-        for line in (header, *lines)
-    )
-
-
-def count(number: float) -> str:
-    """Parameters for people."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return f"{number:g}"
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    if nbytes >= 1e5:
-        return gigabytes(nbytes)
-    return f"{nbytes / 1e3:.1f} kB" if nbytes >= 1e3 else f"{nbytes:g} B"
 
 
 def shown_files(files: Sequence[str]) -> str:

@@ -29,11 +29,12 @@ from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import build_optimizer
-from shardmlx.run_plan import Plan
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
 from shardmlx.profile_file import read_profile
-from shardmlx.report import Reporter, check_writable, gigabytes
+from shardmlx.report import Reporter, check_writable
+from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
+from shardmlx.tables import gigabytes
 from shardmlx.transport import Transport
 from shardmlx.workload import Workload
 

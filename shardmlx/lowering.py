@@ -150,7 +150,8 @@ class _Track:
     done: bytearray
     after: tuple[_Track, ...] = ()  # must be done before, on the same rank
     awaits: _Track | None = None  # the SEND that a RECV waits for, on another rank
-    due: list[int] | None = None  # the next micro-batch, where the order is part of the contract
+    in_order: bool = False  # where the order of the micro-batches is part of the contract
+    due: int = 0  # the next micro-batch in that order
     waiting: dict[int, int] = field(default_factory=dict)  # rank that waits for a micro-batch
 
     def name(self, microbatch: int) -> str:
@@ -188,7 +189,7 @@ def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Tra
 
         for kind, track in own.items():
             if kind is F:
-                track.after, track.due = existing(activation), [0]
+                track.after, track.in_order = existing(activation), True
             elif kind is SEND_F:
                 track.after = (own[F],)
             elif kind is SEND_B:
@@ -200,7 +201,7 @@ def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Tra
             elif kind is I:
                 track.after = existing(own[F], gradient)
             else:
-                track.after, track.due = existing(own[F], gradient, own.get(I)), [0]
+                track.after, track.in_order = existing(own[F], gradient, own.get(I)), True
     return tracks
 
 
@@ -241,11 +242,11 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
                 if not needed.done[microbatch]:
                     reason = f"{action} comes without {needed.name(microbatch)} before it"
                     raise _fault(grid, rank, index, reason)
-            if track.due is not None:
-                if track.due[0] != microbatch:
-                    due = track.name(track.due[0])
+            if track.in_order:
+                if track.due != microbatch:
+                    due = track.name(track.due)
                     raise _fault(grid, rank, index, f"{action} comes where {due} is due")
-                track.due[0] += 1
+                track.due += 1
             track.done[microbatch] = 1
             if track.waiting:
                 waiting = track.waiting.pop(microbatch, None)

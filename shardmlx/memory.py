@@ -1,85 +1,73 @@
-"""What a rank's memory peaks at, from arithmetic: which arrays live when. No MLX, no MPI."""
+"""What a rank's memory peaks at while it trains: which arrays live when. No MLX, no MPI.
+
+Three kinds of arrays. Resident: parameters and the optimizer's state. Held: what a micro-batch
+leaves behind at F for its I, and at I for its W; ``shardmlx.layer_memory`` counts these one by
+one. Passing: what exists only while an action runs. MLX schedules operations ahead of their
+execution and frees nothing before it has run, so that about one layer's intermediate arrays are
+alive at a time; of these the numbers are fitted, within a fifth.
+
+Measured with MLX 0.32 on the CPU. "metal" differs in what MLX's source says: there RMSNorm is one
+kernel, which keeps its input alone. Attention goes through its scores on both: in training MLX
+does not use its fused kernel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardmlx.actions import Action, Kind
+from shardmlx.layer_memory import FLOAT32, LayerMemory, TrainingSetup, layer_memory
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners import LayerCosts
+from shardmlx.partitioners.costs import LayerCosts
 
-FLOAT32 = 4
-"""Bytes. Sums of gradients, and the weights of adapters, are in float32."""
+__all__ = ["StageMemory", "TrainingSetup", "inference_memory", "rank_peak", "stage_memory"]
 
 PREPOSTED = 2
 """Inputs that the engine receives ahead."""
 
-STATES: Mapping[str, float] = {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
+BUCKET_BYTES = 32 << 20
+"""Replicas sum gradients in parts of this size."""
+
+STATES: Mapping[str, int] = MappingProxyType(
+    {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
+)
 """Copies of the trained weights that an optimizer keeps; Adafactor's rows and columns are few."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSetup:
-    """What decides the memory of training.
-
-    ``weight_sizes`` are bytes of parameters in memory, a tied matrix in ``embedding``;
-    ``dtype_bytes`` of an activation; ``rows`` x ``length`` the tokens of a micro-batch;
-    ``lora_keys`` None means all linear layers, as in mlx-lm. ``backend`` is "cpu" or "metal".
-    """
-
-    shape: ModelShape
-    weight_sizes: LayerCosts
-    dtype_bytes: int
-    rows: int
-    length: int
-    fine_tune_type: str = "lora"
-    first_trained_layer: int = 0
-    lora_rank: int = 8
-    lora_keys: tuple[str, ...] | None = None
-    unfreeze_all: bool = False
-    optimizer: str = "adam"
-    grad_checkpoint: bool = False
-    dp: int = 1
-    backend: str = "metal"
-
-    def __post_init__(self) -> None:
-        layers = self.shape.num_layers
-        if len(self.weight_sizes.layers) != layers:
-            raise ValueError(f"weights of {len(self.weight_sizes.layers)} layers for {layers}")
-        if not 0 <= self.first_trained_layer <= layers:
-            raise ValueError(f"first trained layer {self.first_trained_layer} of {layers}")
-        if self.optimizer not in STATES:
-            raise ValueError(f"optimizer {self.optimizer!r}")
-        if self.fine_tune_type not in ("lora", "dora", "full"):
-            raise ValueError(f"fine-tune type {self.fine_tune_type!r}")
-        if self.backend not in ("cpu", "metal"):
-            raise ValueError(f"backend {self.backend!r}")
-        if min(self.dtype_bytes, self.rows, self.length, self.dp) < 1:
-            raise ValueError("sizes start at 1")
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.rows * self.length
+UPDATED_AT_ONCE: Mapping[str, int] = MappingProxyType(
+    {"adam": 3, "adamw": 3, "sgd": 2, "muon": 5, "adafactor": 3}
+)
+"""Copies of a layer's trained weights that pass in an update, or in the norm before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage. ``after_forward`` and ``after_input`` are of each micro-batch."""
+    """Bytes of one stage. What is held is of each micro-batch, what passes of one action."""
 
-    weights: int  # parameters, frozen and trained
-    optimizer: int  # its state
-    gradients: int  # float32 sums, from the first W to the update
-    after_forward: int  # held from F to I
-    after_input: int  # held from I to W
-    during_forward: int  # above what is held, while F runs
+    weights: int
+    """All parameters, frozen and trained."""
+    optimizer: int
+    """Its state, from the first update."""
+    gradients: int
+    """Their sums, in float32: from the first W to the update."""
+    after_forward: int
+    """Held from F to I, or to W where there is no I."""
+    after_input: int
+    """Held from I to W, where there is an I."""
+    during_forward: int
+    """Above ``after_forward``."""
     during_input: int
+    """Above what is held when I begins."""
     during_weight: int
+    """Above what is held when W begins."""
     during_update: int
-    message: int  # hidden states between two stages
-    has_input_gradient: bool
+    message: int
+    """The hidden states of a micro-batch between two stages."""
+    tied: int
+    """Of ``resident``, what the stages at both ends hold together if they are on one rank."""
     is_trained: bool
+    has_input_gradient: bool
 
     @property
     def resident(self) -> int:
@@ -88,101 +76,152 @@ class StageMemory:
 
 
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
-    """Of the stage with layers ``start`` to ``stop``."""
-    shape, size = setup.shape, setup.dtype_bytes
+    """Of the stage with layers ``start`` to ``stop``, with the embedding if ``start`` is 0, and
+    with norm and head if ``stop`` is the number of layers."""
+    shape, sizes, size = setup.shape, setup.weight_sizes, setup.dtype_bytes
+    if not 0 <= start < stop <= shape.num_layers:
+        raise ValueError(f"layers {start} to {stop} of {shape.num_layers}")
     is_first, is_last = start == 0, stop == shape.num_layers
-    weights = sum(setup.weight_sizes.layers[start:stop])
-    ends = is_first * setup.weight_sizes.embedding
-    if is_last:
-        ends += setup.weight_sizes.head
-        if shape.tied and not is_first:
-            ends += setup.weight_sizes.embedding
-    trained_layers = range(max(start, setup.first_trained_layer), stop)
-    full = setup.fine_tune_type == "full"
-    if full:
-        trained = sum(setup.weight_sizes.layers[i] for i in trained_layers)
-        trained += ends * setup.unfreeze_all
-        trained_bytes, parameters = trained, trained / size
-        adapters = 0.0
-    else:
-        parameters = len(trained_layers) * _lora_parameters(setup)
-        trained_bytes = adapters = FLOAT32 * parameters
-    first = 0 if setup.unfreeze_all else setup.first_trained_layer
-    needs_input = first < start
-    live = range(start, stop) if needs_input else trained_layers
-    hidden, tokens = shape.hidden_size, setup.tokens
-    message = size * tokens * hidden
-    token = _Token(setup)
-    layer_f, layer_i = token.after_forward(full), token.after_input(full)
-    after_f, after_i = len(live) * layer_f, len(live) * layer_i
-    if setup.grad_checkpoint:
-        after_f, after_i = len(live) * message, 0.0
-    head_f = head_i = 0.0
-    if is_last and live:
-        head_f = size * tokens * (shape.vocab_size + hidden)
-        head_i = size * tokens * (shape.vocab_size + 2 * hidden) * setup.unfreeze_all
-    cotangent = 0 if is_last or not live else message
-    recomputed = layer_f if setup.grad_checkpoint and live else 0.0
-    gradients = FLOAT32 * parameters
-    head = size * tokens * shape.vocab_size * is_last
-    return StageMemory(
-        weights=round(weights + ends + adapters),
-        optimizer=round(STATES[setup.optimizer] * trained_bytes),
-        gradients=round(gradients),
-        after_forward=round(after_f + head_f + cotangent),
-        after_input=round(after_i + head_i),
-        during_forward=round(token.during_forward(full)),
-        during_input=round(max(token.during_input(full) + recomputed, 3 * head)),
-        during_weight=round(gradients + (0 if needs_input else token.during_input(full))),
-        during_update=round(2 * trained_bytes),
-        message=message,
-        has_input_gradient=needs_input,
-        is_trained=bool(trained_layers) or (setup.unfreeze_all and (is_first or is_last)),
+    layer = layer_memory(setup)
+    num_trained = stop - min(stop, max(start, setup.first_trained_layer))
+
+    # A stage that is first and last holds a tied matrix once.
+    ends = [sizes.embedding] * (is_first or (is_last and shape.tied)) + [sizes.head] * is_last
+    trained = [layer.parameters] * num_trained
+    trained += [round(end / size) for end in ends] * setup.unfreeze_all
+    parameters = sum(trained)
+    weights: float = sum(sizes.layers[start:stop]) + sum(ends)
+    weights += FLOAT32 * parameters * setup.has_adapters
+    trained_bytes = FLOAT32 if setup.has_adapters else size
+
+    tied = sizes.embedding * (shape.tied and is_first != is_last)
+    tied *= 1 + STATES[setup.optimizer] * setup.unfreeze_all
+
+    lowest = 0 if setup.unfreeze_all else setup.first_trained_layer
+    has_input_gradient = lowest < start
+    live = stop - start if has_input_gradient else num_trained
+    message = size * setup.tokens * shape.hidden_size
+    logits = size * setup.tokens * shape.vocab_size * is_last
+    after_forward, after_input, during_forward, during_input = _of_layers(
+        setup, layer, live, stop - start, message
     )
+    if live or parameters:
+        # The input of the last norm; elsewhere the buffer for the gradient that is to come.
+        after_forward += logits + message
+        after_input += message * (not is_last)
+    if is_last and setup.unfreeze_all:
+        after_forward += 2 * message
+        after_input += logits + 3 * message
+    if setup.grad_checkpoint:
+        # What a layer computes again comes after the logits have gone.
+        during_forward, during_input = max(logits, during_forward), max(logits, during_input)
+    else:
+        during_forward, during_input = logits + during_forward, logits + during_input
+    # Gradients come in the type of the weights, and are cast.
+    cast = 1 if setup.has_adapters or size == FLOAT32 else 1 + size / FLOAT32
+    if not has_input_gradient:
+        two_layers = 2 * FLOAT32 * cast * max(trained, default=0)
+        during_weight = max(during_input, min(two_layers, FLOAT32 * cast * parameters))
+    elif setup.grad_checkpoint:
+        during_weight = 0.0
+    else:
+        during_weight = _weights_alone(trained, after_input)
+    if setup.dp > 1:
+        bucket = max(BUCKET_BYTES, FLOAT32 * max(trained, default=0))
+        during_weight = max(during_weight, min(bucket, FLOAT32 * parameters))
+    return StageMemory(
+        weights=round(weights),
+        optimizer=STATES[setup.optimizer] * trained_bytes * parameters,
+        gradients=FLOAT32 * parameters,
+        after_forward=round(after_forward),
+        after_input=round(after_input) * has_input_gradient,
+        during_forward=round(during_forward),
+        during_input=round(during_input),
+        during_weight=round(during_weight),
+        during_update=UPDATED_AT_ONCE[setup.optimizer] * FLOAT32 * max(trained, default=0),
+        message=message,
+        tied=round(tied),
+        is_trained=parameters > 0,
+        has_input_gradient=has_input_gradient,
+    )
+
+
+def _of_layers(
+    setup: TrainingSetup, layer: LayerMemory, live: int, count: int, message: int
+) -> tuple[float, float, float, float]:
+    """(held after F, after I, passing in F, in I) of ``count`` layers, ``live`` with backward."""
+    if setup.grad_checkpoint:
+        # Inputs of layers, and the last output. In I a layer computes what it needs again, and
+        # its W comes along.
+        again = layer.after_forward + FLOAT32 * layer.parameters
+        inputs = message * (live + 1) * (live > 0)
+        return inputs, 0.0, layer.during_checkpoint, layer.during_input + again
+    held = live * layer.after_forward
+    passing = layer.during_forward * (live > 0)
+    if live < count:
+        # Layers without a backward run before anything is held.
+        passing = max(passing, layer.during_frozen - held)
+    return held, live * layer.after_input, passing, layer.during_input
+
+
+def _weights_alone(trained: Sequence[int], held: float) -> float:
+    """Passing in W after I: gradients on their way to their sums.
+
+    ``trained`` are the parameters of layers and of matrices at the ends. Some four layers are
+    computed ahead, while what the first ones needed of ``held`` is freed; two where that is much.
+    """
+    if not trained:
+        return 0.0
+    largest = FLOAT32 * max(trained)
+    ahead = max(2 * largest, 4 * largest - 1.5 * held / len(trained))
+    return min(float(FLOAT32 * sum(trained)), ahead)
 
 
 def rank_peak(
     actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
 ) -> int:
-    """Peak bytes of a rank that runs these lowered actions, then the optimizer's update."""
-    base = sum(stage.resident for stage in stages.values())
-    summed: set[int] = set()
+    """Peak bytes of a rank that holds ``stages``, by index, in a step and its update.
+
+    ``actions`` are the rank's lowered ones (``shardmlx.lowering``): their order alone decides
+    how many micro-batches are held at a time. Beside these there are the receives posted ahead,
+    and the last message sent, which stays until the next one goes. An I that the stage does not
+    need counts for nothing.
+    """
+    resident = sum(stage.resident for stage in stages.values())
+    tied = [stage.tied for stage in stages.values() if stage.tied]
+    resident -= sum(tied[1:])
+    message = max((stage.message for stage in stages.values()), default=0)
+    to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}
-    inputs = sum(action.kind is Kind.RECV_F for action in actions)
-    posted, outbox, peak = min(PREPOSTED, inputs), 0, base
-    inputs -= posted
-    message = next(iter(stages.values())).message if stages else 0
-
-    def now() -> int:
-        sums = sum(stages[s].gradients for s in summed)
-        return base + sums + sum(held.values()) + posted * message + outbox
-
+    summed: set[int] = set()
+    sent = False
+    peak = resident
     for action in actions:
         stage, key = stages[action.stage], (action.stage, action.microbatch)
+        passing, left = 0, held.get(key, 0)
         match action.kind:
             case Kind.F:
-                if stage.is_trained or stage.has_input_gradient:
-                    held[key] = stage.after_forward
-                peak = max(peak, now() + stage.during_forward)
-            case Kind.I:
-                peak = max(peak, now() + stage.during_input)
-                held[key] = stage.after_input
-                if not stage.is_trained:
-                    del held[key]
+                held[key] = stage.after_forward
+                passing, left = stage.during_forward, stage.after_forward
+            case Kind.I if stage.has_input_gradient:
+                passing, left = stage.during_input, stage.after_input
             case Kind.W:
-                peak = max(peak, now() + stage.during_weight)
-                held.pop(key, None)
-                summed.add(action.stage)
-            case Kind.SEND_F | Kind.SEND_B:
-                outbox = message
+                passing, left = stage.during_weight, 0
             case Kind.RECV_F:
-                posted -= inputs <= 0
-                inputs -= inputs > 0
-            case _:
-                pass
-        peak = max(peak, now())
-    update = sum(stage.gradients + stage.during_update for stage in stages.values())
-    return max(peak, base + update)
+                to_receive -= 1
+            case Kind.SEND_F | Kind.SEND_B:
+                sent = True
+        buffers = (min(PREPOSTED, to_receive) + sent) * message
+        before = sum(stages[index].gradients for index in summed) + sum(held.values())
+        if action.kind is Kind.W:
+            summed.add(action.stage)
+        after = sum(stages[index].gradients for index in summed) + sum(held.values())
+        after += left - held.get(key, 0)
+        peak = max(peak, resident + max(before, after) + passing + buffers)
+        held[key] = left
+    gradients = sum(stage.gradients for stage in stages.values())
+    updating = max((stage.during_update for stage in stages.values()), default=0)
+    return max(peak, resident + gradients + updating)
 
 
 def inference_memory(
@@ -194,66 +233,21 @@ def inference_memory(
     context: int,
     dtype_bytes: int,
 ) -> int:
-    """Bytes of a stage that generates: weights, keys and values of ``context`` tokens, and more."""
-    weights = sum(weight_sizes.layers[start:stop]) + (start == 0) * weight_sizes.embedding
-    if stop == shape.num_layers:
-        weights += weight_sizes.head + (shape.tied and start > 0) * weight_sizes.embedding
-    seen = sum(min(context, shape.windows[i] or context) for i in range(start, stop))
-    cache = 2 * shape.num_kv_heads * shape.head_dim * seen * rows * dtype_bytes
-    passing = 4 * max(shape.intermediate_size, shape.hidden_size) * rows * dtype_bytes
-    return round(weights + cache + passing)
+    """Bytes of a stage that generates ``rows`` texts of ``context`` tokens, prompt included.
+
+    Parameters; keys and values of each token, in the window of sliding layers; logits; and a
+    few arrays of one layer for a chunk of the prompt.
+    """
+    is_first, is_last = start == 0, stop == shape.num_layers
+    weights: float = sum(weight_sizes.layers[start:stop]) + is_last * weight_sizes.head
+    weights += (is_first or (is_last and shape.tied)) * weight_sizes.embedding
+    tokens = sum(min(context, shape.windows[i] or context) for i in range(start, stop))
+    cache = 2 * shape.num_kv_heads * shape.head_dim * tokens
+    chunk = min(context, PREFILL)
+    width = 7 * shape.hidden_size + 2 * shape.intermediate_size * max(1, shape.experts_per_token)
+    passing = chunk * (width + shape.num_heads * shape.head_dim) + is_last * shape.vocab_size
+    return round(weights + rows * dtype_bytes * (cache + passing))
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """Bytes of a layer's arrays for one micro-batch."""
-
-    setup: TrainingSetup
-
-    def _sizes(self) -> tuple[int, int, int, int, int]:
-        shape = self.setup.shape
-        return (
-            shape.hidden_size,
-            shape.intermediate_size * max(1, shape.experts_per_token),
-            shape.num_heads * shape.head_dim,
-            shape.num_kv_heads * shape.head_dim,
-            shape.num_heads * self.setup.length,
-        )
-
-    def _bytes(self, elements: float) -> float:
-        return elements * self.setup.tokens * self.setup.dtype_bytes
-
-    def after_forward(self, full: bool) -> float:
-        h, f, q, k, s = self._sizes()
-        norms = 2 if full and self.setup.backend == "cpu" else 0
-        return self._bytes((4 + norms) * h + 5 * f + 2 * q + 2 * k + s)
-
-    def after_input(self, full: bool) -> float:
-        h, f, q, k, _ = self._sizes()
-        norms = 4 if full and self.setup.backend == "cpu" else 0
-        return self._bytes((4 + norms) * h + 3 * f + 2 * q + 2 * k)
-
-    def during_forward(self, full: bool) -> float:
-        h, f, q, k, _ = self._sizes()
-        return self._bytes(2 * h + 5 * q + k if full else 4 * h + 2 * f + 2 * q)
-
-    def during_input(self, full: bool) -> float:
-        h, f, q, k, s = self._sizes()
-        return self._bytes(8 * h + 3 * f + 6 * q + k + 2 * s)
-
-
-def _lora_parameters(setup: TrainingSetup) -> int:
-    shape = setup.shape
-    h, f = shape.hidden_size, shape.intermediate_size
-    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    modules = {
-        "self_attn.q_proj": h + q,
-        "self_attn.k_proj": h + k,
-        "self_attn.v_proj": h + k,
-        "self_attn.o_proj": q + h,
-        "mlp.gate_proj": h + f,
-        "mlp.up_proj": h + f,
-        "mlp.down_proj": f + h,
-    }
-    keys = modules if setup.lora_keys is None else setup.lora_keys
-    return setup.lora_rank * sum(modules.get(key, 0) for key in keys)
+PREFILL = 2048
+"""Tokens of a prompt that mlx-lm computes at a time."""

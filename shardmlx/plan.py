@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     print(report(choice, workload, cluster, limits, flags.hosts, flags.output))
     if flags.timeline:
-        print("\n" + timeline(prediction.simulation))
+        print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.cluster import Cluster
-from shardmlx.inspection_report import columns, size
 from shardmlx.planner import Choice, Limits
 from shardmlx.predict import Prediction, RankPrediction
+from shardmlx.tables import columns, size
 from shardmlx.workload import Workload
 
 _NOTABLE = 0.1
@@ -64,7 +65,7 @@ def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
     seconds = each.seconds
     return (
         str(rank),
-        " ".join(each.hosts),
+        _hosts(each.hosts),
         ranges,
         size(each.weights),
         size(each.peak),
@@ -75,6 +76,11 @@ def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
         f"{100 * each.bubble:.1f}%",
         _seconds(each.exposed),
     )
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    """The first replica's, and how many more."""
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} +{len(hosts) - 1}"
 
 
 def _seconds(seconds: float) -> str:

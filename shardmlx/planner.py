@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardmlx.cluster import Cluster
@@ -11,7 +12,7 @@ from shardmlx.mesh import Mesh
 from shardmlx.partitioners import Problem, get_partitioner
 from shardmlx.partitioners.memory import evenly_full, fullest, gib
 from shardmlx.predict import Prediction, predict
-from shardmlx.problems import Candidate, make_problem, plan_of
+from shardmlx.problems import Candidate, make_problem, plan_of, rank_costs
 from shardmlx.schedules import SCHEDULES, get_schedule
 from shardmlx.stage_map import StageMap
 from shardmlx.workload import Workload
@@ -24,7 +25,7 @@ CLOSE = 0.01
 class Limits:
     """What the user has settled; None leaves it to the planner.
 
-    ``checkpoint`` False: only where nothing fits without.
+    ``checkpoint`` False: only where that makes the step faster, for the memory that it frees.
     """
 
     batch_size: int
@@ -101,14 +102,14 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
             continue  # one rank has nothing to order
         virtual = limits.virtual or schedule.default_virtual
         for size in sizes:
-            candidate = Candidate(mesh, name, virtual, rows, size, limits.checkpoint)
             try:
-                schedule.check(mesh.pp, candidate.microbatches, virtual)
+                schedule.check(mesh.pp, -(-rows // size), virtual)
             except UserError:
                 if limits.schedule is not None and limits.micro_batch_size is not None:
                     raise
                 continue
-            yield candidate
+            for checkpoint in sorted({limits.checkpoint, True}):
+                yield Candidate(mesh, name, virtual, rows, size, checkpoint)
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -124,50 +125,55 @@ def choose(
 ) -> Choice:
     """The plan with the shortest predicted step among those that fit.
 
-    ``advance`` is told how many plans of how many were tried. ``DoesNotFitError`` says by how
+    ``advance`` is told how many plans of how many were looked at. ``DoesNotFitError`` says by how
     much the best of them fails.
     """
     ways = candidates(limits, cluster.size, workload.shape.num_layers)
-    if not limits.checkpoint:
-        # Computing everything again costs time: only when nothing fits without.
-        try:
-            return _best(workload, cluster, limits, ways, advance)
-        except DoesNotFitError:
-            ways = [replace(way, checkpoint=True) for way in ways]
-    return _best(workload, cluster, limits, ways, advance)
-
-
-def _best(
-    workload: Workload,
-    cluster: Cluster,
-    limits: Limits,
-    ways: Sequence[Candidate],
-    advance: Callable[[int, int], None],
-) -> Choice:
     found: list[tuple[Candidate, Prediction]] = []
     failures: list[DoesNotFitError] = []
-    for done, way in enumerate(ways):
+    fastest = math.inf
+    # The most promising first: what cannot be faster than the best so far is not worked out.
+    bounds = sorted(((_least(way, workload, cluster, limits), way) for way in ways), key=_first)
+    for done, (least, way) in enumerate(bounds):
+        advance(done, len(bounds))
+        if least > fastest * (1 + CLOSE):
+            break
         try:
-            found.append((way, predict_candidate(way, workload, cluster, limits)))
+            prediction = predict_candidate(way, workload, cluster, limits)
         except DoesNotFitError as error:
             failures.append(error)
-        advance(done + 1, len(ways))
+            continue
+        found.append((way, prediction))
+        fastest = min(fastest, prediction.step_seconds)
     if not found:
         raise min(failures, key=lambda error: error.shortage)
-    fastest = min(prediction.step_seconds for _, prediction in found)
     close = [each for each in found if each[1].step_seconds <= fastest * (1 + CLOSE)]
     candidate, prediction = min(close, key=lambda each: _fullness(each[1]))
     roomy = replace(
         cluster, machines=tuple(replace(each, memory=None) for each in cluster.machines)
     )
-    unlimited = predict_candidate(replace(candidate, checkpoint=False), workload, roomy, limits)
+    free = replace(candidate, checkpoint=limits.checkpoint)
+    unlimited = predict_candidate(free, workload, roomy, limits)
     is_slower = prediction.step_seconds > unlimited.step_seconds * (1 + CLOSE)
     return Choice(
         candidate=candidate,
         prediction=prediction,
-        tried=len(ways),
+        tried=len(bounds),
         unlimited=unlimited if is_slower else None,
     )
+
+
+def _first(pair: tuple[float, Candidate]) -> float:
+    return pair[0]
+
+
+def _least(way: Candidate, workload: Workload, cluster: Cluster, limits: Limits) -> float:
+    """Seconds that no step of this kind beats: all machines of a pipeline busy all the time."""
+    wholes = [
+        sum(costs.layers) + costs.head
+        for costs in rank_costs(way, workload, cluster, limits.length)
+    ]
+    return way.microbatches / sum(1 / whole for whole in wholes)
 
 
 def _fullness(prediction: Prediction) -> tuple[float, float]:

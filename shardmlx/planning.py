@@ -12,13 +12,11 @@ from shardmlx.partitioners import get_partitioner
 from shardmlx.problems import Candidate, make_problem
 from shardmlx.schedules import get_schedule
 from shardmlx.stage_map import StageMap, read_stage_map
+from shardmlx.timing import TYPICAL_LENGTH
 from shardmlx.workload import Workload
 
 MICROBATCHES_A_RANK = 4
 """What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
-
-TYPICAL_LENGTH = 512
-"""Tokens; what a layer costs is taken at this length."""
 
 
 def make_stage_map(config: TrainConfig, workload: Workload, cluster: Cluster) -> StageMap:

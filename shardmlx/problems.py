@@ -78,15 +78,6 @@ def make_problem(
     """
     mesh, placement = way.mesh, way.placement
     setup = way.setup(workload, longest or length, cluster.backend)
-    costs = []
-    for rank in range(mesh.pp):
-        clocks = [cluster.clock(each, workload, way.checkpoint) for each in mesh.replicas_of(rank)]
-        seconds = slowest(clocks, way.micro_batch_size, length).seconds(
-            way.micro_batch_size, length
-        )
-        parts = [max(0.0, each.microbatch) for each in (seconds.embedding, seconds.head)]
-        layers = tuple(map(seconds.layer, range(workload.shape.num_layers)))
-        costs.append(LayerCosts(layers, *parts))
     message = stage_memory(setup, 0, 1).message
 
     def between(a: int, b: int) -> float:
@@ -99,8 +90,8 @@ def make_problem(
 
     return Problem(
         placement=placement,
-        costs=tuple(costs),
-        sizes=workload.weight_sizes,
+        costs=rank_costs(way, workload, cluster, length),
+        sizes=workload.held_sizes,
         peak=_peaks(way, workload, setup),
         capacity=tuple(
             min(cluster.capacity(each) for each in mesh.replicas_of(rank))
@@ -111,6 +102,23 @@ def make_problem(
         unit=cluster.unit,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
+
+
+def rank_costs(
+    way: Candidate, workload: Workload, cluster: Cluster, length: int
+) -> tuple[LayerCosts, ...]:
+    """What a micro-batch costs on each pipeline rank, on the slowest of its replicas."""
+    rows = way.micro_batch_size
+    clocks = [
+        slowest(
+            [cluster.clock(each, workload, way.checkpoint) for each in way.mesh.replicas_of(rank)],
+            rows,
+            length,
+        )
+        for rank in range(way.mesh.pp)
+    ]
+    costs = {clock: clock.seconds(rows, length).layer_costs for clock in set(clocks)}
+    return tuple(costs[clock] for clock in clocks)
 
 
 def _peaks(

@@ -162,8 +162,3 @@ def check_writable(path: Path, flag: str) -> None:
             path.unlink()
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written: {error.strerror}") from None
-
-
-def gigabytes(count: float) -> str:
-    """Bytes for people, in the decimal units of mlx-lm."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

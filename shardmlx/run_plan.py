@@ -59,9 +59,8 @@ class Plan:
     def digest(self) -> str:
         """Equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        actions = [[str(action) for action in rank] for rank in self.actions]
         text = json.dumps(
-            [asdict(self.mesh), stages, self.rows, self.micro_batch_size, actions, self.model]
+            [asdict(self.mesh), stages, self.rows, self.micro_batch_size, self.actions, self.model]
         )
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from shardmlx.errors import UserError
 from shardmlx.inspection import Inspection, Part
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner, train_costs
-from shardmlx.planning import TYPICAL_LENGTH
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.stage_map import StageMap
+from shardmlx.timing import TYPICAL_LENGTH, Speed
 
 if TYPE_CHECKING:
     from shardmlx.hostfile import Machine
@@ -87,9 +87,8 @@ def _costs(inspection: Inspection) -> LayerCosts:
     shape = inspection.shape
     if shape is None:
         return _sizes(inspection)
-    return train_costs(
-        shape, TYPICAL_LENGTH, first_trained_layer=shape.num_layers, trains_weights=False
-    )
+    forward = Speed(shape=shape, flops=1.0, first_trained=shape.num_layers, trains_weights=False)
+    return forward.seconds(1, TYPICAL_LENGTH).layer_costs
 
 
 def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:

@@ -7,12 +7,15 @@ one micro-batch: forward (F), gradient for the input (I), gradient for the weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.simulate import Costs
+
+TYPICAL_LENGTH = 512
+"""Tokens; what a layer costs is taken at this length where no other is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,21 @@ class Seconds:
     update: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Seconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.update + other.update,
+        )
 
     def scaled(self, factor: float) -> Seconds:
         """The same on a part that takes ``factor`` times as long."""
-        return Seconds(*(factor * each for each in astuple(self)))
+        return Seconds(
+            factor * self.forward,
+            factor * self.input_gradient,
+            factor * self.weight_gradient,
+            factor * self.update,
+        )
 
     @property
     def microbatch(self) -> float:
@@ -64,6 +77,15 @@ class ModelSeconds:
         seconds = self.layers[index]
         again = self.checkpoint and index >= self.first_trained
         return max(0.0, seconds.microbatch + again * seconds.forward)
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """F + I + W of each part, for a partitioner."""
+        return LayerCosts(
+            tuple(map(self.layer, range(len(self.layers)))),
+            max(0.0, self.embedding.microbatch),
+            max(0.0, self.head.microbatch),
+        )
 
     def stage(self, start: int, stop: int) -> Seconds:
         """Of the stage with layers ``start`` to ``stop``, as the engine runs it.
@@ -106,9 +128,10 @@ class Speed:
     checkpoint: bool = False
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """FLOPs of F, I and W, each as many, at the machine's speed.
+        """FLOPs of F, I and W, each as many, at the machine's speed (6N: Kaplan et al. 2020).
 
-        The few FLOPs of W with adapters are left out, as are embedding, norms and update.
+        Below ``first_trained`` there is F alone. The few FLOPs of W with adapters are left out,
+        as are embedding, norms and update.
         """
         tokens = rows * length
         layers = [
@@ -161,7 +184,7 @@ class Measured:
     """A machine on which samples were taken, in ascending order of their tokens."""
 
     num_layers: int
-    samples: Sequence[Sample]
+    samples: tuple[Sample, ...]
     first_trained: int
     checkpoint: bool = False
 

@@ -26,8 +26,9 @@ from shardmlx.environment import Blas
 from shardmlx.job import SETUP_SECONDS, Job, prepare_job
 from shardmlx.measure import Meter, RankReport
 from shardmlx.optimizer import Updater
-from shardmlx.report import Bar, Reporter, gigabytes
+from shardmlx.report import Bar, Reporter
 from shardmlx.saving import Collector, save_adapters, save_model, write_adapter_config
+from shardmlx.tables import gigabytes
 from shardmlx.trace import Span
 from shardmlx.transport import Transport
 

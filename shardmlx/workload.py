@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
@@ -53,6 +53,12 @@ class Workload:
                 f"--num-layers {self.config.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
             )
+
+    @property
+    def held_sizes(self) -> LayerCosts:
+        """``weight_sizes`` with a tied matrix at both ends, whose stages both hold it."""
+        sizes = self.weight_sizes
+        return replace(sizes, head=sizes.head + self.shape.tied * sizes.embedding)
 
     @property
     def first_trained(self) -> int:

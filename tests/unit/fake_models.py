@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -96,10 +95,6 @@ def write(directory: Path, files: Mapping[str, File]) -> Path:
             file.write(content.head)
             file.truncate(content.size)
     return directory
-
-
-def elements(shape: list[int]) -> int:
-    return math.prod(shape)
 
 
 def adapters(layers: range, rank: int = 8, **config: Any) -> dict[str, File]:

@@ -29,7 +29,7 @@ def error_of(directory: Path, text: str | bytes) -> str:
 
 
 def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
-    line = "mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=1us\n"
+    line = "mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=1us kind=m2\n"
     assert read(tmp_path, line) == (
         Machine(
             host="mac-studio.local",
@@ -38,6 +38,7 @@ def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
             flops=27e12,
             link=5e9,
             latency=1e-6,
+            kind="m2",
         ),
     )
 
@@ -107,9 +108,10 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("memroy=1GiB", "hosts, line 2: unknown key 'memroy': did you mean memory?"),
         (
             "colour=grey",
-            "hosts, line 2: unknown key 'colour': the planner knows memory, flops, link, latency; "
-            "prose goes without =",
+            "hosts, line 2: unknown key 'colour': the planner knows memory, flops, link, latency, "
+            "kind; prose goes without =",
         ),
+        ("kind=", "hosts, line 2: kind has no name: give one, like kind=m2-ultra"),
         ("link=1Gbps link=1Gbps", "hosts, line 2: link is given twice: give it once"),
     ],
 )

@@ -351,6 +351,7 @@ def header(content: Any, data: int) -> File:
         ),
         ("config.json", text_file(TINY | {"hidden_size": "big"}), "hidden_size is 'big'"),
         ("config.json", text_file(TINY | {"quantization": 4}), "quantization is 4"),
+        ("config.json", text_file(TINY | {"num_hidden_layers": 2**70}), "give at most 10000"),
     ],
 )
 def test_a_damaged_model_ends_in_one_line_that_names_it(

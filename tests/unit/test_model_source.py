@@ -10,9 +10,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.inspection import weight_sizes
 from shardmlx.model_source import open_model
+from shardmlx.workload import Workload
 from tests.unit.fake_models import (
     MISTRAL_LARGE,
     TINY,
@@ -70,17 +71,17 @@ def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
     whole = open_model(str(write(tmp_path / "whole", model_files(TINY))))
     plan = open_model(str(write(tmp_path / "plan", {"config.json": text_file(TINY)})))
     assert plan.tensors == {}
-    assert weight_sizes(plan) == weight_sizes(whole)
+    sizes = Workload.of(whole, TrainConfig(num_layers=-1)).weight_sizes
+    assert Workload.of(plan, TrainConfig(num_layers=-1)).weight_sizes == sizes
     layer = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
-    assert weight_sizes(whole).layers == (layer,) * 4
-    assert weight_sizes(whole).embedding == 12800
-    assert weight_sizes(whole).head == 12800 + 128
+    assert sizes.layers == (layer,) * 4
+    assert sizes.embedding == 12800
+    assert sizes.head == 12800 + 128
 
 
 def test_a_tied_matrix_counts_as_embedding_only(tmp_path: Path) -> None:
-    sizes = weight_sizes(
-        open_model(str(write(tmp_path, model_files(TINY | {"tie_word_embeddings": True}))))
-    )
+    tied = open_model(str(write(tmp_path, model_files(TINY | {"tie_word_embeddings": True}))))
+    sizes = Workload.of(tied, TrainConfig(num_layers=-1)).weight_sizes
     assert (sizes.embedding, sizes.head) == (12800, 128)
 
 

@@ -1,7 +1,6 @@
 """Dividing layers by name: uniform by count, parameters by bytes, balanced by cost."""
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,9 +18,7 @@ from shardmlx.partitioners import (
     get_partitioner,
     parameters,
     profiled,
-    train_costs,
     uniform,
-    weight_sizes,
 )
 from shardmlx.stage_map import StageMap
 from tests.partitions import every_answer, stage_costs, stage_sizes
@@ -207,35 +204,3 @@ def test_partitioners_are_found_by_name() -> None:
 def test_costs_are_finite_and_not_negative(bad: float) -> None:
     with pytest.raises(ValueError, match="a cost of"):
         LayerCosts((1.0, bad))
-
-
-# What training costs: a forward is f for each of these layers, h for the head
-
-
-def in_forwards(costs: LayerCosts) -> tuple[list[float], float, float]:
-    forward = SHAPE.layer_flops(0, 16)
-    layers = [layer / forward for layer in costs.layers]
-    return layers, costs.embedding, costs.head / SHAPE.head_flops()
-
-
-def test_lora_pays_for_input_gradients_from_the_first_trained_layer_up() -> None:
-    costs = train_costs(SHAPE, 16, first_trained_layer=2, trains_weights=False)
-    assert in_forwards(costs) == ([1, 1, 2, 2], 0, 2)
-
-
-def test_full_fine_tuning_pays_for_weight_gradients_too() -> None:
-    costs = train_costs(SHAPE, 16, first_trained_layer=1, trains_weights=True)
-    assert in_forwards(costs) == ([1, 3, 3, 3], 0, 2)
-
-
-def test_evaluation_pays_for_forward_only() -> None:
-    costs = train_costs(SHAPE, 16, first_trained_layer=4, trains_weights=False)
-    assert in_forwards(costs) == ([1, 1, 1, 1], 0, 1)
-
-
-def test_a_tied_head_weighs_as_much_as_the_embedding_on_the_last_stage() -> None:
-    sizes = weight_sizes(SHAPE, parameter_bytes=4.0)
-    assert sizes.layers == (4.0 * SHAPE.layer_parameters(0),) * 4
-    assert sizes.embedding == 4.0 * 32 * 8
-    assert sizes.head == 4.0 * (32 * 8 + 8)
-    assert sizes == weight_sizes(replace(SHAPE, tied=True), parameter_bytes=4.0)

@@ -19,7 +19,7 @@ from tests.partitions import (
 )
 
 ROUNDING = 1 + 1e-9
-CASES = 500
+CASES = 400
 
 
 def random_problems(seed: int) -> list[Problem]:
