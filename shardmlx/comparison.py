@@ -38,15 +38,20 @@ class Lengths:
 class Expected:
     """What the plan says of a run with these micro-batches.
 
-    ``peaks`` are of each pipeline rank; ``step_seconds`` is None where no times were measured.
+    ``num_layers`` are of each stage, ``peaks`` of each pipeline rank; ``step_seconds`` is None where no times were measured.
     """
 
+    num_layers: tuple[int, ...]
     peaks: tuple[int, ...]
     step_seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
         """For the metrics; bytes are of each pipeline rank."""
-        return {"step_seconds": self.step_seconds, "peak_memory_bytes": list(self.peaks)}
+        return {
+            "num_layers": list(self.num_layers),
+            "step_seconds": self.step_seconds,
+            "peak_memory_bytes": list(self.peaks),
+        }
 
 
 def expect(
@@ -59,7 +64,7 @@ def expect(
     seconds = None
     if cluster.unit == "seconds":
         seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
-    return Expected(tuple(peaks), seconds)
+    return Expected(plan.stage_map.partition.sizes, tuple(peaks), seconds)
 
 
 def percent(measured: float, predicted: float) -> str:

@@ -71,6 +71,11 @@ class TrainingSetup:
         return self.rows * self.length
 
     @property
+    def message(self) -> int:
+        """Bytes of the hidden states of a micro-batch, as they go from stage to stage."""
+        return self.dtype_bytes * self.tokens * self.shape.hidden_size
+
+    @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained, not the weights themselves."""
         return self.fine_tune_type != "full"

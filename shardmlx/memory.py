@@ -99,8 +99,9 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
     lowest = 0 if setup.unfreeze_all else setup.first_trained_layer
     has_input_gradient = lowest < start
-    live = stop - start if has_input_gradient else num_trained
-    message = size * setup.tokens * shape.hidden_size
+    # A gradient for the embedding passes through all layers.
+    live = stop - start if has_input_gradient or setup.unfreeze_all else num_trained
+    message = setup.message
     logits = size * setup.tokens * shape.vocab_size * is_last
     after_forward, after_input, during_forward, during_input = _of_layers(
         setup, layer, live, stop - start, message
@@ -190,7 +191,6 @@ def rank_peak(
     resident = sum(stage.resident for stage in stages.values())
     tied = [stage.tied for stage in stages.values() if stage.tied]
     resident -= sum(tied[1:])
-    message = max((stage.message for stage in stages.values()), default=0)
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}
     summed: set[int] = set()
@@ -211,7 +211,7 @@ def rank_peak(
                 to_receive -= 1
             case Kind.SEND_F | Kind.SEND_B:
                 sent = True
-        buffers = (min(PREPOSTED, to_receive) + sent) * message
+        buffers = (min(PREPOSTED, to_receive) + sent) * setup.message
         before = sum(stages[index].gradients for index in summed) + sum(held.values())
         if action.kind is Kind.W:
             summed.add(action.stage)

@@ -201,11 +201,12 @@ def test_the_update_finds_gradients_but_no_micro_batches() -> None:
 
 
 def test_messages_count_two_posted_receives_and_the_last_one_sent() -> None:
-    stages = {1: of_stage(message=1)}
+    made = setup()
+    idle = {0: of_stage(), 1: of_stage()}
     received = "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3 1F3"
-    assert rank_peak(actions(received), stages, setup()) == 2
-    assert rank_peak(actions("1RECV_F0 1F0"), stages, setup()) == 0
-    assert rank_peak(actions("0F0 0SEND_F0 0F1"), {0: of_stage(message=1)}, setup()) == 1
+    assert rank_peak(actions(received), idle, made) == 2 * made.message
+    assert rank_peak(actions("1RECV_F0 1F0"), idle, made) == 0
+    assert rank_peak(actions("0F0 0SEND_F0 0F1"), idle, made) == made.message
 
 
 def lowered(schedule: str, microbatches: int) -> tuple[Grid, tuple[int, ...]]:

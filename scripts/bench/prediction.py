@@ -1,0 +1,187 @@
+"""How far predictions are from what is measured: memory of every rank, and time of a step.
+
+    python scripts/bench/prediction.py [--only WORD ...] [--json FILE]
+
+Real runs of ``mpirun -n 2 python -m shardmlx.train``: SmolLM2 and an 8-layer, 512-wide model, LoRA
+and full, every schedule. ``shardmlx.profile`` measures each model and kind of training first, on
+both ranks at once. The prediction is that of ``train`` itself, from its metrics file. Run it on a
+machine that does nothing else: about 25 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from _models import ROOT, SMOLLM2, check_prepared, make_long_rows, make_wide
+
+from shardmlx.schedules import SCHEDULES
+from shardmlx.tables import columns
+
+STEPS = 4
+"""The first warms up and does not count."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, how it is trained, and sequences of how many tokens."""
+
+    model: str
+    fine_tune_type: str
+    length: int
+    batch_size: int
+    micro_batch_size: int
+
+    def flags(self, path: Path) -> list[str]:
+        return [
+            "--fine-tune-type", self.fine_tune_type, "--num-layers", "-1", "--optimizer", "adamw",
+            "--batch-size", str(self.batch_size), "--micro-batch-size", str(self.micro_batch_size),
+            # One token more: the last is a target only.
+            "--max-seq-length", str(self.length + 1), "--data", str(path),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measured / predicted are in seconds and bytes; peaks of both ranks."""
+
+    work: Work
+    schedule: str
+    layers: Sequence[int]
+    step_seconds: float
+    predicted_step_seconds: float
+    peaks: Sequence[int]
+    predicted_peaks: Sequence[int]
+
+
+WORKS = [
+    Work("smollm2", "lora", 128, 8, 1),
+    Work("smollm2", "full", 128, 8, 1),
+    Work("wide", "lora", 256, 16, 2),
+    Work("wide", "full", 256, 16, 2),
+]
+
+
+def run_ranks(arguments: Sequence[object]) -> str:
+    """The output of ``mpirun -n 2 python -m ...``."""
+    environment = {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    mpirun = Path(sys.executable).with_name("mpirun")
+    done = subprocess.run(
+        [mpirun, "-n", "2", "--oversubscribe", sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def measure(work: Work, schedule: str, model: Path, data: Path, directory: Path) -> Result:
+    """One run, and what it predicted of itself."""
+    metrics = directory / "metrics.jsonl"
+    run_ranks(
+        [
+            "shardmlx.train", "--model", model, *work.flags(data), "--schedule", schedule,
+            "--iters", STEPS, "--steps-per-report", 1, "--val-batches", 0,
+            "--partitioner", "profiled", "--profile", directory / "profile.json",
+            "--adapter-path", directory / "out", "--metrics-file", metrics,
+        ]
+    )  # fmt: skip
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [event["step_seconds"] for event in events if event["event"] == "train"]
+    summary = events[-1]
+    predicted = summary["predicted"]
+    return Result(
+        work=work,
+        schedule=schedule,
+        layers=predicted["num_layers"],
+        step_seconds=statistics.median(steps[1:]),
+        predicted_step_seconds=predicted["step_seconds"],
+        peaks=[rank["peak_memory_bytes"] for rank in summary["ranks"]],
+        predicted_peaks=predicted["peak_memory_bytes"],
+    )
+
+
+def line(result: Result) -> tuple[str, ...]:
+    """One row of the table."""
+    work = result.work
+    seconds, predicted = result.step_seconds, result.predicted_step_seconds
+    cells = [
+        f"{work.model} {work.fine_tune_type}",
+        result.schedule,
+        "/".join(map(str, result.layers)),
+        f"{predicted:.3f} s",
+        f"{seconds:.3f} s",
+        f"{100 * (predicted / seconds - 1):+.1f}%",
+    ]
+    for peak, expected in zip(result.peaks, result.predicted_peaks, strict=True):
+        cells += [
+            f"{expected / 1e6:.0f} MB",
+            f"{peak / 1e6:.0f} MB",
+            f"{100 * (expected / peak - 1):+.1f}%",
+        ]
+    return tuple(cells)
+
+
+HEADER = (
+    "work", "schedule", "layers", "step predicted", "measured", "error",
+    "rank 0 predicted", "measured", "error", "rank 1 predicted", "measured", "error",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="words that a row must contain")
+    parser.add_argument("--json", help="write the numbers here")
+    options = parser.parse_args()
+    check_prepared()
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        models = {"smollm2": SMOLLM2, "wide": make_wide(directory / "wide")}
+        data = make_long_rows(directory / "data")
+        for work in WORKS:
+            schedules = [
+                each
+                for each in SCHEDULES
+                if all(
+                    word in f"{work.model} {work.fine_tune_type} {each}" for word in options.only
+                )
+            ]
+            if not schedules:
+                continue
+            model = models[work.model]
+            print(f"profile of {work.model}, {work.fine_tune_type} ...", flush=True)
+            run_ranks(
+                [
+                    "shardmlx.profile", model, *work.flags(data), "-o", directory / "profile.json",
+                    "--rows", work.micro_batch_size,
+                    "--lengths", f"{work.length // 2},{work.length}",
+                ]
+            )  # fmt: skip
+            for schedule in schedules:
+                results.append(measure(work, schedule, model, data, directory))
+                print("  ".join(line(results[-1])), flush=True)
+    print("\n" + columns(HEADER, [line(result) for result in results]))
+    if options.json:
+        Path(options.json).write_text(json.dumps(list(map(asdict, results)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
