@@ -38,7 +38,8 @@ class Lengths:
 class Expected:
     """What the plan says of a run with these micro-batches.
 
-    ``num_layers`` are of each stage, ``peaks`` of each pipeline rank; ``step_seconds`` is None where no times were measured.
+    ``num_layers`` are of each stage, ``peaks`` of each pipeline rank; ``step_seconds`` is None
+    where no times were measured.
     """
 
     num_layers: tuple[int, ...]

@@ -118,15 +118,10 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         during_forward, during_input = max(logits, during_forward), max(logits, during_input)
     else:
         during_forward, during_input = logits + during_forward, logits + during_input
-    # Gradients come in the type of the weights, and are cast.
-    cast = 1 if setup.has_adapters or size == FLOAT32 else 1 + size / FLOAT32
+    # The gradients of a layer or a matrix, on their way to the sums.
+    during_weight = 0.0 if setup.grad_checkpoint else float(FLOAT32 * max(trained, default=0))
     if not has_input_gradient:
-        two_layers = 2 * FLOAT32 * cast * max(trained, default=0)
-        during_weight = max(during_input, min(two_layers, FLOAT32 * cast * parameters))
-    elif setup.grad_checkpoint:
-        during_weight = 0.0
-    else:
-        during_weight = _weights_alone(trained, after_input)
+        during_weight = max(during_weight, during_input)  # I and W in one
     if setup.dp > 1:
         bucket = max(BUCKET_BYTES, FLOAT32 * max(trained, default=0))
         during_weight = max(during_weight, min(bucket, FLOAT32 * parameters))
@@ -165,19 +160,6 @@ def _of_layers(
     return held, live * layer.after_input, passing, layer.during_input
 
 
-def _weights_alone(trained: Sequence[int], held: float) -> float:
-    """Passing in W after I: gradients on their way to their sums.
-
-    ``trained`` are the parameters of layers and of matrices at the ends. Some four layers are
-    computed ahead, while what the first ones needed of ``held`` is freed; two where that is much.
-    """
-    if not trained:
-        return 0.0
-    largest = FLOAT32 * max(trained)
-    ahead = max(2 * largest, 4 * largest - 1.5 * held / len(trained))
-    return min(float(FLOAT32 * sum(trained)), ahead)
-
-
 def rank_peak(
     actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
 ) -> int:
@@ -193,15 +175,17 @@ def rank_peak(
     resident -= sum(tied[1:])
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}
-    summed: set[int] = set()
+    total = 0  # of what is held
+    sums: dict[int, int] = {}
     sent = False
     peak = resident
     for action in actions:
         stage, key = stages[action.stage], (action.stage, action.microbatch)
-        passing, left = 0, held.get(key, 0)
+        before = held.get(key, 0)
+        passing, left = 0, before
         match action.kind:
             case Kind.F:
-                held[key] = stage.after_forward
+                before = stage.after_forward
                 passing, left = stage.during_forward, stage.after_forward
             case Kind.I if stage.has_input_gradient:
                 passing, left = stage.during_input, stage.after_input
@@ -212,12 +196,13 @@ def rank_peak(
             case Kind.SEND_F | Kind.SEND_B:
                 sent = True
         buffers = (min(PREPOSTED, to_receive) + sent) * setup.message
-        before = sum(stages[index].gradients for index in summed) + sum(held.values())
+        summed = sum(sums.values())
         if action.kind is Kind.W:
-            summed.add(action.stage)
-        after = sum(stages[index].gradients for index in summed) + sum(held.values())
-        after += left - held.get(key, 0)
-        peak = max(peak, resident + max(before, after) + passing + buffers)
+            sums[action.stage] = stage.gradients
+        total -= held.get(key, 0)
+        most = total + max(summed + before, sum(sums.values()) + left)
+        peak = max(peak, resident + most + passing + buffers)
+        total += left
         held[key] = left
     gradients = sum(stage.gradients for stage in stages.values())
     updating = max((stage.during_update for stage in stages.values()), default=0)

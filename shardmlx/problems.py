@@ -60,7 +60,12 @@ def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
 
 def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:
     """Which stages have trained weights."""
-    return tuple(stop > workload.first_trained for _, stop in stage_map.partition.ranges)
+    ends = workload.config.unfreeze_all
+    layers = workload.shape.num_layers
+    return tuple(
+        stop > workload.first_trained_layer or (ends and (start == 0 or stop == layers))
+        for start, stop in stage_map.partition.ranges
+    )
 
 
 def make_problem(

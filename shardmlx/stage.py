@@ -166,11 +166,9 @@ class Stage:
 
     def _evaluate(self, names: Sequence[str]) -> None:
         """Compute the gradients of these weights, which are in backward order."""
-        if not self.checkpoint:
-            mx.eval([self.gradients[name] for name in names])
-            return
-        # In one evaluation MLX leaves the weights of all layers to the end, and holds until then
-        # what each of them computed again. Layer by layer, one layer's is freed before the next.
+        # In one evaluation MLX computes the gradients of several layers ahead of their sums, and
+        # with checkpointing holds until the end what each layer computed again. Layer by layer,
+        # one layer's is freed before the next.
         for _, layer in groupby(names, lambda name: name.split(".")[:3]):
             mx.eval([self.gradients[name] for name in layer])
 

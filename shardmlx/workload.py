@@ -62,16 +62,19 @@ class Workload:
 
     @property
     def first_trained(self) -> int:
-        """The lowest layer with trained weights, ``num_layers`` without training.
+        """Where the backward pass ends: at the lowest layer with trained weights.
 
-        The embedding counts as layer 0: its gradient comes down through all of them.
+        A trained embedding counts as layer 0: its gradient comes down through all of them.
         """
-        count = self.config.num_layers
-        if not self.config.train:
-            return self.shape.num_layers
-        if self.config.unfreeze_all or count < 1:
-            return 0
-        return self.shape.num_layers - count
+        return 0 if self.config.unfreeze_all else self.first_trained_layer
+
+    @property
+    def first_trained_layer(self) -> int:
+        """The lowest layer with trained weights, ``num_layers`` where none has."""
+        config, count = self.config, self.shape.num_layers
+        if not config.train:
+            return count
+        return count - config.num_layers if config.num_layers > 0 else 0
 
     def setup(
         self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
@@ -86,7 +89,8 @@ class Workload:
             rows=rows,
             length=length,
             fine_tune_type=config.fine_tune_type,
-            first_trained_layer=self.first_trained,
+            first_trained_layer=self.first_trained_layer,
+            dropout=config.lora_parameters.get("dropout", 0.0) > 0,
             lora_rank=config.lora_parameters.get("rank", 8),
             lora_keys=None if keys is None else tuple(keys),
             unfreeze_all=config.unfreeze_all,

@@ -1,4 +1,4 @@
-"""What the benchmarks train: SmolLM2, and an 8-layer, 512-wide model, on sequences of one length."""
+"""What the benchmarks train: SmolLM2 and an 8-layer, 512-wide model, on rows of one length."""
 
 from __future__ import annotations
 

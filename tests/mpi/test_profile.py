@@ -1,0 +1,153 @@
+"""``shardmlx.profile`` under mpirun, and runs that are planned from what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardmlx.plan import main as plan
+from shardmlx.profile_file import read_profile
+from tests.mpi.mpirun import Job, events, mpirun, train, train_well
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile")
+
+
+def profile(ranks: int, model: Path, *arguments: str | Path, cwd: Path) -> Job:
+    return mpirun(ranks, "-m", "shardmlx.profile", model, *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def measured(small: Path, directory: Path) -> Job:
+    return profile(2, small, "--num-layers", "-1", "--lengths", "16,64", cwd=directory)
+
+
+@pytest.fixture(scope="module")
+def planned(measured: Job, small: Path, pirate: Path, directory: Path) -> Job:
+    """A run whose layers were divided by measured times."""
+    assert measured.returncode == 0
+    return train_well(
+        2,
+        *("--model", small, "--data", pirate, "--num-layers", "-1", "--batch-size", "4"),
+        *("--iters", "3", "--max-seq-length", "64", "--val-batches", "0"),
+        *("--partitioner", "profiled", "--profile", "profile.json"),
+        *("--metrics-file", "metrics.jsonl", "--adapter-path", "planned"),
+        cwd=directory,
+    )
+
+
+def test_every_rank_measures_every_part(measured: Job, directory: Path) -> None:
+    assert measured.returncode == 0
+    assert "Wrote profile.json" in measured.stdout
+    machines = read_profile(directory / "profile.json").machines
+    assert len(machines) == 2
+    for machine in machines:
+        assert [(each.rows, each.length) for each in machine.samples] == [(1, 16), (1, 64)]
+        for sample in machine.samples:
+            layer = sample.layer
+            assert min(layer.forward, layer.input_gradient, layer.weight_gradient) > 0
+            assert layer.update > 0
+            assert sample.frozen.forward > 0
+
+
+def test_one_process_measures_too(small: Path, directory: Path) -> None:
+    done = profile(1, small, "--num-layers", "2", "--lengths", "8", "-o", "one.json", cwd=directory)
+    assert done.returncode == 0
+    (machine,) = read_profile(directory / "one.json").machines
+    assert [each.length for each in machine.samples] == [8]
+
+
+def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, directory: Path) -> None:
+    header = next(line for line in planned.stdout.splitlines() if "peak memory" in line)
+    assert header.split()[-1] == "predicted"
+    assert "Step: " in planned.stdout
+    (summary,) = events(directory / "metrics.jsonl", "summary")
+    predicted = summary["predicted"]
+    assert sum(predicted["num_layers"]) == LAYERS
+    assert predicted["step_seconds"] > 0
+    for rank, peak in zip(summary["ranks"], predicted["peak_memory_bytes"], strict=True):
+        assert rank["peak_memory_bytes"] == pytest.approx(peak, rel=0.25)
+
+
+def test_without_a_profile_memory_is_predicted_and_time_is_not(
+    small: Path, pirate: Path, directory: Path
+) -> None:
+    done = train_well(
+        2,
+        *("--model", small, "--data", pirate, "--iters", "1", "--num-layers", "4"),
+        *("--val-batches", "0", "--metrics-file", "plain.jsonl", "--adapter-path", "plain"),
+        *("--partitioner", "memory"),
+        cwd=directory,
+    )
+    (summary,) = events(directory / "plain.jsonl", "summary")
+    assert summary["predicted"]["step_seconds"] is None
+    assert len(summary["predicted"]["peak_memory_bytes"]) == 2
+    assert "Step: " not in done.stdout
+
+
+def test_the_planner_takes_the_measured_times(
+    measured: Job, small: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = read_profile(directory / "profile.json").machines[0].host
+    hostfile = directory / "hosts"
+    hostfile.write_text(f"{host} slots=2  # memory=8GiB\n")
+    stage_map = directory / "map.yaml"
+    assert (
+        plan(
+            [
+                str(small), "--hosts", str(hostfile), "--profile", str(directory / "profile.json"),
+                "--num-layers", "-1", "--backend", "cpu", "--data-parallel", "1",
+                "--max-seq-length", "64", "-o", str(stage_map), "--json",
+            ]
+        )
+        == 0
+    )  # fmt: skip
+    chosen = json.loads(capsys.readouterr().out)
+    assert sum(chosen["num_layers"]) == LAYERS
+    assert chosen["step_seconds"] > 0
+    assert str(small) in stage_map.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partitioner", "profiled"], "--profile FILE"),
+        (["--profile", "nowhere.json"], "cannot read nowhere.json"),
+        (
+            ["--profile", "profile.json", "--fine-tune-type", "full"],
+            "profile.json was measured with fine_tune_type 'lora', not 'full'",
+        ),
+        (["--partitioner", "hetero", "--schedule", "zb-v"], "one stage"),
+    ],
+)
+def test_a_profile_that_does_not_fit_the_run_is_refused(
+    arguments: list[str], message: str, measured: Job, small: Path, pirate: Path, directory: Path
+) -> None:
+    done = train(
+        2, "--model", small, "--data", pirate, "--num-layers", "-1", *arguments, cwd=directory
+    )
+    assert done.returncode == 2
+    (line,) = done.error_lines
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "0"], "--lengths is '0'"),
+        (["--rows", "0"], "--rows is 0"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(
+    arguments: list[str], message: str, small: Path, directory: Path
+) -> None:
+    done = profile(1, small, *arguments, cwd=directory)
+    assert done.returncode == 2
+    (line,) = done.error_lines
+    assert message in line
