@@ -15,6 +15,14 @@ from dataclasses import dataclass
 
 from shardmlx.errors import UserError
 
+_MALLOC_OPTIONS = {
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free memory at the top of the heap before it is given back
+    -2: 64 << 20,  # M_TOP_PAD: the heap grows by this at a time
+    -3: 32 << 20,  # M_MMAP_THRESHOLD: from here on memory is mapped by itself; the highest allowed
+    -8: 1,  # M_ARENA_MAX: one heap; those of threads are small, and given back
+}
+"""glibc's ``malloc.h``."""
+
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
 
@@ -40,7 +48,18 @@ def prepare() -> Blas:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 speaks for all
     if sys.platform == "darwin":
         return Blas("Metal and Accelerate", None)
+    _keep_freed_memory()
     return _put_openblas_first()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what MLX frees: on the CPU MLX has no cache of its own, and memory that goes
+    back to the system between two steps is zeroed and mapped again, page by page. A few per cent
+    of a step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have none
+        for option, value in _MALLOC_OPTIONS.items():
+            mallopt(option, value)
 
 
 def _put_openblas_first() -> Blas:

@@ -199,6 +199,11 @@ def _host(word: str, where: str) -> str:
     return host
 
 
+def is_unnamed(host: str) -> bool:
+    """Whether a host goes by an address, or by a name that every machine has for itself."""
+    return host == "localhost" or _is_address(host)
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

@@ -59,7 +59,8 @@ class Updater:
         for stage in self._stages:
             for name in stage.names:
                 weight = stage.part[name]
-                gradient = stage.gradients[name]
+                # Gradients of matrices come transposed; the optimizer reads them several times.
+                gradient = mx.contiguous(stage.gradients[name])
                 if scale != 1.0:
                     gradient = gradient * scale
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)

@@ -9,7 +9,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from shardmlx.command import OneLineParser, run_command
 from shardmlx.config import TrainConfig, load_config
 from shardmlx.draw import timeline
 from shardmlx.errors import UserError
-from shardmlx.hostfile import machine_of_each_rank, read_hostfile
+from shardmlx.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
+from shardmlx.mesh import Mesh
 from shardmlx.model_source import open_model
 from shardmlx.partitioners import partitioner_names
 from shardmlx.picture import check_picture, draw_schedule
@@ -29,7 +30,7 @@ from shardmlx.remedies import remedies
 from shardmlx.report import Reporter
 from shardmlx.schedule_report import show_schedule
 from shardmlx.schedules import SCHEDULES
-from shardmlx.stage_map import write_stage_map
+from shardmlx.stage_map import StageMap, read_stage_map, write_stage_map
 from shardmlx.workload import Workload
 
 AUTO = "auto"
@@ -37,10 +38,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command was told: its own flags, and a training run's options."""
+    """What the command was told: its own flags, and a training run's options.
+
+    ``train_options`` are those that the planner leaves as they were given.
+    """
 
     flags: argparse.Namespace
     config: TrainConfig
+    train_options: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,12 +66,13 @@ def _run(argv: Sequence[str]) -> int:
     cluster.check_speeds()
     files = open_model(options.config.model)
     workload = Workload.of(files, options.config)
-    limits = _limits(options)
+    limits = _limits(options, cluster.size)
+    if limits.stage_map is not None:
+        limits.stage_map.check_layers(workload.shape.num_layers)
     choice = _choose(workload, cluster, limits)
     prediction = choice.prediction
     if flags.output:
-        stage_map = prediction.plan.stage_map
-        write_stage_map(replace(stage_map, model=options.config.model), flags.output)
+        write_stage_map(_to_write(prediction.plan.stage_map, options.config.model), flags.output)
     names = [rank.hosts[0] for rank in prediction.ranks]
     for picture in flags.draw:
         title = f"{Path(options.config.model).name}: {prediction.plan.schedule}, one step"
@@ -74,10 +80,18 @@ def _run(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps(as_json(choice, limits)))
         return 0
-    print(report(choice, workload, cluster, limits, flags.hosts, flags.output))
+    print(
+        report(choice, workload, cluster, limits, flags.hosts, flags.output, options.train_options)
+    )
     if flags.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0
+
+
+def _to_write(stage_map: StageMap, model: str) -> StageMap:
+    """With the model it is for. A host that goes by an address is left out: ranks know names."""
+    hosts = tuple(None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
+    return replace(stage_map, model=model, hosts=hosts)
 
 
 def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
@@ -98,7 +112,20 @@ def read_options(argv: Sequence[str]) -> PlanOptions:
     # The options of training; what is left to the planner has the planner's meaning.
     schedule = [] if flags.schedule == AUTO else ["--schedule", flags.schedule]
     config = load_config(["--model", flags.model, *rest, *schedule])
-    return PlanOptions(flags, config)
+    return PlanOptions(flags, config, tuple(_left_alone(rest)))
+
+
+def _left_alone(options: Sequence[str]) -> Iterator[str]:
+    """Without the flags that the plan itself gives."""
+    is_value = False
+    for word in options:
+        name = word.partition("=")[0]
+        if name in ("--stage-map", "--pipeline-stages", "--virtual-stages", "--micro-batch-size"):
+            is_value = name == word
+        elif is_value or name == "--grad-checkpoint":
+            is_value = False
+        else:
+            yield word
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -189,17 +216,25 @@ def _cluster(flags: argparse.Namespace) -> Cluster:
     )
 
 
-def _limits(options: PlanOptions) -> Limits:
+def _limits(options: PlanOptions, ranks: int) -> Limits:
     flags, config = options.flags, options.config
+    stage_map = None if config.stage_map is None else read_stage_map(config.stage_map)
+    if stage_map is not None:
+        stage_map.check_pipeline(config.pipeline_stages, config.virtual_stages)
+    pp = config.pipeline_stages if stage_map is None else stage_map.pp
+    replicas = flags.data_parallel
+    if replicas is None and pp is not None:
+        replicas = Mesh.for_world(ranks, pp).dp
     return Limits(
         batch_size=config.batch_size,
         length=config.max_seq_length,
-        data_parallel=flags.data_parallel,
+        data_parallel=replicas,
         schedule=None if flags.schedule == AUTO else config.schedule,
         virtual=config.virtual_stages,
         micro_batch_size=config.micro_batch_size,
         checkpoint=config.grad_checkpoint,
         partitioner=flags.partitioner,
+        stage_map=stage_map,
     )
 
 

@@ -24,8 +24,12 @@ def report(
     limits: Limits,
     hostfile: str,
     stage_map: str | None,
+    options: Sequence[str],
 ) -> str:
-    """The plan, a line for each rank, what binds it, and the command that runs it."""
+    """The plan, a line for each rank, what binds it, and the command that runs it.
+
+    ``options`` are those of ``train`` that the user gave.
+    """
     prediction = choice.prediction
     lines = [
         _headline(choice, limits),
@@ -41,7 +45,7 @@ def report(
         _speed(prediction, cluster),
         f"what binds it: {binding(choice, cluster)}",
     ]  # fmt: skip
-    lines += ["", *_how_to_run(choice, workload, limits, hostfile, stage_map)]
+    lines += ["", *_how_to_run(choice, workload, options, hostfile, stage_map)]
     return "\n".join(lines)
 
 
@@ -142,23 +146,22 @@ def binding(choice: Choice, cluster: Cluster) -> str:
 
 
 def _how_to_run(
-    choice: Choice, workload: Workload, limits: Limits, hostfile: str, stage_map: str | None
+    choice: Choice,
+    workload: Workload,
+    options: Sequence[str],
+    hostfile: str,
+    stage_map: str | None,
 ) -> list[str]:
-    plan, config = choice.prediction.plan, workload.config
+    plan = choice.prediction.plan
     words = ["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)]
-    words += ["python", "-m", "shardmlx.train", "--model", config.model]
-    if config.config is not None:
-        words += ["--config", config.config]
-    words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
-    words += ["--batch-size", str(limits.batch_size)]
+    words += ["python", "-m", "shardmlx.train", "--model", workload.config.model]
+    words += [*options, "--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
-    words += ["--max-seq-length", str(limits.length)]
-    if choice.candidate.checkpoint:
-        words.append("--grad-checkpoint")
+    words += ["--grad-checkpoint"] * choice.candidate.checkpoint
     command = shlex.join(words)
     if stage_map is None:
-        return [f"write the stage map with -o MAP.yaml, then run: {command}"]
-    return [f"wrote {stage_map}; run: {command}"]
+        return ["write the stage map with -o MAP.yaml, then run:", command]
+    return [f"wrote {stage_map}; run:", command]
 
 
 def as_json(choice: Choice, limits: Limits) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from shardmlx.partitioners import Problem, get_partitioner
 from shardmlx.partitioners.memory import evenly_full, fullest, gib
 from shardmlx.predict import Prediction, predict
 from shardmlx.problems import Candidate, make_problem, plan_of, rank_costs
+from shardmlx.run_plan import suits
 from shardmlx.schedules import SCHEDULES, get_schedule
 from shardmlx.stage_map import StageMap
 from shardmlx.workload import Workload
@@ -36,6 +37,7 @@ class Limits:
     micro_batch_size: int | None = None
     checkpoint: bool = False
     partitioner: str | None = None
+    stage_map: StageMap | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch size", self.batch_size), ("sequence length", self.length)):
@@ -76,6 +78,12 @@ def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
             f"use a multiple of {replicas[0]}"
         )
     found = [each for dp in fitting for each in _of_mesh(limits, Mesh(dp, ranks // dp))]
+    if limits.stage_map is not None and not found:
+        raise UserError(
+            f"{limits.stage_map} suits no schedule"
+            + (f" {limits.schedule}" if limits.schedule else "")
+            + f" on {ranks} ranks: number its ranks as the schedule does, or leave the map out"
+        )
     possible = [each for each in found if len(each.placement) <= num_layers]
     if not possible:
         raise UserError(
@@ -95,12 +103,18 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
         sizes = [min(rows, limits.micro_batch_size)]
     else:
         sizes = [size for size in _powers_of_two(rows) if mesh.pp > 1 or size == rows]
+    if limits.stage_map is not None and limits.stage_map.pp != mesh.pp:
+        return
     names = SCHEDULES if limits.schedule is None else [limits.schedule]
     for name in names:
         schedule = get_schedule(name)
         if mesh.pp == 1 and limits.schedule is None and name != "1f1b":
             continue  # one rank has nothing to order
         virtual = limits.virtual or schedule.default_virtual
+        if limits.stage_map is not None:
+            virtual = limits.stage_map.virtual
+            if not suits(limits.stage_map, schedule):
+                continue
         for size in sizes:
             try:
                 schedule.check(mesh.pp, -(-rows // size), virtual)
@@ -187,7 +201,7 @@ def predict_candidate(
 ) -> Prediction:
     """Divide the layers for one way of training, and predict it; ``DoesNotFitError``."""
     problem = make_problem(way, workload, cluster, limits.length)
-    stage_map = _divide(problem, limits.partitioner)
+    stage_map = limits.stage_map or _divide(problem, limits.partitioner)
     prediction = predict(
         plan_of(way, stage_map, workload), workload, cluster, limits.length,
         checkpoint=way.checkpoint,

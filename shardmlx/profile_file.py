@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class Profile:
 
         Where ranks share a host, the slowest of them speaks for all.
         """
-        name = short(host)
+        name = short(socket.gethostname() if host == "localhost" else host)
         local = [each for each in self.machines if short(each.host) == name]
         found = local or [each for each in self.machines if kind in (each.chip, each.host)]
         if not found:

@@ -65,6 +65,18 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def suits(stage_map: StageMap, schedule: Schedule) -> bool:
+    """Whether a schedule can run a map's stages where the map puts them."""
+    virtual = stage_map.virtual
+    if schedule.virtual_choices and virtual not in schedule.virtual_choices:
+        return False
+    try:
+        _rank_order(stage_map, schedule.placement(stage_map.pp, virtual), schedule)
+    except UserError:
+        return False
+    return True
+
+
 def _rank_order(
     stage_map: StageMap, placement: Sequence[int], schedule: Schedule
 ) -> tuple[int, ...]:
