@@ -18,7 +18,13 @@ from shardmlx.errors import UserError
 SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
 """The ``model_type`` names that can be cut into stages."""
 
+MOST_LAYERS = 10_000
+"""A typing error beyond it would fill the memory with layers."""
+
 _AGAIN = "download the model's config.json again"
+
+_MOST = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 1024}
+_MOST_OF_ANYTHING = 2**31 - 1
 
 # What mlx-lm's model files suppose where config.json is silent; qwen3 must say it.
 _TIED = {"mistral": True, "llama": True, "ministral3": True, "mixtral": False, "qwen2": True}
@@ -207,6 +213,11 @@ def _count(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         found = f"is {value!r}" if key in config else "is missing"
         raise UserError(f"config.json: {key} {found}: it must be a whole number above 0")
+    most = _MOST.get(key, _MOST_OF_ANYTHING)
+    if value > most:
+        digits = str(value)
+        shown = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
+        raise UserError(f"config.json: {key} is {shown}: give at most {most}")
     return value
 
 

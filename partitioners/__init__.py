@@ -17,7 +17,7 @@ from types import MappingProxyType
 from shardmlx.partitioners.balanced import balanced
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.partitioners.hetero import hetero, step_cost
-from shardmlx.partitioners.memory import memory
+from shardmlx.partitioners.memory import DoesNotFitError, memory
 from shardmlx.partitioners.parameters import parameters
 from shardmlx.partitioners.plugins import load_plugin, plugin_names
 from shardmlx.partitioners.problem import Partitioner, Problem
@@ -49,6 +49,7 @@ def get_partitioner(name: str) -> Partitioner:
 
 __all__ = [
     "PARTITIONERS",
+    "DoesNotFitError",
     "LayerCosts",
     "Partitioner",
     "Problem",

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners.memory import does_not_fit, evenly_full, fullest
+from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full, fullest
 from shardmlx.partitioners.orders import Orders, kinds_of, orders_to_try
 from shardmlx.partitioners.problem import Problem
 from shardmlx.partitioners.shortest import Path, Tables, shortest
@@ -94,7 +94,7 @@ def _search(
     return best
 
 
-def _does_not_fit(problem: Problem) -> UserError:
+def _does_not_fit(problem: Problem) -> DoesNotFitError:
     """How much is lacking in the order, given or by memory, that comes nearest to fitting."""
     largest_first = sorted(problem.placement, key=lambda rank: -problem.capacity[rank])
     tried = []

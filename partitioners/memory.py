@@ -61,7 +61,16 @@ def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
     return rank, held[rank]
 
 
-def does_not_fit(problem: Problem, partition: Partition) -> UserError:
+class DoesNotFitError(UserError):
+    """``fact`` is the message without its remedy, ``shortage`` the bytes that are lacking."""
+
+    def __init__(self, fact: str, shortage: float, remedy: str) -> None:
+        super().__init__(f"{fact}: {remedy}")
+        self.fact = fact
+        self.shortage = shortage
+
+
+def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
     """What to say of the fullest machine of a partition that is the best of all."""
     rank, held = fullest(problem, partition)
     has = problem.capacity[rank]
@@ -71,10 +80,11 @@ def does_not_fit(problem: Problem, partition: Partition) -> UserError:
         for stage, (start, stop) in zip(problem.stages_of(rank), ranges, strict=True)
     )
     more = "a machine with more memory" if _is_least(ranges) else "more machines"
-    return UserError(
+    return DoesNotFitError(
         f"the model does not fit: at best {problem.name_of(rank)} would hold {gib(held)} of "
-        f"its {gib(has)} for {where}, {gib(held - has)} too much: quantise the model, use "
-        f"fewer tokens a micro-batch, or {more}"
+        f"its {gib(has)} for {where}, {gib(held - has)} too much",
+        held - has,
+        f"quantise the model, use fewer tokens a micro-batch, or {more}",
     )
 
 

@@ -39,6 +39,8 @@ class Problem:
     """Of one step and one pipeline."""
     unit: str = "FLOPs"
     """``FLOPs`` or ``seconds``, of ``costs``."""
+    is_measured: bool = False
+    """Whether ``costs`` were measured, and not reckoned from what data sheets say."""
     hosts: tuple[str, ...] = ()
     """The host of each pipeline rank, where they are known."""
 
@@ -72,6 +74,8 @@ class Problem:
             raise ValueError(f"{self.microbatches} micro-batches")
         if self.unit not in UNITS:
             raise ValueError(f"costs in {self.unit}: {' or '.join(UNITS)}")
+        if self.is_measured and self.unit != "seconds":
+            raise ValueError(f"{self.unit} are not measured: seconds are")
         if any(links) and self.unit != "seconds":
             raise ValueError(f"transfers are in seconds, but costs are in {self.unit}")
 

@@ -10,9 +10,10 @@ from shardmlx.stage_map import StageMap
 
 def profiled(problem: Problem) -> StageMap:
     """As ``balanced``, of seconds that were measured; ``UserError`` where nothing was."""
-    if problem.unit != "seconds":
+    if not problem.is_measured:
         raise UserError(
             f"the partitioner profiled divides measured seconds, not modelled {problem.unit}: "
-            "measure with python -m shardmlx.profile and give --profile FILE, or use balanced"
+            "measure with python -m shardmlx.profile, and give --profile FILE to shardmlx.plan or "
+            "shardmlx.train, or use balanced"
         )
     return balanced(problem)

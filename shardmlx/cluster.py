@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.errors import UserError
 from shardmlx.hostfile import Machine
-from shardmlx.profile_file import Profile
-from shardmlx.timing import Measured, Speed
+from shardmlx.layer_memory import BACKENDS
+from shardmlx.mesh import Mesh
+from shardmlx.profile_file import Profile, merge, read_profile
+from shardmlx.timing import Measured, ModelSeconds, Speed
 from shardmlx.workload import Workload
 
 MEMORY_FRACTION = 0.75
@@ -17,8 +18,6 @@ MEMORY_FRACTION = 0.75
 
 EFFICIENCY = 0.6
 """Of published peak FLOP/s, in training. A guess for lack of a measurement: ``--profile``."""
-
-BACKENDS = ("metal", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +84,27 @@ class Cluster:
         return self.machines[a].host == self.machines[b].host
 
 
-def slowest(clocks: Sequence[Speed | Measured], rows: int, length: int) -> Speed | Measured:
-    """Of replicas that run the same stages: the others wait for it."""
+def pipeline_seconds(
+    workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, checkpoint: bool
+) -> list[ModelSeconds]:
+    """Times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
-    def whole(clock: Speed | Measured) -> float:
-        seconds = clock.seconds(rows, length)
-        return seconds.stage(0, len(seconds.layers)).microbatch
+    Of replicas that run the same stages those of the slowest: the others wait for it.
+    """
+    seconds: dict[Speed | Measured, ModelSeconds] = {}
+    for rank in range(mesh.size):
+        clock = cluster.clock(rank, workload, checkpoint)
+        if clock not in seconds:
+            seconds[clock] = clock.seconds(rows, length)
+    return [
+        max(
+            (seconds[cluster.clock(each, workload, checkpoint)] for each in mesh.replicas_of(rank)),
+            key=lambda times: times.stage(0, len(times.layers)).microbatch,
+        )
+        for rank in range(mesh.pp)
+    ]
 
-    return max(dict.fromkeys(clocks), key=whole)
+
+def read_profiles(names: str) -> Profile:
+    """The profiles of several files, with commas between their names, as one."""
+    return merge([read_profile(name.strip()) for name in names.split(",")])

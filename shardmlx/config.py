@@ -10,13 +10,14 @@ from typing import Any
 
 from shardmlx import options
 from shardmlx.config_checks import (
+    FINE_TUNE_TYPES,
     OPTIMIZERS,
     check_hf_dataset,
     check_lora,
     check_lr_schedule,
     check_optimizer_config,
 )
-from shardmlx.options import OptionError, check_options, load_options, option
+from shardmlx.options import OptionError, check_options, load_given_options, load_options, option
 from shardmlx.partitioners import partitioner_names
 from shardmlx.schedules import SCHEDULES, get_schedule
 
@@ -76,7 +77,7 @@ class TrainConfig:
     fine_tune_type: str = option(
         "lora",
         "what to train: adapters, or the weights of the decoder layers",
-        choices=("lora", "dora", "full"),
+        choices=FINE_TUNE_TYPES,
         group=_TRAINING,
     )
     num_layers: int = option(
@@ -144,9 +145,14 @@ class TrainConfig:
     partitioner: str = option(
         "balanced", "how the layers are divided", choices=partitioner_names(), group=_PIPELINE
     )
+    hosts: str | None = option(
+        None,
+        "hostfile that says what the machines have, for the partitioners and the prediction",
+        group=_PIPELINE,
+    )
     profile: str | None = option(
         None,
-        "times measured by shardmlx.profile, for the partitioners and for a prediction of the run",
+        "times measured by shardmlx.profile, for the same; several files with commas between",
         group=_PIPELINE,
     )
     schedule: str = option(
@@ -241,3 +247,8 @@ def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     status 0 after ``--help`` and ``--version``.
     """
     return load_options(TrainConfig, build_parser(rank), argv)
+
+
+def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]]:
+    """As ``load_config``, with the names of the options that were given."""
+    return load_given_options(TrainConfig, build_parser(), argv)

@@ -40,6 +40,8 @@ _SHARE: Check = ("a number from 0 to below 1", lambda value: _is_number(value) a
 
 _ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
 
+FINE_TUNE_TYPES = ("lora", "dora", "full")
+
 OPTIMIZERS: Mapping[str, Mapping[str, Check]] = MappingProxyType(
     {
         "adam": _ADAM,

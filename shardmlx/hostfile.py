@@ -139,6 +139,17 @@ KEYS = (*UNITS, _KIND)
 
 _EXAMPLES = {"memory": "64GiB", "flops": "27T", "link": "40Gbps", "latency": "30us"}
 
+_LIMITS = {
+    "memory": ((1, "MiB"), (1, "PB")),
+    "flops": ((1, "M"), (1000, "P")),
+    "link": ((1, "kB/s"), (1, "PB/s")),
+    "latency": ((1, "ns"), (1000, "s")),
+}
+"""Least and most: beyond it is a typing error, with which nothing can be computed."""
+
+_LEAST_MEMORY = 1 << 20
+"""Bytes of a slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -152,7 +163,7 @@ class _Entry:
     @property
     def node(self) -> str:
         """What mpirun knows it by: without its domain, unless that is an address."""
-        return self.host if _is_address(self.host) else self.host.split(".")[0]
+        return self.host if _address(self.host) else self.host.split(".")[0]
 
 
 def _entry(line: str, where: str) -> _Entry | None:
@@ -189,7 +200,7 @@ def _joined(text: str) -> list[str]:
 def _host(word: str, where: str) -> str:
     """The name without its user."""
     host = word.rpartition("@")[2]
-    if _is_address(host):
+    if _address(host):
         return host
     name, colon, count = host.partition(":")
     if colon:
@@ -201,15 +212,33 @@ def _host(word: str, where: str) -> str:
 
 def is_unnamed(host: str) -> bool:
     """Whether a host goes by an address, or by a name that every machine has for itself."""
-    return host == "localhost" or _is_address(host)
+    return host == "localhost" or _address(host) is not None
 
 
-def _is_address(host: str) -> bool:
+def host_key(host: str) -> str:
+    """What is the same for two names of one host: its name without the domain, in lower case.
+
+    Addresses are kept whole.
+    """
+    return _address(host) or host.split(".")[0].casefold()
+
+
+def same_host(a: str, b: str) -> bool:
+    """Whether two names, or addresses, are those of one host."""
+    return host_key(a) == host_key(b)
+
+
+def kind_key(kind: str) -> str:
+    """A kind of machine as one word of a hostfile: ``Apple M2 Ultra`` is ``apple-m2-ultra``."""
+    return re.sub(r"[\s=]+", "-", kind.strip()).strip(",;.").casefold()
+
+
+def _address(host: str) -> str | None:
+    """An IP address as it is usually written; None for a name."""
     try:
-        ipaddress.ip_address(host)
+        return str(ipaddress.ip_address(host))
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _count(key: str, value: str, where: str) -> int:
@@ -252,14 +281,18 @@ def _quantity(key: str, value: str, where: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(.*)", value, re.ASCII)
     if match is None:
         raise UserError(f"{where}: {key} is {value!r}: give a number, like {_EXAMPLES[key]}")
-    number, unit = float(match[1]), match[2]
+    unit = match[2]
     if unit not in UNITS[key]:
         said = f"has the unknown unit {unit!r}" if unit else "has no unit"
         some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
         raise UserError(f"{where}: {key}={value} {said}: use one of {', '.join(some)}")
-    size = number * UNITS[key][unit]
-    if not (math.isfinite(size) and size > 0) or (key == "memory" and size < 1):
-        raise UserError(f"{where}: {key} is {value!r}: give more than 0, like {_EXAMPLES[key]}")
+    size = float(match[1]) * UNITS[key][unit]
+    (least, its_unit), (most, other_unit) = _LIMITS[key]
+    if not least * UNITS[key][its_unit] <= size <= most * UNITS[key][other_unit]:
+        raise UserError(
+            f"{where}: {key} is {value!r}: give {least}{its_unit} to {most}{other_unit}, like "
+            f"{_EXAMPLES[key]}"
+        )
     return size
 
 
@@ -267,7 +300,7 @@ def _merged(entries: Iterable[_Entry]) -> tuple[Machine, ...]:
     """Hosts in the order of their first lines; further lines of a host add a slot each."""
     nodes: dict[str, list[_Entry]] = {}
     for entry in entries:
-        nodes.setdefault(entry.node, []).append(entry)
+        nodes.setdefault(host_key(entry.host), []).append(entry)
     return tuple(map(_machine, nodes.values()))
 
 
@@ -275,6 +308,11 @@ def _machine(entries: list[_Entry]) -> Machine:
     first, *others = entries
     facts = dict(first.facts)
     for entry in others:
+        if entry.node != first.node:
+            raise UserError(
+                f"{entry.where}: host {entry.host!r} is {first.host!r} of {first.where}, but for "
+                "mpirun another host: write both alike"
+            )
         if entry.slots is not None:
             raise UserError(
                 f"{entry.where}: host {entry.host!r} is the host of {first.where}: mpirun takes "
@@ -292,9 +330,15 @@ def _machine(entries: list[_Entry]) -> Machine:
             f"ranks there as it has cores: write {first.host} slots=1"
         )
     memory = facts.pop("memory", None)
+    slots = (first.slots or 1) + len(others)
+    if memory is not None and memory < slots * _LEAST_MEMORY:
+        raise UserError(
+            f"{first.where}: host {first.host!r} has less than 1 MiB of memory for each of its "
+            f"{slots} slots: give more memory, or fewer slots"
+        )
     return Machine(
         host=first.host,
-        slots=(first.slots or 1) + len(others),
+        slots=slots,
         memory=None if memory is None else round(memory),
         **facts,
     )

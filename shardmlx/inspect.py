@@ -10,10 +10,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from shardmlx.command import OneLineParser, run_command
 from shardmlx.errors import UserError
+from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
 from shardmlx.inspection import Inspection, inspect_files
 from shardmlx.inspection_report import (
     as_json,
@@ -27,9 +27,6 @@ from shardmlx.model_source import ModelFiles, find_source, read_model
 from shardmlx.shards import Split, divide
 from shardmlx.stage_map import StageMap, read_stage_map
 from shardmlx.verify import checksums_to_compare, verify
-
-if TYPE_CHECKING:
-    from shardmlx.hostfile import Machine
 
 DEFAULT_PARTITIONER = "balanced"
 
@@ -115,8 +112,6 @@ def _machines(hostfile: str | None) -> tuple[Machine, ...]:
     """The machine, or share of one, of each rank that a hostfile has room for."""
     if hostfile is None:
         return ()
-    from shardmlx.hostfile import machine_of_each_rank, read_hostfile
-
     return machine_of_each_rank(read_hostfile(hostfile))
 
 
@@ -132,15 +127,11 @@ def _first(machines: tuple[Machine, ...], ranks: int, hostfile: str) -> tuple[Ma
 def _check_hosts(stage_map: StageMap, machines: tuple[Machine, ...], hostfile: str) -> None:
     for rank, machine in enumerate(machines):
         wanted = stage_map.host_of(rank)
-        if wanted is not None and _short(wanted) != _short(machine.host):
+        if wanted is not None and not same_host(wanted, machine.host):
             raise UserError(
                 f"{stage_map} wants rank {rank} on host {wanted}, but {hostfile} gives it "
                 f"{machine.host}: change the order of the hostfile, or the map"
             )
-
-
-def _short(host: str) -> str:
-    return host.split(".")[0].casefold()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.model_source import ModelFiles, PlacedTensor
-from shardmlx.models.shape import SUPPORTED, ModelShape
+from shardmlx.models.shape import MOST_LAYERS, SUPPORTED, ModelShape
 from shardmlx.models.tensors import (
     QUANTISED_PARTS,
     Module,
@@ -29,7 +29,6 @@ from shardmlx.safetensors_header import DTYPE_BITS
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
 
-_MOST_LAYERS = 10_000  # a typing error beyond it would fill the memory with layers
 _LAYER = re.compile(r"(?:^|[.:])layers\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|:)(?:lm_head|model\.norm)\.")
 _FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
@@ -168,11 +167,6 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
     model_type = files.config.get("model_type")
     if not files.config or (files.tensors and not is_supported(model_type)):
         return None
-    layers = files.config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise UserError(
-            f"{files.name}: config.json: num_hidden_layers is {layers}: give at most {_MOST_LAYERS}"
-        )
     return ModelShape.from_config(files.config)
 
 
@@ -186,8 +180,10 @@ def part_of(name: str, shape: ModelShape | None) -> str | int:
     if shape is not None and is_dropped(name, shape):
         return DROPPED
     if match := _LAYER.search(name):
-        layer = int(match[1])
-        return layer if shape is None or layer < shape.num_layers else OTHER
+        count = MOST_LAYERS if shape is None else shape.num_layers
+        # Python converts no number of thousands of digits.
+        is_layer = len(match[1]) <= len(str(count)) and int(match[1]) < count
+        return int(match[1]) if is_layer else OTHER
     if "embed_tokens." in name:
         return EMBEDDING
     if _HEAD.search(name):

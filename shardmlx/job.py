@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,19 +18,19 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from shardmlx.agreement import AgreedError, by_rank_0, together
-from shardmlx.cluster import Cluster
+from shardmlx.cluster import Cluster, read_profiles
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
-from shardmlx.hostfile import Machine
+from shardmlx.hostfile import Machine, read_hostfile, same_host
 from shardmlx.loading import build_model, count_parameters, find_model
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import build_optimizer
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
-from shardmlx.profile_file import read_profile
+from shardmlx.profile_file import Profile
 from shardmlx.report import Reporter, check_writable
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
@@ -76,7 +76,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
     workload = together(
         transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
     )
-    cluster = _cluster(config, transport)
+    cluster = _cluster(config, transport, workload)
     plan, slices = together(
         transport,
         "planning",
@@ -166,24 +166,45 @@ def _plan(
     return plan, slices
 
 
-def _cluster(config: TrainConfig, transport: Transport) -> Cluster:
-    """The machines that the ranks run on: how much memory they have, how fast they were."""
-    hosts = transport.hosts
-    profile = by_rank_0(
-        transport,
-        "reading the profile",
-        lambda: read_profile(config.profile) if config.profile is not None else None,
+def _cluster(config: TrainConfig, transport: Transport, workload: Workload) -> Cluster:
+    """The machines that the ranks run on: their memory, and what rank 0's files say of them."""
+
+    def read() -> tuple[tuple[Machine, ...], Profile | None]:
+        machines = () if config.hosts is None else read_hostfile(config.hosts)
+        return machines, None if config.profile is None else read_profiles(config.profile)
+
+    known, profile = transport.broadcast(
+        by_rank_0(transport, "reading what the machines have", read), what="machines"
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     everyone = transport.all_gather(memory, "comparing machines")
-    return Cluster(
+    hosts = transport.hosts
+    cluster = Cluster(
         machines=tuple(
-            Machine(host=host, memory=has // hosts.count(host))
+            _machine(host, has // hosts.count(host), known, hosts.count(host))
             for host, has in zip(hosts, everyone, strict=True)
         ),
-        profile=transport.broadcast(profile, what="profile"),
+        profile=profile,
         backend="cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal",
     )
+    # A profile of other work or other machines is found before anything is loaded.
+    together(
+        transport,
+        "checking the profile",
+        lambda: [
+            cluster.clock(rank, workload, config.grad_checkpoint) for rank in range(cluster.size)
+        ],
+    )
+    return cluster
+
+
+def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
+    """A rank's share of a host, with what the hostfile says of it."""
+    entry = next((each for each in known if same_host(each.host, host)), None)
+    if entry is None:
+        return Machine(host=host, memory=memory)
+    flops = None if entry.flops is None else entry.flops / ranks
+    return replace(entry, host=host, slots=1, memory=memory, flops=flops)
 
 
 def _compare_plans(transport: Transport, plan: Plan) -> None:

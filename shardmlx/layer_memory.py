@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardmlx.config_checks import FINE_TUNE_TYPES, OPTIMIZERS
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 FLOAT32 = 4
 """Bytes. Sums of gradients, adapters and what they compute are in float32."""
 
-FINE_TUNE_TYPES = ("lora", "dora", "full")
-BACKENDS = ("cpu", "metal")
-OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "adafactor")
+BACKENDS = ("metal", "cpu")
+"""What MLX computes with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class TrainingSetup:
     ``dtype_bytes`` those of an activation; ``rows`` x ``length`` the tokens of a micro-batch.
     ``first_trained_layer`` is the number of layers if none is trained. ``lora_keys`` None means
     all linear layers, as in mlx-lm. ``dropout``: the adapters drop some of their input.
+    ``first_moment``: Adafactor with a beta_1, which then keeps one as large as the weights.
     """
 
     shape: ModelShape
@@ -42,6 +43,7 @@ class TrainingSetup:
     dropout: bool = False
     unfreeze_all: bool = False
     optimizer: str = "adam"
+    first_moment: bool = False
     grad_checkpoint: bool = False
     dp: int = 1
     backend: str = "metal"

@@ -33,7 +33,8 @@ BUCKET_BYTES = 32 << 20
 STATES: Mapping[str, int] = MappingProxyType(
     {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 )
-"""Copies of the trained weights that an optimizer keeps; Adafactor's rows and columns are few."""
+"""Copies of the trained weights that an optimizer keeps; Adafactor's rows and columns are few,
+but with a beta_1 it keeps one copy too."""
 
 UPDATED_AT_ONCE: Mapping[str, int] = MappingProxyType(
     {"adam": 3, "adamw": 3, "sgd": 2, "muon": 5, "adafactor": 3}
@@ -94,8 +95,9 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     weights += FLOAT32 * parameters * setup.has_adapters
     trained_bytes = FLOAT32 if setup.has_adapters else size
 
+    states = STATES[setup.optimizer] + (setup.optimizer == "adafactor" and setup.first_moment)
     tied = sizes.embedding * (shape.tied and is_first != is_last)
-    tied *= 1 + STATES[setup.optimizer] * setup.unfreeze_all
+    tied *= 1 + states * setup.unfreeze_all
 
     lowest = 0 if setup.unfreeze_all else setup.first_trained_layer
     has_input_gradient = lowest < start
@@ -127,7 +129,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         during_weight = max(during_weight, min(bucket, FLOAT32 * parameters))
     return StageMemory(
         weights=round(weights),
-        optimizer=STATES[setup.optimizer] * trained_bytes * parameters,
+        optimizer=states * trained_bytes * parameters,
         gradients=FLOAT32 * parameters,
         after_forward=round(after_forward),
         after_input=round(after_input) * has_input_gradient,
@@ -188,7 +190,8 @@ def rank_peak(
                 before = stage.after_forward
                 passing, left = stage.during_forward, stage.after_forward
             case Kind.I if stage.has_input_gradient:
-                passing, left = stage.during_input, stage.after_input
+                # Without W to come nothing is held for it.
+                passing, left = stage.during_input, stage.after_input * stage.is_trained
             case Kind.W:
                 passing, left = stage.during_weight, 0
             case Kind.RECV_F:

@@ -113,11 +113,12 @@ def read_model(source: Source) -> ModelFiles:
     config: Mapping[str, Any] = {}
     adapter = None
     index = None
-    if {ADAPTER_FILE, ADAPTER_CONFIG_FILE} <= present:
+    if CONFIG_FILE in present:
+        # A model, even where adapters lie beside it: trained with --adapter-path MODEL.
+        config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
+    elif {ADAPTER_FILE, ADAPTER_CONFIG_FILE} <= present:
         text = source.read(ADAPTER_CONFIG_FILE)
         adapter = parse_config(text, source.where(ADAPTER_CONFIG_FILE))
-    elif CONFIG_FILE in present:
-        config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
     if adapter is None and INDEX_FILE in present:
         index = parse_index(source.read(INDEX_FILE), source.where(INDEX_FILE))
     files = _weight_files(source, adapter is not None, bool(config), index)

@@ -25,12 +25,12 @@ SECONDS_FOR_RANK_0 = 5.0
 def run_ranks(
     read_options: Callable[[int], T],
     timeout: Callable[[T], float],
-    run: Callable[[T, Transport, Blas], None],
+    load: Callable[[], Callable[[T, Transport, Blas], None]],
 ) -> int:
-    """Exit status of ``run(options, transport, blas)`` on this rank: 0, or 2 after bad input.
+    """Exit status of ``load()(options, transport, blas)`` on this rank: 0, or 2 after bad input.
 
-    ``read_options`` is given the rank and needs neither MLX nor MPI; ``run`` imports for itself
-    what does. A failure at run time ends all ranks.
+    ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
+    A failure at run time ends all ranks.
     """
     rank = launched_rank()
     try:
@@ -38,6 +38,7 @@ def run_ranks(
         blas = prepare()
     except UserError as error:
         return _refuse_before_mpi(error, rank)
+    run = load()
 
     # MPI last: it starts when it is imported, and what fails before it ends this process simply.
     from shardmlx.agreement import AgreedError

@@ -116,6 +116,14 @@ def load_options(
     A key of the file without a value (``key:`` or ``key: null``) counts as not given.
     ``UserError`` names the flag, or the file and its key.
     """
+    options, _ = load_given_options(cls, parser, argv)
+    return options
+
+
+def load_given_options(
+    cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[Options, frozenset[str]]:
+    """As ``load_options``, with the names of those that flags or file gave."""
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
@@ -133,7 +141,7 @@ def load_options(
         check_keys(written, known, str(path), f"take it out, or see {parser.prog} --help")
     given = {key: value for key, value in written.items() if value is not None} | flags
     try:
-        return cls(**given)
+        return cls(**given), frozenset(given)
     except OptionError as error:
         if error.name in flags:
             raise UserError(f"{_flag(error.name)} {error.complaint}") from None

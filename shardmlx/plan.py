@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmlx.cluster import BACKENDS, EFFICIENCY, MEMORY_FRACTION, Cluster
+from shardmlx.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
 from shardmlx.command import OneLineParser, run_command
-from shardmlx.config import TrainConfig, load_config
+from shardmlx.config import TrainConfig, load_given_config
 from shardmlx.draw import timeline
 from shardmlx.errors import UserError
 from shardmlx.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
+from shardmlx.layer_memory import BACKENDS
 from shardmlx.mesh import Mesh
 from shardmlx.model_source import open_model
-from shardmlx.partitioners import partitioner_names
+from shardmlx.partitioners import DoesNotFitError
 from shardmlx.picture import check_picture, draw_schedule
 from shardmlx.plan_report import as_json, report
-from shardmlx.planner import Choice, DoesNotFitError, Limits, choose
-from shardmlx.profile_file import merge, read_profile
+from shardmlx.planner import Choice, Limits, choose
 from shardmlx.remedies import remedies
-from shardmlx.report import Reporter
+from shardmlx.report import Reporter, check_writable
 from shardmlx.schedule_report import show_schedule
 from shardmlx.schedules import SCHEDULES
 from shardmlx.stage_map import StageMap, read_stage_map, write_stage_map
@@ -35,16 +35,27 @@ from shardmlx.workload import Workload
 
 AUTO = "auto"
 
+_PLANNED = (
+    "--stage-map",
+    "--partitioner",
+    "--pipeline-stages",
+    "--virtual-stages",
+    "--micro-batch-size",
+)
+"""Flags of training whose place the plan takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """What the command was told: its own flags, and a training run's options.
 
-    ``train_options`` are those that the planner leaves as they were given.
+    ``given`` names those of training that were given, by flag or file; ``train_options`` are
+    the flags that the planner leaves as they were.
     """
 
     flags: argparse.Namespace
     config: TrainConfig
+    given: frozenset[str]
     train_options: tuple[str, ...]
 
 
@@ -62,7 +73,10 @@ def _run(argv: Sequence[str]) -> int:
     flags = options.flags
     for picture in flags.draw:
         check_picture(Path(picture))
-    cluster = _cluster(flags)
+        check_writable(Path(picture), "--draw")
+    if flags.output:
+        check_writable(Path(flags.output), "-o")
+    cluster = _cluster(flags, options.config.profile)
     cluster.check_speeds()
     files = open_model(options.config.model)
     workload = Workload.of(files, options.config)
@@ -102,17 +116,22 @@ def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
         except DoesNotFitError as error:
             found = remedies(workload, cluster, limits)
             remedy = "; ".join(found) or "more machines, or machines with more memory"
-            raise UserError(f"{error}; it would fit with: {remedy}") from None
+            raise UserError(f"{error.fact}; it would fit with: {remedy}") from None
 
 
 def read_options(argv: Sequence[str]) -> PlanOptions:
     """Flags of this command, and any of ``shardmlx.train``'s."""
     parser = _parser()
     flags, rest = parser.parse_known_args(argv)
-    # The options of training; what is left to the planner has the planner's meaning.
-    schedule = [] if flags.schedule == AUTO else ["--schedule", flags.schedule]
-    config = load_config(["--model", flags.model, *rest, *schedule])
-    return PlanOptions(flags, config, tuple(_left_alone(rest)))
+    schedule = [] if flags.schedule in (None, AUTO) else ["--schedule", flags.schedule]
+    config, given = load_given_config(
+        ["--model", flags.model, "--hosts", flags.hosts, *rest, *schedule]
+    )
+    if not config.train:
+        raise UserError("--test alone trains nothing: plan the training, without it")
+    if flags.schedule == AUTO:
+        given -= {"schedule"}
+    return PlanOptions(flags, config, given, tuple(_left_alone(rest)))
 
 
 def _left_alone(options: Sequence[str]) -> Iterator[str]:
@@ -120,9 +139,9 @@ def _left_alone(options: Sequence[str]) -> Iterator[str]:
     is_value = False
     for word in options:
         name = word.partition("=")[0]
-        if name in ("--stage-map", "--pipeline-stages", "--virtual-stages", "--micro-batch-size"):
+        if name in _PLANNED:
             is_value = name == word
-        elif is_value or name == "--grad-checkpoint":
+        elif is_value or name in ("--grad-checkpoint", "--no-grad-checkpoint"):
             is_value = False
         else:
             yield word
@@ -134,8 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Choose stages, schedule, micro-batches and recomputing for training a model "
         "on the machines of a hostfile, and predict memory and time.",
         epilog="Takes the options of shardmlx.train too, --config among them: --batch-size, "
-        "--max-seq-length, --fine-tune-type, --num-layers, --micro-batch-size, "
-        "--grad-checkpoint and --optimizer are those that matter here.",
+        "--max-seq-length, --fine-tune-type, --num-layers, --micro-batch-size, --optimizer, "
+        "--grad-checkpoint (or --no-grad-checkpoint), --partitioner, --stage-map and --profile "
+        "are those that matter here. What is given, by flag or file, is settled.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -145,26 +165,12 @@ def _parser() -> argparse.ArgumentParser:
         "--hosts", metavar="HOSTFILE", required=True, help="the machines, with memory and speed"
     )
     parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="times measured by python -m shardmlx.profile; several files may be given",
-    )
-    parser.add_argument(
         "--data-parallel", type=int, metavar="D", help="replicas (default: the fastest)"
     )
     parser.add_argument(
         "--schedule",
-        default=AUTO,
         metavar="NAME",
         help=f"{AUTO}, or one of {', '.join(SCHEDULES)} (default: {AUTO})",
-    )
-    parser.add_argument(
-        "--partitioner",
-        metavar="NAME",
-        help=f"one of {', '.join(partitioner_names())} (default: hetero; balanced where ranks "
-        "have several stages)",
     )
     parser.add_argument(
         "--memory-fraction",
@@ -199,17 +205,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cluster(flags: argparse.Namespace) -> Cluster:
+def _cluster(flags: argparse.Namespace, profile: str | None) -> Cluster:
     for flag, value in (
         ("--memory-fraction", flags.memory_fraction),
         ("--efficiency", flags.efficiency),
     ):
         if not 0 < value <= 1:
             raise UserError(f"{flag} is {value:g}: give more than 0, and at most 1")
-    profiles = [read_profile(path) for path in flags.profile]
     return Cluster(
         machines=machine_of_each_rank(read_hostfile(flags.hosts)),
-        profile=merge(profiles) if profiles else None,
+        profile=None if profile is None else read_profiles(profile),
         memory_fraction=flags.memory_fraction,
         efficiency=flags.efficiency,
         backend=flags.backend,
@@ -225,15 +230,16 @@ def _limits(options: PlanOptions, ranks: int) -> Limits:
     replicas = flags.data_parallel
     if replicas is None and pp is not None:
         replicas = Mesh.for_world(ranks, pp).dp
+    given = options.given
     return Limits(
         batch_size=config.batch_size,
         length=config.max_seq_length,
         data_parallel=replicas,
-        schedule=None if flags.schedule == AUTO else config.schedule,
+        schedule=config.schedule if "schedule" in given else None,
         virtual=config.virtual_stages,
         micro_batch_size=config.micro_batch_size,
-        checkpoint=config.grad_checkpoint,
-        partitioner=flags.partitioner,
+        checkpoint=config.grad_checkpoint if "grad_checkpoint" in given else None,
+        partitioner=config.partitioner if "partitioner" in given else None,
         stage_map=stage_map,
     )
 

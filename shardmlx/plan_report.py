@@ -64,7 +64,9 @@ def _headline(choice: Choice, limits: Limits) -> str:
 
 
 def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
-    ranges = ", ".join(f"{start}-{stop - 1}" for start, stop in each.ranges)
+    ranges = ", ".join(
+        str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in each.ranges
+    )
     has = "?" if math.isinf(each.capacity) else size(each.capacity)
     seconds = each.seconds
     return (
@@ -103,6 +105,9 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
         parts.append(f"of it update {_seconds(prediction.update_seconds)}")
     if prediction.reduce_seconds:
         parts.append(f"sums over replicas up to {_seconds(prediction.reduce_seconds)}")
+    unknown = [each.host for each in cluster.machines if each.link is None]
+    if cluster.size > 1 and unknown:
+        source += f"\nlinks of {', '.join(dict.fromkeys(unknown))} not known: messages cost nothing"
     return (
         f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences\n"
         f"times from {source}"
@@ -155,7 +160,15 @@ def _how_to_run(
     plan = choice.prediction.plan
     words = ["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)]
     words += ["python", "-m", "shardmlx.train", "--model", workload.config.model]
-    words += [*options, "--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
+    words += [
+        *options,
+        "--hosts",
+        hostfile,
+        "--stage-map",
+        stage_map or "MAP.yaml",
+        "--schedule",
+        plan.schedule,
+    ]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     words += ["--grad-checkpoint"] * choice.candidate.checkpoint
     command = shlex.join(words)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardmlx.cluster import Cluster
+from shardmlx.cluster import Cluster, pipeline_seconds
 from shardmlx.errors import UserError
 from shardmlx.mesh import Mesh
-from shardmlx.partitioners import Problem, get_partitioner
-from shardmlx.partitioners.memory import evenly_full, fullest, gib
-from shardmlx.predict import Prediction, predict
-from shardmlx.problems import Candidate, make_problem, plan_of, rank_costs
+from shardmlx.partitioners import DoesNotFitError, Problem, get_partitioner
+from shardmlx.partitioners.memory import gib
+from shardmlx.predict import Prediction, RankPrediction, predict
+from shardmlx.problems import Candidate, make_problem, plan_of
 from shardmlx.run_plan import suits
 from shardmlx.schedules import SCHEDULES, get_schedule
 from shardmlx.stage_map import StageMap
@@ -24,10 +24,7 @@ CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the user has settled; None leaves it to the planner.
-
-    ``checkpoint`` False: only where that makes the step faster, for the memory that it frees.
-    """
+    """What the user has settled; None leaves it to the planner."""
 
     batch_size: int
     length: int
@@ -35,7 +32,7 @@ class Limits:
     schedule: str | None = None
     virtual: int | None = None
     micro_batch_size: int | None = None
-    checkpoint: bool = False
+    checkpoint: bool | None = None
     partitioner: str | None = None
     stage_map: StageMap | None = None
 
@@ -47,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen plan, and what it would be without limits of memory (None: the same)."""
+    """The chosen plan, and the fastest without limits of memory (None: no faster)."""
 
     candidate: Candidate
     prediction: Prediction
@@ -55,16 +52,10 @@ class Choice:
     unlimited: Prediction | None
 
 
-class DoesNotFitError(UserError):
-    """No plan fits; ``shortage`` is the bytes that are lacking where it is nearest."""
-
-    def __init__(self, message: str, shortage: float) -> None:
-        super().__init__(message)
-        self.shortage = shortage
-
-
 def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
     """All ways that the limits leave open; ``UserError`` when they leave none."""
+    if limits.data_parallel is not None and limits.data_parallel < 1:
+        raise UserError(f"--data-parallel {limits.data_parallel}: give 1 or more")
     if limits.data_parallel is not None and ranks % limits.data_parallel:
         raise UserError(
             f"--data-parallel {limits.data_parallel} does not divide {ranks} ranks: "
@@ -86,8 +77,11 @@ def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
         )
     possible = [each for each in found if len(each.placement) <= num_layers]
     if not possible:
+        stages = f"{ranks} machines"
+        if found and min(len(each.placement) for each in found) > ranks:
+            stages = f"{min(len(each.placement) for each in found)} stages"
         raise UserError(
-            f"{ranks} machines, but the model has {num_layers} layers: use at most {num_layers}, "
+            f"{stages}, but the model has {num_layers} layers: use at most {num_layers}, "
             "or replicas: --data-parallel"
         )
     return possible
@@ -105,7 +99,9 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
         sizes = [size for size in _powers_of_two(rows) if mesh.pp > 1 or size == rows]
     if limits.stage_map is not None and limits.stage_map.pp != mesh.pp:
         return
-    names = SCHEDULES if limits.schedule is None else [limits.schedule]
+    # 1F1B takes as long as GPipe, and never more memory.
+    chosen = [name for name in SCHEDULES if name != "gpipe"]
+    names = chosen if limits.schedule is None else [limits.schedule]
     for name in names:
         schedule = get_schedule(name)
         if mesh.pp == 1 and limits.schedule is None and name != "1f1b":
@@ -122,7 +118,7 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
                 if limits.schedule is not None and limits.micro_batch_size is not None:
                     raise
                 continue
-            for checkpoint in sorted({limits.checkpoint, True}):
+            for checkpoint in (False, True) if limits.checkpoint is None else (limits.checkpoint,):
                 yield Candidate(mesh, name, virtual, rows, size, checkpoint)
 
 
@@ -140,11 +136,28 @@ def choose(
     """The plan with the shortest predicted step among those that fit.
 
     ``advance`` is told how many plans of how many were looked at. ``DoesNotFitError`` says by how
-    much the best of them fails.
+    much the best of them fails, another ``UserError`` what keeps all of them from being divided.
     """
+    choice = _fastest(workload, cluster, limits, advance)
+    if all(machine.memory is None for machine in cluster.machines):
+        return choice
+    roomy = replace(
+        cluster, machines=tuple(replace(each, memory=None) for each in cluster.machines)
+    )
+    try:
+        unlimited = _fastest(workload, roomy, limits, advance).prediction
+    except UserError:
+        return choice  # the partitioner goes by memory
+    is_slower = choice.prediction.step_seconds > unlimited.step_seconds * (1 + CLOSE)
+    return replace(choice, unlimited=unlimited if is_slower else None)
+
+
+def _fastest(
+    workload: Workload, cluster: Cluster, limits: Limits, advance: Callable[[int, int], None]
+) -> Choice:
     ways = candidates(limits, cluster.size, workload.shape.num_layers)
     found: list[tuple[Candidate, Prediction]] = []
-    failures: list[DoesNotFitError] = []
+    failures: list[UserError] = []
     fastest = math.inf
     # The most promising first: what cannot be faster than the best so far is not worked out.
     bounds = sorted(((_least(way, workload, cluster, limits), way) for way in ways), key=_first)
@@ -154,27 +167,21 @@ def choose(
             break
         try:
             prediction = predict_candidate(way, workload, cluster, limits)
-        except DoesNotFitError as error:
+        except UserError as error:
             failures.append(error)
             continue
         found.append((way, prediction))
         fastest = min(fastest, prediction.step_seconds)
     if not found:
-        raise min(failures, key=lambda error: error.shortage)
+        raise min(failures, key=_shortage)
     close = [each for each in found if each[1].step_seconds <= fastest * (1 + CLOSE)]
     candidate, prediction = min(close, key=lambda each: _fullness(each[1]))
-    roomy = replace(
-        cluster, machines=tuple(replace(each, memory=None) for each in cluster.machines)
-    )
-    free = replace(candidate, checkpoint=limits.checkpoint)
-    unlimited = predict_candidate(free, workload, roomy, limits)
-    is_slower = prediction.step_seconds > unlimited.step_seconds * (1 + CLOSE)
-    return Choice(
-        candidate=candidate,
-        prediction=prediction,
-        tried=len(bounds),
-        unlimited=unlimited if is_slower else None,
-    )
+    return Choice(candidate=candidate, prediction=prediction, tried=len(bounds), unlimited=None)
+
+
+def _shortage(error: UserError) -> float:
+    """What is lacking least comes first; other faults last, in the order in which they came."""
+    return error.shortage if isinstance(error, DoesNotFitError) else math.inf
 
 
 def _first(pair: tuple[float, Candidate]) -> float:
@@ -183,10 +190,15 @@ def _first(pair: tuple[float, Candidate]) -> float:
 
 def _least(way: Candidate, workload: Workload, cluster: Cluster, limits: Limits) -> float:
     """Seconds that no step of this kind beats: all machines of a pipeline busy all the time."""
-    wholes = [
-        sum(costs.layers) + costs.head
-        for costs in rank_costs(way, workload, cluster, limits.length)
-    ]
+    models = pipeline_seconds(
+        workload,
+        cluster,
+        way.mesh,
+        way.micro_batch_size,
+        limits.length,
+        checkpoint=way.checkpoint,
+    )
+    wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
     return way.microbatches / sum(1 / whole for whole in wholes)
 
 
@@ -199,38 +211,43 @@ def _fullness(prediction: Prediction) -> tuple[float, float]:
 def predict_candidate(
     way: Candidate, workload: Workload, cluster: Cluster, limits: Limits
 ) -> Prediction:
-    """Divide the layers for one way of training, and predict it; ``DoesNotFitError``."""
+    """Divide the layers for one way of training, and predict it.
+
+    ``DoesNotFitError`` when no division fits, or the user's does not.
+    """
     problem = make_problem(way, workload, cluster, limits.length)
     stage_map = limits.stage_map or _divide(problem, limits.partitioner)
-    prediction = predict(
-        plan_of(way, stage_map, workload), workload, cluster, limits.length,
-        checkpoint=way.checkpoint,
-    )  # fmt: skip
+    prediction = _predict(way, stage_map, workload, cluster, limits)
+    if all(rank.fits for rank in prediction.ranks):
+        return prediction
+    if problem.pp < problem.num_stages and limits.partitioner is None and not limits.stage_map:
+        # balanced knows nothing of memory.
+        prediction = _predict(way, get_partitioner("memory")(problem), workload, cluster, limits)
     for rank, each in enumerate(prediction.ranks):
         if not each.fits:
-            raise _shortage(problem.name_of(rank), each.peak, each.capacity)
+            raise _does_not_fit(problem.name_of(rank), each)
     return prediction
+
+
+def _predict(
+    way: Candidate, stage_map: StageMap, workload: Workload, cluster: Cluster, limits: Limits
+) -> Prediction:
+    plan = plan_of(way, stage_map, workload)
+    return predict(plan, workload, cluster, limits.length, checkpoint=way.checkpoint)
+
+
+def _does_not_fit(name: str, rank: RankPrediction) -> DoesNotFitError:
+    shortage = rank.peak - rank.capacity
+    return DoesNotFitError(
+        f"the model does not fit: {name} would hold {gib(rank.peak)} of its {gib(rank.capacity)}, "
+        f"{gib(shortage)} too much",
+        shortage,
+        "divide the layers otherwise, or use more machines",
+    )
 
 
 def _divide(problem: Problem, partitioner: str | None) -> StageMap:
     """By the user's partitioner, or by the one that knows most."""
     if partitioner is not None:
         return get_partitioner(partitioner)(problem)
-    if problem.pp < problem.num_stages:
-        return get_partitioner("balanced")(problem)
-    try:
-        return get_partitioner("hetero")(problem)
-    except UserError:
-        rank, held = fullest(problem, evenly_full(problem))
-        if held <= problem.capacity[rank]:
-            raise
-        raise _shortage(problem.name_of(rank), held, problem.capacity[rank]) from None
-
-
-def _shortage(name: str, peak: float, capacity: float) -> DoesNotFitError:
-    missing = peak - capacity
-    return DoesNotFitError(
-        f"it does not fit: at best {name} needs {gib(peak)} of the {gib(capacity)} that it may "
-        f"use, {gib(missing)} too much",
-        missing,
-    )
+    return get_partitioner("hetero" if problem.pp == problem.num_stages else "balanced")(problem)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shardmlx.cluster import Cluster
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
+from shardmlx.hostfile import same_host
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import get_partitioner
 from shardmlx.problems import Candidate, make_problem
@@ -54,7 +55,7 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
     for pipeline_rank in range(mesh.pp):
         wanted = stage_map.host_of(pipeline_rank)
         rank = mesh.rank(0, pipeline_rank)
-        if wanted is not None and wanted.split(".")[0].casefold() != hosts[rank].casefold():
+        if wanted is not None and not same_host(wanted, hosts[rank]):
             raise UserError(
                 f"{stage_map} wants rank {pipeline_rank} on host {wanted}, but it runs on "
                 f"{hosts[rank]}: change the order of the hostfile, or the map"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmlx.cluster import Cluster, slowest
+from shardmlx.cluster import Cluster, pipeline_seconds
 from shardmlx.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.run_plan import Plan
 from shardmlx.simulate import Simulation, simulate
@@ -37,7 +37,10 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one step: forward and backward of all micro-batches, sums over replicas, update."""
+    """Of one step: forward and backward of all micro-batches, sums over replicas, update.
+
+    Where gradients of several steps make one update, a step has its share of sums and update.
+    """
 
     plan: Plan
     ranks: tuple[RankPrediction, ...]
@@ -53,10 +56,6 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step_seconds
-
-    @property
-    def fits(self) -> bool:
-        return all(rank.fits for rank in self.ranks)
 
 
 def predict_memory(
@@ -85,15 +84,7 @@ def predict(
     peaks, memories = predict_memory(
         plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
     )
-    clocks = [
-        slowest(
-            [cluster.clock(each, workload, checkpoint) for each in mesh.replicas_of(rank)],
-            rows,
-            length,
-        )
-        for rank in range(mesh.pp)
-    ]
-    models = [clock.seconds(rows, length) for clock in clocks]
+    models = pipeline_seconds(workload, cluster, mesh, rows, length, checkpoint=checkpoint)
     stages = [
         models[rank].stage(*ends)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
@@ -106,6 +97,7 @@ def predict(
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
         for rank in range(mesh.pp)
     ]
+    accumulated = workload.config.grad_accumulation_steps
     return Prediction(
         plan=plan,
         ranks=tuple(
@@ -114,7 +106,7 @@ def predict(
                 ranges=tuple(
                     stage_map.partition.ranges[index] for index in stage_map.stages_of(rank)
                 ),
-                weights=sum(memories[index].weights for index in stage_map.stages_of(rank)),
+                weights=_weights(workload, [memories[i] for i in stage_map.stages_of(rank)]),
                 peak=peaks[rank],
                 capacity=min(cluster.capacity(each) for each in mesh.replicas_of(rank)),
                 seconds=of_rank[rank],
@@ -125,10 +117,16 @@ def predict(
             for rank in range(mesh.pp)
         ),
         simulation=simulation,
-        reduce_seconds=_reduce_seconds(cluster, plan, memories),
-        update_seconds=max(each.update for each in of_rank),
+        reduce_seconds=_reduce_seconds(cluster, plan, memories) / accumulated,
+        update_seconds=max(each.update for each in of_rank) / accumulated,
         tokens=plan.rows * mesh.dp * length,
     )
+
+
+def _weights(workload: Workload, stages: list[StageMemory]) -> float:
+    """Bytes of a rank's parameters; a tied matrix that two of its stages hold is there once."""
+    twice = sum(stage.tied > 0 for stage in stages) == 2
+    return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
 
 
 def link_tables(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
-from shardmlx.cluster import Cluster, slowest
-from shardmlx.memory import TrainingSetup, rank_peak, stage_memory
+from shardmlx.actions import Kind
+from shardmlx.cluster import Cluster, pipeline_seconds
+from shardmlx.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.run_plan import Plan
@@ -83,7 +86,10 @@ def make_problem(
     """
     mesh, placement = way.mesh, way.placement
     setup = way.setup(workload, longest or length, cluster.backend)
-    message = stage_memory(setup, 0, 1).message
+    message = setup.message
+    capacity = tuple(
+        min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
+    )
 
     def between(a: int, b: int) -> float:
         if cluster.unit == "FLOPs":
@@ -97,14 +103,12 @@ def make_problem(
         placement=placement,
         costs=rank_costs(way, workload, cluster, length),
         sizes=workload.held_sizes,
-        peak=_peaks(way, workload, setup),
-        capacity=tuple(
-            min(cluster.capacity(each) for each in mesh.replicas_of(rank))
-            for rank in range(mesh.pp)
-        ),
+        peak=None if all(map(math.isinf, capacity)) else _peaks(way, workload, setup),
+        capacity=capacity,
         transfer=tuple(tuple(between(a, b) for b in range(mesh.pp)) for a in range(mesh.pp)),
         microbatches=way.microbatches,
         unit=cluster.unit,
+        is_measured=cluster.profile is not None,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
 
@@ -112,18 +116,12 @@ def make_problem(
 def rank_costs(
     way: Candidate, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[LayerCosts, ...]:
-    """What a micro-batch costs on each pipeline rank, on the slowest of its replicas."""
-    rows = way.micro_batch_size
-    clocks = [
-        slowest(
-            [cluster.clock(each, workload, way.checkpoint) for each in way.mesh.replicas_of(rank)],
-            rows,
-            length,
-        )
-        for rank in range(way.mesh.pp)
-    ]
-    costs = {clock: clock.seconds(rows, length).layer_costs for clock in set(clocks)}
-    return tuple(costs[clock] for clock in clocks)
+    """What a micro-batch costs on each pipeline rank."""
+    models = pipeline_seconds(
+        workload, cluster, way.mesh, way.micro_batch_size, length, checkpoint=way.checkpoint
+    )
+    costs = {id(model): model.layer_costs for model in models}
+    return tuple(costs[id(model)] for model in models)
 
 
 def _peaks(
@@ -133,35 +131,51 @@ def _peaks(
 
     Where a rank runs several stages the sum of their peaks is more than its own peak.
     """
-    # As if every layer were trained: no stage can hold more.
+    # In this division every stage has all kinds of actions; what a stage does not need of them
+    # depends on its layers.
     uniform = get_partitioner("uniform")
     stage_map = uniform(
-        Problem.homogeneous(
-            LayerCosts((1.0,) * max(len(way.placement), workload.shape.num_layers)), way.placement
-        )
+        Problem.homogeneous(LayerCosts((1.0,) * workload.shape.num_layers), way.placement)
     )
-    actions = plan_of(
-        way, stage_map, replace(workload, config=replace(workload.config, num_layers=-1))
-    ).actions
+    everything = replace(workload, config=replace(workload.config, num_layers=-1))
+    actions = plan_of(way, stage_map, everything).actions
     of_stage = [
         tuple(action for action in actions[rank] if action.stage == stage)
         for stage, rank in enumerate(way.placement)
     ]
+
     layers = workload.shape.num_layers
+    upto = list(accumulate(workload.weight_sizes.layers, initial=0.0))
+    first = workload.first_trained_layer
 
     @cache
-    def peak(stage: int, length: int, trained: int, at_start: bool, at_end: bool) -> float:
-        # Layers are alike: any range with as many, and as many trained, holds as much.
-        start = 0 if at_start else (layers - length if at_end else _start(length, trained))
-        memory = stage_memory(setup, start, start + length)
-        return rank_peak(of_stage[stage], {stage: memory}, setup)
+    def look(start: int, stop: int) -> tuple[float, ...]:
+        """Ranges that look alike hold as much."""
+        trained = max(0, stop - max(start, first))
+        ends = (start == 0, stop == layers, start > first)
+        return (stop - start, trained, upto[stop] - upto[start], *ends)
 
-    def _start(length: int, trained: int) -> int:
-        start = workload.first_trained + trained - length
-        return min(max(1, start), layers - length - 1)
+    known: dict[tuple[int, tuple[float, ...]], int] = {}
 
-    def of_range(stage: int, start: int, stop: int) -> float:
-        trained = max(0, stop - max(start, workload.first_trained))
-        return peak(stage, stop - start, trained, start == 0, stop == layers)
+    def peak(stage: int, start: int, stop: int) -> float:
+        key = stage, look(start, stop)
+        if key not in known:
+            memory = stage_memory(setup, start, stop)
+            kinds = _kinds(memory)
+            own = [action for action in of_stage[stage] if action.kind in kinds]
+            known[key] = rank_peak(own, {stage: memory}, setup)
+        return known[key]
 
-    return of_range
+    return peak
+
+
+def _kinds(memory: StageMemory) -> frozenset[Kind]:
+    """The kinds of actions that a stage has: as ``lowering.gradient_kinds``."""
+    kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
+    if memory.has_input_gradient:
+        kinds |= {Kind.I, Kind.SEND_B}
+    if memory.is_trained:
+        kinds |= {Kind.W}
+    if len(kinds) > 3:
+        kinds |= {Kind.RECV_B}
+    return frozenset(kinds)

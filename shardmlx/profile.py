@@ -8,10 +8,10 @@ do in a run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmlx.command import OneLineParser
 from shardmlx.config import TrainConfig, load_config
@@ -20,6 +20,8 @@ from shardmlx.errors import UserError
 from shardmlx.mpi_command import run_ranks
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
     from shardmlx.transport import Transport
 
 MEASURED_PARTS = (8, 2, 1)
@@ -39,18 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
     given = sys.argv[1:] if argv is None else argv
     return run_ranks(
-        lambda rank: read_options(given, rank), lambda options: options.config.timeout, _run
+        lambda rank: read_options(given, rank), lambda options: options.config.timeout, _load
     )
 
 
 def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
     """Flags of this command, and any of ``shardmlx.train``'s."""
-    parser = OneLineParser(
+    parser = _Parser(
+        rank,
         prog="python -m shardmlx.profile",
         description="Measure how long each part of a model takes on each machine, for the planner.",
         epilog="Takes every option of shardmlx.train too: they say what is trained, and how.",
         allow_abbrev=False,
-        add_help=rank == 0,
     )
     parser.add_argument(
         "model", metavar="MODEL", help="model directory, or Hugging Face repository"
@@ -76,6 +78,18 @@ def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
     return ProfileOptions(config, shapes, Path(own.output))
 
 
+class _Parser(OneLineParser):
+    """``--help`` ends every rank, and only rank 0 prints."""
+
+    def __init__(self, rank: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rank = rank
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        if self._rank == 0:
+            super().print_help(file)
+
+
 def _lengths(text: str | None, config: TrainConfig) -> tuple[int, ...]:
     if text is None:
         lengths = {max(1, config.max_seq_length // part) for part in MEASURED_PARTS}
@@ -89,10 +103,10 @@ def _lengths(text: str | None, config: TrainConfig) -> tuple[int, ...]:
     return tuple(sorted(lengths))
 
 
-def _run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
+def _load() -> Callable[[ProfileOptions, Transport, Blas], None]:
     from shardmlx.profiling import run
 
-    run(options.config, options.shapes, options.output, transport, blas)
+    return lambda options, *rest: run(options.config, options.shapes, options.output, *rest)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
+from shardmlx.hostfile import kind_key, same_host
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.tensors import read_quantisation
 from shardmlx.timing import Measured, Sample, Seconds
 
 FORMAT = 1
 
 _AGAIN = "measure again with python -m shardmlx.profile"
 
+_MOST_TOKENS = 1 << 30
+_MOST_SECONDS = 1e6
+"""A micro-batch of more is none that was measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What one rank measured. ``chip`` says what kind of machine it is."""
+    """What one rank measured: as many rows in each sample, in ascending order of length.
+
+    ``chip`` says what kind of machine it is.
+    """
 
     host: str
     chip: str
@@ -30,9 +40,26 @@ class MachineProfile:
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError(f"no samples of {self.host}")
-        tokens = [sample.tokens for sample in self.samples]
-        if tokens != sorted(set(tokens)):
-            raise ValueError(f"samples of {self.host} with {tokens} tokens: not ascending")
+        for sample in self.samples:
+            _check_sample(sample)
+        lengths = [sample.length for sample in self.samples]
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"samples of {self.host} with {lengths} tokens a row: not ascending")
+        rows = {sample.rows for sample in self.samples}
+        if len(rows) > 1:
+            raise ValueError(f"samples of {self.host} with {sorted(rows)} rows: not as many each")
+
+
+def _check_sample(sample: Sample) -> None:
+    """``ValueError`` for what no clock shows; embedding and head are differences of times."""
+    if sample.tokens > _MOST_TOKENS:
+        raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
+    for part in (sample.layer, sample.frozen, sample.embedding, sample.head):
+        if max(map(abs, astuple(part))) > _MOST_SECONDS:
+            raise ValueError(f"a time over {_MOST_SECONDS:g} s")
+    for part in (sample.layer, sample.frozen):
+        if part.forward <= 0 or min(astuple(part)) < 0:
+            raise ValueError(f"a layer with times of {astuple(part)} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +78,27 @@ class Profile:
         for key in work:
             if self.work.get(key) != work[key]:
                 raise UserError(
-                    f"{self.path} was measured with {key} {self.work.get(key)!r}, not "
-                    f"{work[key]!r}: {_AGAIN}"
+                    f"{self.path} was measured with {key} {reprlib.repr(self.work.get(key))}, not "
+                    f"{reprlib.repr(work[key])}: {_AGAIN}"
                 )
 
     def machine(self, host: str, kind: str | None = None) -> MachineProfile:
         """The measurements on a host, or on another machine of the same kind.
 
-        Where ranks share a host, the slowest of them speaks for all.
+        A kind is a measured chip or host. Where ranks share a host, the slowest of them speaks
+        for all.
         """
-        name = short(socket.gethostname() if host == "localhost" else host)
-        local = [each for each in self.machines if short(each.host) == name]
-        found = local or [each for each in self.machines if kind in (each.chip, each.host)]
+        name = socket.gethostname() if host == "localhost" else host
+        found = [each for each in self.machines if same_host(each.host, name)]
+        if not found and kind is not None:
+            found = [each for each in self.machines if _is_of_kind(each, kind)]
         if not found:
             known = ", ".join(dict.fromkeys(each.host for each in self.machines))
+            kinds = dict.fromkeys(kind_key(each.chip or each.host) for each in self.machines)
+            words = " or ".join(f"kind={each}" for each in kinds)
             raise UserError(
                 f"{self.path} has no measurement of {host}, only of {known}: measure there too, "
-                "or give the host kind=NAME in the hostfile with the name of a measured one"
+                f"or write {words} into its line of the hostfile if it is a machine like that"
             )
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
@@ -83,13 +114,20 @@ class Profile:
         )
 
 
-def short(host: str) -> str:
-    """A host's name without its domain, in lower case: how hosts are compared."""
-    return host.split(".")[0].casefold()
+def _is_of_kind(machine: MachineProfile, kind: str) -> bool:
+    return kind_key(kind) == kind_key(machine.chip) or same_host(kind, machine.host)
 
 
-def work_of(config: TrainConfig, shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """What times depend on: sizes of a layer and of the head, and what is trained how."""
+def work_of(
+    config: TrainConfig,
+    shape: ModelShape,
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What times depend on: sizes of a layer and of the head, and what is trained how.
+
+    ``quantization`` is the entry of config.json.
+    """
     trained: dict[str, Any] = {"fine_tune_type": config.fine_tune_type}
     if config.fine_tune_type == "full":
         trained["unfreeze_all"] = config.unfreeze_all
@@ -98,7 +136,26 @@ def work_of(config: TrainConfig, shape: ModelShape, dtype: str) -> dict[str, Any
     sizes = asdict(shape)
     for each in ("num_layers", "windows"):
         del sizes[each]
-    return {**sizes, "dtype": dtype, "optimizer": config.optimizer, **trained}
+    return {
+        **sizes,
+        "dtype": dtype,
+        "quantization": _quantisation(quantization),
+        "optimizer": config.optimizer,
+        **trained,
+    }
+
+
+def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Defaults filled in: how a model is quantised may be said in several ways."""
+    quantisation = read_quantisation({"quantization": entry})
+    if quantisation is None:
+        return None
+    modules = {
+        path: how and asdict(how)
+        for path, how in quantisation.modules.items()
+        if how != quantisation.default
+    }
+    return {**asdict(quantisation.default), **modules}
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -133,7 +190,7 @@ def read_profile(path: str | Path) -> Profile:
         return Profile(dict(content["work"]), machines, str(path))
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} is no profile ({error!r}): {_AGAIN}") from None
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +34,7 @@ from shardmlx.job import SETUP_SECONDS, optimizer_of
 from shardmlx.loading import unfreeze
 from shardmlx.model_source import open_model
 from shardmlx.models.slice import Slice
+from shardmlx.models.tensors import read_quantisation
 from shardmlx.optimizer import Updater
 from shardmlx.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.report import Reporter, check_writable
@@ -50,6 +52,8 @@ REPEATS = 5
 
 WARM_UPS = 2
 """The first runs allocate memory and compile kernels."""
+
+_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(slots=True)
@@ -117,34 +121,48 @@ def measure(
 def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
     """A frozen model of a few layers like those of ``model_config``, with random weights.
 
-    The first and the last layer go with the ends; those between are measured as layers.
+    The first and the last layer go with the ends; those between are measured as layers. All are
+    quantised like the layer in the middle: recipes that mix widths give the outermost more bits.
     """
-    one = _build({**model_config, "num_hidden_layers": 1}, dtype)
+    one = _build(model_config, 1, dtype)
     nbytes = sum(array.nbytes for _, array in tree_flatten(one.layers[0].parameters()))
     between = max(1, min(MAX_LAYERS, LAYER_BYTES // nbytes))
-    model = _build({**model_config, "num_hidden_layers": between + 2}, dtype)
+    model = _build(model_config, between + 2, dtype)
     model.freeze()
     mx.eval(model.parameters())
     return model
 
 
-def _build(model_config: dict[str, Any], dtype: str) -> nn.Module:
-    """mlx-lm's model; nothing of it is computed yet."""
-    layer_types = model_config.get("layer_types")
-    if layer_types is not None:
-        # Full attention everywhere: what it costs is an upper bound.
-        full = ["full_attention"] * model_config["num_hidden_layers"]
-        model_config = {**model_config, "layer_types": full}
-    quantization = model_config.get("quantization")
+def _build(model_config: Mapping[str, Any], num_layers: int, dtype: str) -> nn.Module:
+    """mlx-lm's model with so many layers; nothing of it is computed yet."""
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
+    plain["num_hidden_layers"] = num_layers
+    if plain.get("layer_types") is not None:
+        # Full attention everywhere: what it costs is an upper bound.
+        plain["layer_types"] = ["full_attention"] * num_layers
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(plain))
         model, _ = load_model(Path(directory), lazy=True, strict=False)
     model.set_dtype(getattr(mx, dtype))
-    if quantization is not None:
-        settings = {key: quantization[key] for key in ("group_size", "bits")}
-        nn.quantize(model, **settings, mode=quantization.get("mode", "affine"))
+    _quantise(model, model_config)
     return model
+
+
+def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
+    """As ``model_config`` says of the whole model, or of the model's layer in the middle."""
+    quantisation = read_quantisation(model_config)
+    if quantisation is None:
+        return
+    middle = f"layers.{model_config['num_hidden_layers'] // 2}."
+
+    def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
+        own = quantisation.of(_LAYER.sub(middle, path))
+        if own is None or not hasattr(module, "to_quantized"):
+            return False
+        # As mlx-lm converts: what cannot be divided into groups stays as it is.
+        return False if module.weight.shape[-1] % own.group_size else asdict(own)
+
+    nn.quantize(model, class_predicate=how)
 
 
 def _stages(model: nn.Module) -> list[Stage]:
@@ -212,10 +230,11 @@ def run(
     """
     config, shapes = transport.broadcast((config, shapes), what="options")
     reporter = Reporter(quiet=transport.rank != 0)
-    read = by_rank_0(transport, "reading the model", lambda: _read(config, output))
+    with transport.patient(SETUP_SECONDS):
+        read = by_rank_0(transport, "reading the model", lambda: _read(config, output))
     model_config, workload = transport.broadcast(read, what="model")
     reporter.say(str(blas))
-    with reporter.bar("measuring", len(shapes)) as bar, transport.patient(SETUP_SECONDS):
+    with reporter.bar("measuring", len(shapes)) as bar:
         samples = measure(
             model_config,
             workload.dtype,
@@ -226,12 +245,11 @@ def run(
             bar.advance,
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
-    machines = transport.gather(mine, what="measurements")
-    if machines is None:
-        return
+    machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
     _show(reporter, machines)
-    work = work_of(config, workload.shape, workload.dtype)
-    write_profile(Profile(work, tuple(machines)), output)
+    work = work_of(config, workload.shape, workload.dtype, model_config.get("quantization"))
+    profile = Profile(work, tuple(machines))
+    by_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
     reporter.say(f"Wrote {output}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,38 +24,63 @@ MOST_MACHINES = 8
 
 def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
     """Short descriptions of changes after which the run fits, each by itself."""
-    tight = replace(limits, micro_batch_size=1, schedule="1f1b", checkpoint=True, virtual=None)
     found = []
-    lora = replace(workload, config=replace(workload.config, fine_tune_type="lora",
-                                            unfreeze_all=False))  # fmt: skip
-    if workload.config.fine_tune_type == "full" and fits(lora, cluster, tight):
+    for name, tighter in _tighter(limits):
+        if fits(workload, cluster, tighter):
+            found.append(name)
+    is_full = workload.config.fine_tune_type == "full"
+    config = replace(workload.config, fine_tune_type="lora", unfreeze_all=False)
+    lora = replace(workload, config=config) if is_full else workload
+    if is_full and fits(lora, cluster, limits):
         found.append("--fine-tune-type lora")
     packed = quantised(lora)
-    if packed is not None and fits(packed, cluster, tight):
-        adapters = "" if workload.config.fine_tune_type != "full" else " and --fine-tune-type lora"
+    if packed is not None and fits(packed, cluster, limits):
+        adapters = " and --fine-tune-type lora" if is_full else ""
         found.append(f"the model quantised to 4 bits{adapters}")
     for length in _shorter(limits.length):
-        if fits(workload, cluster, replace(tight, length=length)):
+        if fits(workload, cluster, replace(limits, length=length)):
             found.append(f"--max-seq-length {length}")
             break
-    for count, larger in _more_machines(cluster, workload.shape.num_layers):
-        if fits(workload, larger, tight):
-            machine = larger.machines[-1]
-            s = "s" if count > 1 else ""
-            found.append(f"{count} more machine{s} like {machine.host.partition('+')[0]}")
+    for name, fewer in _one_machine_less(cluster):
+        if fits(workload, fewer, limits):
+            found.append(f"{name} left out")
+            break
+    for name, larger in _more_machines(cluster, workload.shape.num_layers):
+        if fits(workload, larger, limits):
+            found.append(name)
             break
     return found
 
 
 def fits(workload: Workload, cluster: Cluster, limits: Limits) -> bool:
-    """Whether some plan within the limits fits."""
-    for way in candidates(limits, cluster.size, workload.shape.num_layers):
+    """Whether some plan within the limits fits: of what is left open, what needs least memory."""
+    least = replace(
+        limits,
+        micro_batch_size=limits.micro_batch_size or 1,
+        schedule=limits.schedule or "1f1b",
+        checkpoint=True if limits.checkpoint is None else limits.checkpoint,
+    )
+    try:
+        ways = candidates(least, cluster.size, workload.shape.num_layers)
+    except UserError:
+        return False
+    for way in ways:
         try:
-            predict_candidate(way, workload, cluster, limits)
+            predict_candidate(way, workload, cluster, least)
         except UserError:
             continue
         return True
     return False
+
+
+def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
+    """What the user has settled, settled for less memory."""
+    if (limits.micro_batch_size or 1) > 1:
+        yield "--micro-batch-size 1", replace(limits, micro_batch_size=1)
+    if limits.checkpoint is False:
+        yield "--grad-checkpoint", replace(limits, checkpoint=True)
+    if limits.schedule not in (None, "1f1b") and limits.stage_map is None:
+        yield "--schedule 1f1b", replace(limits, schedule="1f1b", virtual=None)
 
 
 def quantised(workload: Workload) -> Workload | None:
@@ -76,9 +102,22 @@ def _shorter(length: int) -> Iterator[int]:
         yield length
 
 
-def _more_machines(cluster: Cluster, num_layers: int) -> Iterator[tuple[int, Cluster]]:
+def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Without the smallest machine that says what it has, and so on."""
+    by_size = sorted(cluster.machines, key=lambda machine: machine.memory or math.inf)
+    for host in dict.fromkeys(machine.host for machine in by_size):
+        others = tuple(machine for machine in cluster.machines if machine.host != host)
+        if others:
+            yield host, replace(cluster, machines=others)
+
+
+def _more_machines(cluster: Cluster, num_layers: int) -> Iterator[tuple[str, Cluster]]:
     """With 1, 2 ... copies of the largest machine."""
     largest = max(cluster.machines, key=lambda machine: machine.memory or 0)
     for count in range(1, min(MOST_MACHINES, num_layers - cluster.size) + 1):
-        copies = tuple(replace(largest, host=f"{largest.host}+{i}") for i in range(count))
-        yield count, replace(cluster, machines=(*cluster.machines, *copies))
+        copies = tuple(
+            replace(largest, host=f"{largest.host}-copy-{i}", kind=largest.kind or largest.host)
+            for i in range(count)
+        )
+        name = f"{count} more machine{'s' if count > 1 else ''} like {largest.host}"
+        yield name, replace(cluster, machines=(*cluster.machines, *copies))

@@ -7,7 +7,7 @@ one micro-batch: forward (F), gradient for the input (I), gradient for the weigh
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 from shardmlx.models.shape import ModelShape
@@ -181,7 +181,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A machine on which samples were taken, in ascending order of their tokens."""
+    """A machine on which samples were taken: of as many rows each, in ascending order of length."""
 
     num_layers: int
     samples: tuple[Sample, ...]
@@ -189,12 +189,13 @@ class Measured:
     checkpoint: bool = False
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """On the line between the two samples around ``rows`` x ``length`` tokens.
+        """On the line between the samples of the next shorter and longer sequences.
 
-        Beyond the samples the outermost line goes on; from one sample times are proportional.
+        Beyond the samples the outermost line goes on; from one sample times are proportional to
+        tokens. A row costs as much as in the samples.
         """
         layer, frozen, embedding, head = (
-            self._interpolated(part, rows * length)
+            self._interpolated(part, rows, length)
             for part in ("layer", "frozen", "embedding", "head")
         )
         trained = self.num_layers - self.first_trained
@@ -206,16 +207,16 @@ class Measured:
             checkpoint=self.checkpoint,
         )
 
-    def _interpolated(self, part: str, tokens: int) -> Seconds:
-        points = [(each.tokens, getattr(each, part)) for each in self.samples]
+    def _interpolated(self, part: str, rows: int, length: int) -> Seconds:
+        points = [(each.length, getattr(each, part), each.rows) for each in self.samples]
+        _, seconds, measured_rows = points[0]
         if len(points) == 1:
-            ((measured, seconds),) = points
-            once: Seconds = seconds.scaled(tokens / measured)
-            return Seconds(once.forward, once.input_gradient, once.weight_gradient, seconds.update)
-        segments = list(pairwise(points))
-        (low, at_low), (high, at_high) = next(
-            (segment for segment in segments if tokens <= segment[1][0]), segments[-1]
-        )
-        weight = (tokens - low) / (high - low)
-        mixed: Seconds = at_low.scaled(1 - weight) + at_high.scaled(weight)
-        return mixed
+            mixed: Seconds = seconds.scaled(length / points[0][0])
+        else:
+            segments = list(pairwise(points))
+            (low, at_low, _), (high, at_high, _) = next(
+                (segment for segment in segments if length <= segment[1][0]), segments[-1]
+            )
+            weight = (length - low) / (high - low)
+            mixed = at_low.scaled(1 - weight) + at_high.scaled(weight)
+        return replace(mixed.scaled(rows / measured_rows), update=seconds.update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardmlx.config import TrainConfig, load_config
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
     given = sys.argv[1:] if argv is None else argv
-    return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _run)
+    return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _load)
 
 
-def _run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
+def _load() -> Callable[[TrainConfig, Transport, Blas], None]:
     from shardmlx.trainer import run
 
-    run(config, transport, blas)
+    return run
 
 
 if __name__ == "__main__":

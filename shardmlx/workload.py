@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
@@ -24,12 +25,17 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training run's work. ``dtype`` is that of activations, ``weight_sizes`` in memory."""
+    """One training run's work.
+
+    ``dtype`` is that of activations, ``weight_sizes`` in memory, ``quantization`` as config.json
+    has it.
+    """
 
     shape: ModelShape
     weight_sizes: LayerCosts
     dtype: str
     config: TrainConfig
+    quantization: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, files: ModelFiles, config: TrainConfig) -> Workload:
@@ -45,13 +51,25 @@ class Workload:
             _held(inspection.embedding, config.dtype),
             _held(inspection.head, config.dtype),
         )
-        return cls(shape=inspection.shape, weight_sizes=sizes, dtype=dtype, config=config)
+        return cls(
+            shape=inspection.shape,
+            weight_sizes=sizes,
+            dtype=dtype,
+            config=config,
+            quantization=files.config.get("quantization"),
+        )
 
     def __post_init__(self) -> None:
         if self.config.num_layers > self.shape.num_layers:
             raise UserError(
                 f"--num-layers {self.config.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
+            )
+        is_full = self.config.train and self.config.fine_tune_type == "full"
+        if is_full and self.quantization is not None:
+            raise UserError(
+                "--fine-tune-type full: MLX has no gradients for quantised weights, which this "
+                "model has: use lora, or the model before it was quantised"
             )
 
     @property
@@ -81,7 +99,9 @@ class Workload:
     ) -> TrainingSetup:
         """What decides the memory of the run with micro-batches of ``rows`` x ``length``."""
         config = self.config
-        keys = config.lora_parameters.get("keys")
+        # A full fine-tune may have anything there: it is not looked at.
+        lora = {} if config.fine_tune_type == "full" else config.lora_parameters
+        keys = lora.get("keys")
         return TrainingSetup(
             shape=self.shape,
             weight_sizes=self.weight_sizes,
@@ -90,11 +110,12 @@ class Workload:
             length=length,
             fine_tune_type=config.fine_tune_type,
             first_trained_layer=self.first_trained_layer,
-            dropout=config.lora_parameters.get("dropout", 0.0) > 0,
-            lora_rank=config.lora_parameters.get("rank", 8),
+            dropout=bool(lora.get("dropout")),
+            lora_rank=lora.get("rank", 8),
             lora_keys=None if keys is None else tuple(keys),
             unfreeze_all=config.unfreeze_all,
             optimizer=config.optimizer,
+            first_moment=_has_first_moment(config),
             grad_checkpoint=checkpoint,
             dp=dp,
             backend=backend,
@@ -112,8 +133,14 @@ class Workload:
 
     def measured(self, profile: Profile, host: str, kind: str | None, checkpoint: bool) -> Measured:
         """Its times on a machine that was measured; ``UserError`` if it was not, or otherwise."""
-        profile.check(work_of(self.config, self.shape, self.dtype))
+        profile.check(work_of(self.config, self.shape, self.dtype, self.quantization))
         return profile.measured(host, kind, self.shape.num_layers, self.first_trained, checkpoint)
+
+
+def _has_first_moment(config: TrainConfig) -> bool:
+    """Whether Adafactor keeps a mean of gradients too; the others do or not by their nature."""
+    settings = config.optimizer_config.get("adafactor") or {}
+    return config.optimizer == "adafactor" and settings.get("beta_1") is not None
 
 
 def _dtype(head: Part) -> str:

@@ -108,6 +108,7 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
         ),
         microbatches=random.choice([1, 2, 4, 16]),
         unit="seconds",
+        is_measured=True,
     )
 
 

@@ -91,6 +91,22 @@ def test_without_a_profile_memory_is_predicted_and_time_is_not(
     assert "Step: " not in done.stdout
 
 
+def test_a_hostfile_gives_speeds_for_a_prediction(
+    measured: Job, small: Path, pirate: Path, directory: Path
+) -> None:
+    host = read_profile(directory / "profile.json").machines[0].host
+    (directory / "speeds").write_text(f"{host} slots=2  # flops=100G link=1Gbps\n")
+    train_well(
+        2,
+        *("--model", small, "--data", pirate, "--iters", "1", "--num-layers", "4"),
+        *("--val-batches", "0", "--metrics-file", "hosts.jsonl", "--adapter-path", "hosts-out"),
+        *("--hosts", "speeds", "--partitioner", "hetero"),
+        cwd=directory,
+    )
+    (summary,) = events(directory / "hosts.jsonl", "summary")
+    assert summary["predicted"]["step_seconds"] > 0
+
+
 def test_the_planner_takes_the_measured_times(
     measured: Job, small: Path, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +151,23 @@ def test_a_profile_that_does_not_fit_the_run_is_refused(
     assert done.returncode == 2
     (line,) = done.error_lines
     assert message in line
+
+
+def test_help_is_printed_once_and_ends_all_ranks(directory: Path) -> None:
+    done = mpirun(2, "-m", "shardmlx.profile", "--help", cwd=directory)
+    assert done.returncode == 0, done.output
+    assert done.output.count("usage: python -m shardmlx.profile") == 1
+    assert done.error_lines == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_a_profile_that_cannot_be_written_ends_in_one_line(small: Path, directory: Path) -> None:
+    done = profile(
+        2, small, "--num-layers", "1", "--lengths", "8", "-o", "/dev/full", cwd=directory
+    )
+    assert done.returncode == 2
+    (line,) = done.error_lines
+    assert line == "shardmlx: error: cannot write /dev/full: No space left on device"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Hostfiles that mpirun and the planner both read."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile
+from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,8 +104,12 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("memory=lots", "hosts, line 2: memory is 'lots': give a number, like 64GiB"),
         ("memory=", "hosts, line 2: memory is '': give a number, like 64GiB"),
         ("memory=-1GiB", "hosts, line 2: memory is '-1GiB': give a number, like 64GiB"),
-        ("memory=0GiB", "hosts, line 2: memory is '0GiB': give more than 0, like 64GiB"),
-        ("flops=1e999", "hosts, line 2: flops is '1e999': give more than 0, like 27T"),
+        ("memory=0GiB", "hosts, line 2: memory is '0GiB': give 1MiB to 1PB, like 64GiB"),
+        ("memory=1B", "hosts, line 2: memory is '1B': give 1MiB to 1PB, like 64GiB"),
+        ("flops=1e999", "hosts, line 2: flops is '1e999': give 1M to 1000P, like 27T"),
+        ("flops=1e-300", "hosts, line 2: flops is '1e-300': give 1M to 1000P, like 27T"),
+        ("link=1e-320B/s", "hosts, line 2: link is '1e-320B/s': give 1kB/s to 1PB/s, like 40Gb"),
+        ("latency=1e308s", "hosts, line 2: latency is '1e308s': give 1ns to 1000s, like 30us"),
         ("memroy=1GiB", "hosts, line 2: unknown key 'memroy': did you mean memory?"),
         (
             "colour=grey",
@@ -152,6 +157,23 @@ def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "are_same"),
+    [
+        ("Mac-Studio.local", "mac-studio", True),
+        ("mac-studio.lan", "mac-studio.local", True),
+        ("mac-studio", "mac-mini", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("fe80::1", "FE80:0::1", True),
+    ],
+)
+def test_names_of_one_host_differ_in_case_and_domain_and_addresses_are_whole(
+    a: str, b: str, are_same: bool
+) -> None:
+    assert same_host(a, b) is are_same
+
+
 def test_what_is_said_of_a_host_in_several_lines_adds_up(tmp_path: Path) -> None:
     assert read(tmp_path, "a # memory=8GiB\nb slots=1\na # memory=8GiB flops=1T\n") == (
         Machine(host="a", slots=2, memory=8 * 2**30, flops=1e12),
@@ -190,6 +212,12 @@ def test_what_is_said_of_a_host_in_several_lines_adds_up(tmp_path: Path) -> None
         ),
         ("mac slots=1\nmac slots=2\n", "hosts, line 2: host 'mac' is the host of "),
         ("mac.lan\nmac slots=2\n", "hosts, line 2: host 'mac' is the host of "),
+        ("Mac slots=1\nmac slots=1\n", "hosts, line 2: host 'mac' is 'Mac' of "),
+        ("fe80::1 slots=1\nFE80::1 slots=1\n", "hosts, line 2: host 'FE80::1' is 'fe80::1' of "),
+        (
+            "mac slots=2 # memory=1MiB\n",
+            "hosts, line 1: host 'mac' has less than 1 MiB of memory for each of its 2 slots",
+        ),
     ],
 )
 def test_what_mpirun_refuses_or_guesses_is_named(
@@ -213,7 +241,7 @@ def test_ranks_fill_one_host_after_the_other_and_share_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"memory": 0}, {"flops": float("nan")}])
-def test_a_machine_has_something_of_everything(wrong: dict[str, int]) -> None:
+def test_a_machine_has_something_of_everything(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="mac has"):
         Machine(host="mac", **wrong)
 

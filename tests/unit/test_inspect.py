@@ -26,7 +26,7 @@ from tests.unit.fake_models import (
     tensors_of,
     write,
 )
-from tests.unit.hub_server import File, text_file
+from tests.unit.hub_server import File, safetensors_file, text_file
 
 Capture = pytest.CaptureFixture[str]
 
@@ -258,6 +258,10 @@ def test_adjacent_tensors_are_one_range(tiny: str) -> None:
         (["--rank", "0"], "--rank needs a split: give --stages, --stage-map or --hosts"),
         (["--partitioner", "uniform"], "--partitioner needs a split: give --stages"),
         (["--stages", "2", "--partitioner", "best"], "unknown partitioner 'best'"),
+        (
+            ["--stages", "2", "--partitioner", "profiled"],
+            "the partitioner profiled divides measured seconds, not modelled FLOPs: measure",
+        ),
         (["--stage-map", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["--hosts", "nowhere"], "cannot read hostfile nowhere"),
         (["--colour"], "unrecognized arguments: --colour (see --help)"),
@@ -294,6 +298,33 @@ def test_a_map_or_hostfile_that_does_not_fit_is_refused(
     assert f"4 ranks, but {hosts} has 2 slots" in error_of(
         capsys, tiny, "--hosts", str(hosts), "--stages", "4"
     )
+
+
+def test_speeds_of_a_hostfile_are_not_measured(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1  # flops=3T\nb slots=1  # flops=1T\n")
+    assert "divides measured seconds, not modelled seconds: measure with" in error_of(
+        capsys, tiny, "--hosts", str(hosts), "--partitioner", "profiled"
+    )
+
+
+def test_a_map_names_addresses_whole(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path, hosts = tmp_path / "map.yaml", tmp_path / "hosts"
+    path.write_text("stages: [{num_layers: 2, host: 10.0.0.1}, {num_layers: 2, host: 10.0.0.2}]")
+    hosts.write_text("10.0.0.1 slots=1\n10.0.0.3 slots=1\n")
+    assert f"wants rank 1 on host 10.0.0.2, but {hosts} gives it 10.0.0.3" in error_of(
+        capsys, tiny, "--stage-map", str(path), "--hosts", str(hosts)
+    )
+
+
+@pytest.mark.parametrize("number", ["99999999", "9" * 5000, "10000"])
+def test_a_layer_beyond_all_models_is_none(tmp_path: Path, number: str) -> None:
+    names = (f"layers.{number}.weight", "layers.1.weight")
+    file = safetensors_file({name: ("F32", [2], 8) for name in names})
+    loose = str(write(tmp_path / "loose", {"weights.safetensors": file}))
+    inspection = inspect_files(open_model(loose))
+    assert [len(layer.tensors) for layer in inspection.layers] == [0, 1]
+    assert len(inspection.other.tensors) == 1
 
 
 HEADER = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmlx.actions import Action, Grid, parse_grid
+from shardmlx.config_checks import OPTIMIZERS
 from shardmlx.layer_memory import layer_memory
 from shardmlx.lowering import lower
 from shardmlx.memory import (
+    STATES,
+    UPDATED_AT_ONCE,
     StageMemory,
     TrainingSetup,
     inference_memory,
@@ -325,3 +328,13 @@ def test_a_setup_that_cannot_be_is_refused() -> None:
             setup(**changes)
     with pytest.raises(ValueError, match="layers 2 to 2 of 4"):
         stage_memory(setup(), 2, 2)
+
+
+def test_every_optimizer_has_its_memory() -> None:
+    assert set(STATES) == set(UPDATED_AT_ONCE) == set(OPTIMIZERS)
+
+
+def test_adafactor_keeps_a_copy_of_the_weights_for_its_first_moment_only() -> None:
+    usual = stage_memory(setup(optimizer="adafactor"), 1, 2)
+    with_moment = stage_memory(setup(optimizer="adafactor", first_moment=True), 1, 2)
+    assert (usual.optimizer, with_moment.optimizer) == (0, 4 * LAYER)

@@ -176,6 +176,14 @@ CASES = [
 ]
 
 
+def test_mlx_has_no_gradient_for_packed_weights() -> None:
+    """Why a ``TrainingSetup`` refuses to train them."""
+    model = Case("full", 0, 2, config=(("quantization", {"group_size": 32, "bits": 4}),)).model()
+    stage = Stage(0, Slice(model, 0, 2), needs_input_gradient=False)
+    with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
+        stage.forward(0, microbatch(0), None, scale=1e-3)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_real_stage_holds_what_is_predicted(case: Case) -> None:
     measured, sizes = measure(case)

@@ -93,6 +93,15 @@ def test_adapters_and_loose_tensors_are_read_too(tmp_path: Path) -> None:
     assert len(open_model(str(write(tmp_path / "step-0000100", step))).tensors) == 4
 
 
+def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
+    """As a run with --adapter-path MODEL leaves it."""
+    files = open_model(str(write(tmp_path, model_files(TINY) | adapters(range(2, 4)))))
+    assert files.adapter is None
+    assert files.config["hidden_size"] == 64
+    assert list(files.headers) == ["model.safetensors"]
+    assert len(open_model(str(tmp_path / "adapters.safetensors")).tensors) == 4
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,6 +1,7 @@
 """Dividing layers by name: uniform by count, parameters by bytes, balanced by cost."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -92,10 +93,12 @@ def test_parameters_counts_bytes_and_not_costs() -> None:
     assert parameters(problem).partition.sizes == (1, 4, 1)
 
 
-def test_profiled_wants_seconds() -> None:
+def test_profiled_wants_seconds_that_were_measured() -> None:
     costs = LayerCosts((1.0,) * 10, head=2.0)
-    measured = Problem(placement=(0, 1, 2), costs=(costs,) * 3, sizes=costs, unit="seconds")
-    assert profiled(measured).partition.sizes == (4, 4, 2)
+    reckoned = Problem(placement=(0, 1, 2), costs=(costs,) * 3, sizes=costs, unit="seconds")
+    assert profiled(replace(reckoned, is_measured=True)).partition.sizes == (4, 4, 2)
+    with pytest.raises(UserError, match=r"not modelled seconds: .*--profile FILE"):
+        profiled(reckoned)
     with pytest.raises(UserError, match=r"profiled divides measured seconds.*--profile FILE"):
         profiled(in_order(costs, 3))
 
@@ -165,6 +168,7 @@ def test_there_is_no_partition_without_a_layer_for_every_stage() -> None:
         ({"hosts": ("a",)}, "1 hosts for 2 pipeline ranks"),
         ({"microbatches": 0}, "0 micro-batches"),
         ({"unit": "hours"}, "costs in hours: FLOPs or seconds"),
+        ({"is_measured": True}, "FLOPs are not measured: seconds are"),
     ],
 )
 def test_a_problem_checks_itself(changed: dict[str, Any], message: str) -> None:

@@ -147,10 +147,10 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
         (["--hosts", "HOSTS", "--memory-fraction", "0"], "--memory-fraction is 0: give more"),
         (["--hosts", "HOSTS", "--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["--hosts", "HOSTS", "--draw", "step.gif"], "step.gif"),
-        (["--hosts", "HOSTS", "-o", "no/such/map.yaml"], "cannot write no/such/map.yaml"),
+        (["--hosts", "HOSTS", "-o", "HOSTS/map.yaml"], "map.yaml cannot be written"),
         (["--hosts", "HOSTS", "--data-parallel", "3"], "--data-parallel 3 does not divide 2 ranks"),
         (["--hosts", "HOSTS", "--num-layers", "17"], "--num-layers 17: the model has 16 layers"),
-        (["--hosts", "HOSTS", "--partitioner", "even"], "unknown partitioner 'even'"),
+        (["--hosts", "HOSTS", "--partitioner", "even"], "--partitioner is 'even': choose from"),
         (["--hosts", "HOSTS", "--batch-sise", "3"], "did you mean batch-size?"),
         (["--hosts", "SLOW"], "it is not known how fast b is: write flops=27T"),
         (["--hosts", "MANY"], "17 machines, but the model has 16 layers: use at most 16"),
@@ -174,7 +174,7 @@ def test_bad_input_is_one_line(
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    words = [str(tmp_path / word) if word in files else word for word in arguments]
+    words = [str(tmp_path / word) if word.split("/")[0] in files else word for word in arguments]
     assert message in refusal(capsys, model, *words)
 
 
@@ -185,5 +185,5 @@ def test_memory_less_than_a_layer_is_named_with_numbers(
         "a slots=1 # flops=1T memory=64GiB\nb slots=1 # memory=1MiB flops=1T\n"
     )
     message = refusal(capsys, model, "--hosts", tmp_path / "tiny", "--data-parallel", 1)
-    assert "(b) needs" in message
+    assert "rank 1 (b) would hold" in message
     assert "too much; it would fit with: " in message

@@ -146,6 +146,9 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
         ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported: use a model of type mis"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a whole number above 0"),
+        ({"num_hidden_layers": 2**70}, "num_hidden_layers is 1180591620717411303424: give at most"),
+        ({"vocab_size": 10**320}, "vocab_size is a number of 321 digits: give at most 2147483647"),
+        ({"intermediate_size": 2**31}, "intermediate_size is 2147483648: give at most 2147483647"),
         ({"hidden_size": "32"}, "hidden_size is '32': it must be a whole number above 0"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
         (

@@ -93,7 +93,7 @@ def test_between_two_samples_times_are_on_their_line() -> None:
     frozen, layer, _ = machine.seconds(1, 150).layers
     assert astuple(layer) == (2.0, 2.0, 2.0, 0.25)
     assert frozen == Seconds(2.0)
-    assert machine.seconds(3, 50).layers[1].forward == 2.0  # tokens count, however in rows
+    assert machine.seconds(3, 150).layers[1] == Seconds(6.0, 6.0, 6.0, 0.25)
 
 
 def test_beyond_the_samples_the_line_goes_on() -> None:
