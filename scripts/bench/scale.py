@@ -4,7 +4,7 @@
 
 The planner's choice for 8 to 64 Macs, on Thunderbolt and on 10 Gbit/s Ethernet, from published
 figures of the chips. Nothing is run: FLOP/s at the planner's default efficiency, links at what one
-direction carries, no latency. About five minutes.
+direction carries, no latency. About ten minutes.
 """
 
 from __future__ import annotations
@@ -101,6 +101,13 @@ class Case:
         )
 
 
+PICTURED = (
+    Case("Mistral-Large-2407", "M4 Max", 8, "Thunderbolt"),
+    Case("Mistral-Large-2407", "M3 Ultra", 16, "Thunderbolt"),
+    Case("405B", "M3 Ultra", 16, "Thunderbolt"),
+)
+
+
 def cases() -> Iterator[Case]:
     for model in MODELS:
         for mac in MACS:
@@ -134,7 +141,7 @@ def line(case: Case, choice: Choice) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", metavar="DIRECTORY", help="draw the step of 8 and of 16 Macs")
+    parser.add_argument("--pictures", metavar="DIRECTORY", help="draw the steps of three cases")
     parser.add_argument("--json", metavar="FILE", help="write the plans here")
     options = parser.parse_args()
     workloads = {}
@@ -154,7 +161,7 @@ def main() -> None:
             continue
         lines.append(line(case, choice))
         plans[str(case)] = as_json(choice, limits)
-        if options.pictures and case.link == "Thunderbolt" and case.count <= 16:
+        if options.pictures and case in PICTURED:
             simulation = choice.prediction.simulation
             name = f"{case.model}-{case.count}-{case.mac}.svg".lower().replace(" ", "-")
             names = [rank.hosts[0] for rank in choice.prediction.ranks]
