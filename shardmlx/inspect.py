@@ -24,7 +24,7 @@ from shardmlx.inspection_report import (
     verification_report,
 )
 from shardmlx.model_source import ModelFiles, find_source, read_model
-from shardmlx.shards import Split, divide
+from shardmlx.shards import Generation, Split, divide
 from shardmlx.stage_map import StageMap, read_stage_map
 from shardmlx.verify import checksums_to_compare, verify
 
@@ -57,6 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument(
         "--rank", type=int, metavar="R", help="tensors, files and byte ranges that this rank needs"
     )
+    split.add_argument(
+        "--context",
+        type=int,
+        metavar="T",
+        help="count the memory of generating texts of T tokens, prompt included, too",
+    )
+    split.add_argument(
+        "--sequences", type=int, default=1, metavar="N", help="texts at once (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="all of it as JSON")
     parser.add_argument(
         "--verify",
@@ -72,7 +81,7 @@ def _split(arguments: argparse.Namespace, inspection: Inspection) -> Split | Non
     num_stages = arguments.stages
     if num_stages is None and stage_map is None:
         if not machines:
-            for flag in ("rank", "partitioner"):
+            for flag in ("rank", "partitioner", "context"):
                 if getattr(arguments, flag) is not None:
                     raise UserError(
                         f"--{flag} needs a split: give --stages, --stage-map or --hosts"
@@ -81,17 +90,21 @@ def _split(arguments: argparse.Namespace, inspection: Inspection) -> Split | Non
         num_stages = len(machines)
     if not inspection.layers:
         raise UserError(f"{inspection.files.name} has no layers to divide: name a whole model")
+    generation = None
+    if arguments.context is not None:
+        generation = Generation(arguments.sequences, arguments.context)
     if stage_map is not None:
         # Before machines are given out: a map of another model is the first thing to say.
         stage_map.check_layers(len(inspection.layers))
         machines = _first(machines, stage_map.pp, arguments.hosts)
         _check_hosts(stage_map, machines, arguments.hosts)
-        return Split(inspection, stage_map, machines)
+        return Split(inspection, stage_map, machines, generation)
     if num_stages < 1:
         raise UserError(f"--stages {num_stages}: give 1 or more")
     machines = _first(machines, num_stages, arguments.hosts)
     name = arguments.partitioner or DEFAULT_PARTITIONER
-    return Split(inspection, divide(inspection, name, num_stages, machines), machines)
+    stage_map = divide(inspection, name, num_stages, machines, generation)
+    return Split(inspection, stage_map, machines, generation)
 
 
 def _stage_map(arguments: argparse.Namespace) -> StageMap | None:

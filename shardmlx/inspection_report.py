@@ -112,7 +112,7 @@ def _part_line(row: Row) -> tuple[str, ...]:
 def stage_table(split: Split) -> str:
     """A line for each stage: where it runs, and what it holds."""
     header = ["stage", "rank", "host", "layers", "tensors", "parameters", "dtype", "quantisation"]
-    header += ["bytes", "of memory", "files"]
+    header += ["bytes", "to generate", "of memory", "files"]
     lines = []
     stages = zip(split.stage_map.partition.ranges, split.stage_map.placement, strict=True)
     for stage, ((start, stop), rank) in enumerate(stages):
@@ -129,7 +129,10 @@ def stage_table(split: Split) -> str:
                 dtypes(part),
                 quantisation(part),
                 size(part.nbytes),
-                "-" if memory is None else f"{part.nbytes / memory:.1%} of {memory / 2**30:g} GiB",
+                "-" if split.generation is None else size(split.nbytes(stage)),
+                "-"
+                if memory is None
+                else f"{split.nbytes(stage) / memory:.1%} of {memory / 2**30:g} GiB",
                 shown_files(part.files) or "-",
             ]
         )
@@ -230,6 +233,7 @@ def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> di
                 "memory_bytes": split.memory(its_rank),
                 "layers": list(split.stage_map.partition.ranges[stage]),
                 **_part_json(split.stage(stage)),
+                "generation_bytes": None if split.generation is None else split.nbytes(stage),
             }
             for stage, its_rank in enumerate(split.stage_map.placement)
         ]

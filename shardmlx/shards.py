@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING
 
 from shardmlx.errors import UserError
 from shardmlx.inspection import Inspection, Part
+from shardmlx.memory import inference_memory
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.stage_map import StageMap
 from shardmlx.timing import TYPICAL_LENGTH, Speed
+from shardmlx.workload import DTYPE_BYTES, activation_dtype
 
 if TYPE_CHECKING:
     from shardmlx.hostfile import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Texts to be generated at once, and the tokens of each, prompt included."""
+
+    sequences: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--sequences", self.sequences), ("--context", self.context)):
+            if value < 1:
+                raise UserError(f"{flag} is {value}: give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class Split:
     inspection: Inspection
     stage_map: StageMap
     machines: tuple[Machine, ...] = ()
+    generation: Generation | None = None
 
     def __post_init__(self) -> None:
         self.stage_map.check_layers(len(self.inspection.layers))
@@ -48,6 +64,11 @@ class Split:
         """Bytes of memory of the machine that runs a pipeline rank, where that is known."""
         return self.machines[rank].memory if self.machines else None
 
+    def nbytes(self, stage: int) -> float:
+        """Bytes that a stage takes: its weights, and what generating adds to them."""
+        start, stop = self.stage_map.partition.ranges[stage]
+        return _peak(self.inspection, self.generation)(stage, start, stop)
+
     def memory_share(self, rank: int) -> float | None:
         """Part of its machine's memory that the weights of a pipeline rank take."""
         memory = self.memory(rank)
@@ -55,10 +76,15 @@ class Split:
 
 
 def divide(
-    inspection: Inspection, partitioner: str, num_stages: int, machines: tuple[Machine, ...] = ()
+    inspection: Inspection,
+    partitioner: str,
+    num_stages: int,
+    machines: tuple[Machine, ...] = (),
+    generation: Generation | None = None,
 ) -> StageMap:
     """Divide a model among ranks with one stage each; ``machines`` has one for each, or none.
 
+    A stage takes its weights, and what ``generation`` adds to them, keys and values first of all.
     Layers cost the FLOPs of a forward pass, or its seconds where all machines say how fast they
     are; bytes where the family is not known.
     """
@@ -73,7 +99,7 @@ def divide(
         if is_timed
         else (costs,) * num_stages,
         sizes=sizes,
-        peak=_peak(inspection),
+        peak=_peak(inspection, generation),
         capacity=tuple(
             math.inf if machine.memory is None else float(machine.memory) for machine in machines
         ),
@@ -106,8 +132,12 @@ def _sizes(inspection: Inspection) -> LayerCosts:
     )
 
 
-def _peak(inspection: Inspection) -> Callable[[int, int, int], float]:
-    """Bytes of the weights of a stage; one that is first and last holds a tied matrix once."""
+def _peak(
+    inspection: Inspection, generation: Generation | None
+) -> Callable[[int, int, int], float]:
+    """Bytes of a stage; one that is first and last holds a tied matrix once."""
+    if generation is not None:
+        return _generating(inspection, generation)
     upto = list(accumulate((layer.nbytes for layer in inspection.layers), initial=0))
     embedding, head = inspection.embedding.nbytes, inspection.head.nbytes
 
@@ -115,6 +145,27 @@ def _peak(inspection: Inspection) -> Callable[[int, int, int], float]:
         is_last = stop == len(inspection.layers)
         holds_embedding = start == 0 or (is_last and inspection.tied)
         return upto[stop] - upto[start] + embedding * holds_embedding + head * is_last
+
+    return peak
+
+
+def _generating(inspection: Inspection, generation: Generation) -> Callable[[int, int, int], float]:
+    shape = inspection.shape
+    if shape is None:
+        raise UserError(
+            f"--context: the family of {inspection.files.name} is not supported, so that its keys "
+            "and values are not known: leave --context out"
+        )
+    sizes = LayerCosts(
+        tuple(layer.nbytes for layer in inspection.layers),
+        inspection.embedding.nbytes,
+        inspection.head.nbytes,
+    )
+    width = DTYPE_BYTES[activation_dtype(inspection.head)]
+    rows, context = generation.sequences, generation.context
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        return inference_memory(shape, sizes, start, stop, rows, context, width)
 
     return peak
 

@@ -45,7 +45,7 @@ class Workload:
             # The shape says by itself what is wrong with the configuration.
             ModelShape.from_config(files.config)
             raise UserError(f"{files.name} is no model that can be trained: name one with weights")
-        dtype = config.dtype or _dtype(inspection.head)
+        dtype = config.dtype or activation_dtype(inspection.head)
         sizes = LayerCosts(
             tuple(_held(layer, config.dtype) for layer in inspection.layers),
             _held(inspection.embedding, config.dtype),
@@ -143,7 +143,7 @@ def _has_first_moment(config: TrainConfig) -> bool:
     return config.optimizer == "adafactor" and settings.get("beta_1") is not None
 
 
-def _dtype(head: Part) -> str:
+def activation_dtype(head: Part) -> str:
     """What activations are computed in: the final norm is never quantised."""
     stored = next((t.place.dtype for t in head.tensors if t.name == "model.norm.weight"), "none")
     if stored not in DTYPES:

@@ -220,6 +220,31 @@ def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Cap
     assert text.splitlines()[0].endswith(f", {share:.1%} of its memory")
 
 
+def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capture) -> None:
+    weights = report(capsys, tiny, "--stages", "2")["stages"]
+    assert [stage["generation_bytes"] for stage in weights] == [None, None]
+    short, long = (
+        report(capsys, tiny, "--stages", "2", "--context", str(tokens), "--sequences", "3")
+        for tokens in (4096, 8192)
+    )
+    for before, after in zip(short["stages"], long["stages"], strict=True):
+        start, stop = after["layers"]
+        token = 2 * TINY["num_key_value_heads"] * 16 * 2  # k and v of a layer, heads of 16, bf16
+        added = after["generation_bytes"] - before["generation_bytes"]
+        assert added == 3 * 4096 * token * (stop - start)
+        assert after["generation_bytes"] > after["bytes"]
+
+
+def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1 # memory=8MiB\nb slots=1 # memory=32MiB\n")
+    common = (tiny, "--hosts", str(hosts), "--partitioner", "memory")
+    stages = report(capsys, *common, "--context", "20000")["stages"]
+    assert [stage["layers"] for stage in stages] == [[0, 1], [1, 4]]
+    assert all(stage["generation_bytes"] <= stage["memory_bytes"] for stage in stages)
+    assert "too much" in error_of(capsys, *common, "--context", "1000000")
+
+
 def test_a_rank_lists_the_bytes_that_it_needs(tiny: str, capsys: Capture) -> None:
     """Read at those places, the files give exactly the tensors of the rank."""
     rank = report(capsys, tiny, "--stages", "3", "--rank", "1")["rank"]
@@ -262,6 +287,8 @@ def test_adjacent_tensors_are_one_range(tiny: str) -> None:
             ["--stages", "2", "--partitioner", "profiled"],
             "the partitioner profiled divides measured seconds, not modelled FLOPs: measure",
         ),
+        (["--stages", "2", "--context", "0"], "--context is 0: give 1 or more"),
+        (["--context", "9"], "--context needs a split: give --stages"),
         (["--stage-map", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["--hosts", "nowhere"], "cannot read hostfile nowhere"),
         (["--colour"], "unrecognized arguments: --colour (see --help)"),
