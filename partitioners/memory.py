@@ -62,11 +62,12 @@ def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
 
 
 class DoesNotFitError(UserError):
-    """``fact`` is the message without its remedy, ``shortage`` the bytes that are lacking."""
+    """``fact`` is the message without its remedy, ``shortage`` the bytes that ``rank`` lacks."""
 
-    def __init__(self, fact: str, shortage: float, remedy: str) -> None:
+    def __init__(self, fact: str, rank: int, shortage: float, remedy: str) -> None:
         super().__init__(f"{fact}: {remedy}")
         self.fact = fact
+        self.rank = rank
         self.shortage = shortage
 
 
@@ -83,6 +84,7 @@ def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
     return DoesNotFitError(
         f"the model does not fit: at best {problem.name_of(rank)} would hold {gib(held)} of "
         f"its {gib(has)} for {where}, {gib(held - has)} too much",
+        rank,
         held - has,
         f"quantise the model, use fewer tokens a micro-batch, or {more}",
     )

@@ -16,7 +16,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,8 @@ class Machine:
     """Seconds, one way."""
     kind: str | None = None
     """A name that machines alike share: what was measured on one is then true of all."""
+    where: str = field(default="", compare=False)
+    """File and line that it comes from, for messages."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -340,5 +342,6 @@ def _machine(entries: list[_Entry]) -> Machine:
         host=first.host,
         slots=slots,
         memory=None if memory is None else round(memory),
+        where=first.where,
         **facts,
     )

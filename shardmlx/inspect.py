@@ -24,6 +24,7 @@ from shardmlx.inspection_report import (
     verification_report,
 )
 from shardmlx.model_source import ModelFiles, find_source, read_model
+from shardmlx.partitioners import DoesNotFitError
 from shardmlx.shards import Generation, Split, divide
 from shardmlx.stage_map import StageMap, read_stage_map
 from shardmlx.verify import checksums_to_compare, verify
@@ -103,7 +104,15 @@ def _split(arguments: argparse.Namespace, inspection: Inspection) -> Split | Non
         raise UserError(f"--stages {num_stages}: give 1 or more")
     machines = _first(machines, num_stages, arguments.hosts)
     name = arguments.partitioner or DEFAULT_PARTITIONER
-    stage_map = divide(inspection, name, num_stages, machines, generation)
+    if machines and num_stages > len(inspection.layers):
+        raise UserError(
+            f"{machines[len(inspection.layers)].where}: {num_stages} machines, but the model has "
+            f"{len(inspection.layers)} layers: use at most {len(inspection.layers)}"
+        )
+    try:
+        stage_map = divide(inspection, name, num_stages, machines, generation)
+    except DoesNotFitError as error:
+        raise UserError(f"{machines[error.rank].where}: {error}") from None
     return Split(inspection, stage_map, machines, generation)
 
 

@@ -25,7 +25,7 @@ from shardmlx.model_source import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.picture import check_picture, draw_schedule
 from shardmlx.plan_report import as_json, report
-from shardmlx.planner import Choice, Limits, choose
+from shardmlx.planner import Choice, Limits, TooManyMachinesError, choose
 from shardmlx.remedies import remedies
 from shardmlx.report import Reporter, check_writable
 from shardmlx.schedule_report import show_schedule
@@ -113,10 +113,14 @@ def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
     with reporter.bar("planning", 1) as bar:
         try:
             return choose(workload, cluster, limits, bar.show)
+        except TooManyMachinesError as error:
+            first = cluster.machines[min(workload.shape.num_layers, cluster.size - 1)]
+            raise UserError(f"{first.where}: {error}") from None
         except DoesNotFitError as error:
             found = remedies(workload, cluster, limits)
             remedy = "; ".join(found) or "more machines, or machines with more memory"
-            raise UserError(f"{error.fact}; it would fit with: {remedy}") from None
+            where = cluster.machines[error.rank].where
+            raise UserError(f"{where}: {error.fact}; it would fit with: {remedy}") from None
 
 
 def read_options(argv: Sequence[str]) -> PlanOptions:

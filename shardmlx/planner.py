@@ -52,6 +52,10 @@ class Choice:
     unlimited: Prediction | None
 
 
+class TooManyMachinesError(UserError):
+    """There are more machines, or stages, than layers."""
+
+
 def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
     """All ways that the limits leave open; ``UserError`` when they leave none."""
     if limits.data_parallel is not None and limits.data_parallel < 1:
@@ -80,7 +84,7 @@ def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
         stages = f"{ranks} machines"
         if found and min(len(each.placement) for each in found) > ranks:
             stages = f"{min(len(each.placement) for each in found)} stages"
-        raise UserError(
+        raise TooManyMachinesError(
             f"{stages}, but the model has {num_layers} layers: use at most {num_layers}, "
             "or replicas: --data-parallel"
         )
@@ -225,7 +229,7 @@ def predict_candidate(
         prediction = _predict(way, get_partitioner("memory")(problem), workload, cluster, limits)
     for rank, each in enumerate(prediction.ranks):
         if not each.fits:
-            raise _does_not_fit(problem.name_of(rank), each)
+            raise _does_not_fit(problem.name_of(rank), rank, each)
     return prediction
 
 
@@ -236,11 +240,12 @@ def _predict(
     return predict(plan, workload, cluster, limits.length, checkpoint=way.checkpoint)
 
 
-def _does_not_fit(name: str, rank: RankPrediction) -> DoesNotFitError:
+def _does_not_fit(name: str, number: int, rank: RankPrediction) -> DoesNotFitError:
     shortage = rank.peak - rank.capacity
     return DoesNotFitError(
         f"the model does not fit: {name} would hold {gib(rank.peak)} of its {gib(rank.capacity)}, "
         f"{gib(shortage)} too much",
+        number,
         shortage,
         "divide the layers otherwise, or use more machines",
     )

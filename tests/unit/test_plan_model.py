@@ -153,8 +153,11 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
         (["--hosts", "HOSTS", "--partitioner", "even"], "--partitioner is 'even': choose from"),
         (["--hosts", "HOSTS", "--batch-sise", "3"], "did you mean batch-size?"),
         (["--hosts", "SLOW"], "it is not known how fast b is: write flops=27T"),
-        (["--hosts", "MANY"], "17 machines, but the model has 16 layers: use at most 16"),
-        (["--hosts", "SMALL"], "does not fit"),
+        (
+            ["--hosts", "MANY"],
+            "MANY, line 1: 17 machines, but the model has 16 layers: use at most 16",
+        ),
+        (["--hosts", "SMALL"], "SMALL, line 1: the model does not fit"),
         ([], "--hosts"),
     ],
 )
@@ -185,5 +188,6 @@ def test_memory_less_than_a_layer_is_named_with_numbers(
         "a slots=1 # flops=1T memory=64GiB\nb slots=1 # memory=1MiB flops=1T\n"
     )
     message = refusal(capsys, model, "--hosts", tmp_path / "tiny", "--data-parallel", 1)
+    assert message.startswith(f"{tmp_path / 'tiny'}, line 2: the model does not fit: ")
     assert "rank 1 (b) would hold" in message
     assert "too much; it would fit with: " in message
