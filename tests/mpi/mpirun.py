@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,9 +42,10 @@ class Job:
     @property
     def error_lines(self) -> list[str]:
         """What shardmlx itself says that went wrong, without what mpirun adds."""
-        # Open MPI ends what it says of an abort with a NUL.
+        # Open MPI ends what it says of an abort with a NUL, and its own frame of dashes may follow
+        # a line of ours before that has ended.
         lines = self.output.replace("\0", "").splitlines()
-        return [line for line in lines if line.startswith("shardmlx: ")]
+        return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
 
 
 def mpirun(
