@@ -58,8 +58,8 @@ def _headline(choice: Choice, limits: Limits) -> str:
     again = ", with --grad-checkpoint" if way.checkpoint else ""
     return (
         f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
-        f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} micro-batches of "
-        f"{plan.micro_batch_size}{again}"
+        f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
+        f"micro-batch{'es' if plan.microbatches > 1 else ''} of {plan.micro_batch_size}{again}"
     )
 
 
@@ -105,9 +105,10 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
         parts.append(f"of it update {_seconds(prediction.update_seconds)}")
     if prediction.reduce_seconds:
         parts.append(f"sums over replicas up to {_seconds(prediction.reduce_seconds)}")
-    unknown = [each.host for each in cluster.machines if each.link is None]
-    if cluster.size > 1 and unknown:
-        source += f"\nlinks of {', '.join(dict.fromkeys(unknown))} not known: messages cost nothing"
+    hosts = {each.host: each.link for each in cluster.machines}
+    unknown = [host for host, link in hosts.items() if link is None]
+    if len(hosts) > 1 and unknown:
+        source += f"\nlinks of {', '.join(unknown)} not known: messages cost nothing"
     return (
         f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences\n"
         f"times from {source}"

@@ -63,6 +63,16 @@ def test_a_line_for_each_rank_speed_and_what_binds_it(
     assert "\nwhat binds it: " in text
 
 
+def test_links_that_are_not_known_are_named_where_they_would_count(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "unlinked"
+    hosts.write_text("a slots=1 # flops=1T link=1Gbps\nb slots=1 # flops=1T\n")
+    assert "links of b not known: messages cost nothing" in output(capsys, model, "--hosts", hosts)
+    hosts.write_text("a slots=2 # flops=1T\n")
+    assert "links of" not in output(capsys, model, "--hosts", hosts)
+
+
 def test_the_stage_map_that_it_writes_is_the_plan(
     model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
