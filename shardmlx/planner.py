@@ -100,7 +100,7 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
     if limits.micro_batch_size is not None:
         sizes = [min(rows, limits.micro_batch_size)]
     else:
-        sizes = [size for size in _powers_of_two(rows) if mesh.pp > 1 or size == rows]
+        sizes = _powers_of_two(rows)
     if limits.stage_map is not None and limits.stage_map.pp != mesh.pp:
         return
     # 1F1B takes as long as GPipe, and never more memory.

@@ -98,7 +98,13 @@ def test_every_mesh_schedule_and_micro_batch_is_a_candidate() -> None:
     assert {way.schedule for way in pipeline} == {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v"}
     assert {way.checkpoint for way in pipeline} == {False, True}
     alone = [way for way in ways if way.mesh == Mesh(4, 1)]
-    assert {(way.schedule, way.micro_batch_size) for way in alone} == {("1f1b", 2)}
+    assert {(way.schedule, way.micro_batch_size) for way in alone} == {("1f1b", 1), ("1f1b", 2)}
+
+
+def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path) -> None:
+    limits = Limits(batch_size=64, length=512, checkpoint=False)
+    choice = choose(work(model), macs((32, 10)), limits)
+    assert choice.candidate.micro_batch_size < 64
 
 
 def test_what_the_user_settled_stays() -> None:
