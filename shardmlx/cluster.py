@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardmlx.errors import UserError
@@ -91,18 +92,25 @@ def pipeline_seconds(
 
     Of replicas that run the same stages those of the slowest: the others wait for it.
     """
-    seconds: dict[Speed | Measured, ModelSeconds] = {}
-    for rank in range(mesh.size):
-        clock = cluster.clock(rank, workload, checkpoint)
-        if clock not in seconds:
-            seconds[clock] = clock.seconds(rows, length)
+    clocks = [cluster.clock(rank, workload, checkpoint) for rank in range(mesh.size)]
+    seconds = {clock: clock.seconds(rows, length) for clock in dict.fromkeys(clocks)}
     return [
         max(
-            (seconds[cluster.clock(each, workload, checkpoint)] for each in mesh.replicas_of(rank)),
+            (seconds[clocks[each]] for each in mesh.replicas_of(rank)),
             key=lambda times: times.stage(0, len(times.layers)).microbatch,
         )
         for rank in range(mesh.pp)
     ]
+
+
+def between_ranks(mesh: Mesh, time: Callable[[int, int], float]) -> tuple[tuple[float, ...], ...]:
+    """``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas."""
+
+    def longest(a: int, b: int) -> float:
+        pairs = zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
+        return max(time(x, y) for x, y in pairs)
+
+    return tuple(tuple(longest(a, b) for b in range(mesh.pp)) for a in range(mesh.pp))
 
 
 def read_profiles(names: str) -> Profile:

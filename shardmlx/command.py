@@ -1,4 +1,4 @@
-"""What the commands share that run in one process: one line for bad input, and the exit status."""
+"""What the commands share: one line for bad input, and the exit status."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardmlx.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ``UserError`` where argparse prints its usage and exits."""
+    """Raises ``UserError`` where argparse prints its usage and exits.
+
+    ``--help`` and ``--version`` end every rank, and only rank 0 prints.
+    """
+
+    def __init__(self, *, rank: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rank = rank
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())} (see --help)")
+
+    # All that argparse prints, help and version alike, passes through here.
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if self._rank == 0:
+            super()._print_message(message, file)
 
 
 def run_command(main: Callable[[], int]) -> int:

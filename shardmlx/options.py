@@ -13,14 +13,24 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import shardmlx
+from shardmlx.command import OneLineParser
 from shardmlx.errors import UserError
 from shardmlx.yaml_reader import check_keys, did_you_mean, read_yaml
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance, SupportsWrite
+    from _typeshed import DataclassInstance
 
     Options = TypeVar("Options", bound=DataclassInstance)
 
@@ -79,7 +89,7 @@ def build_parser(
     hints = get_type_hints(cls)
     yaml_only = [each.name for each in fields(cls) if not _rules(each).flag]
     parser = _Parser(
-        rank,
+        rank=rank,
         prog=prog,
         description=description,
         epilog=f"In the YAML file only: {', '.join(yaml_only)}." if yaml_only else None,
@@ -150,20 +160,11 @@ def load_given_options(
         raise
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are raised, and only rank 0 prints."""
+class _Parser(OneLineParser):
+    """Names the program whose help to see."""
 
-    def __init__(self, rank: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._rank = rank
-
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())}: see {self.prog} --help")
-
-    # All that argparse prints, help and version alike, passes through here.
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if self._rank == 0:
-            super()._print_message(message, file)
 
 
 def _rules(each: Field[Any]) -> Option:

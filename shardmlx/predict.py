@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmlx.cluster import Cluster, pipeline_seconds
+from shardmlx.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.run_plan import Plan
 from shardmlx.simulate import Simulation, simulate
@@ -89,9 +89,13 @@ def predict(
         models[rank].stage(*ends)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
-    links, latencies = link_tables(cluster, plan, max(s.message for s in memories.values()))
+    message = max(each.message for each in memories.values())
     simulation = simulate(
-        plan.actions, stage_map.placement, [each.costs for each in stages], links, latencies
+        plan.actions,
+        stage_map.placement,
+        [each.costs for each in stages],
+        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message)),
+        latency=between_ranks(mesh, cluster.latency),
     )
     of_rank = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
@@ -127,24 +131,6 @@ def _weights(workload: Workload, stages: list[StageMemory]) -> float:
     """Bytes of a rank's parameters; a tied matrix that two of its stages hold is there once."""
     twice = sum(stage.tied > 0 for stage in stages) == 2
     return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
-
-
-def link_tables(
-    cluster: Cluster, plan: Plan, nbytes: float
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds and latency of a message between pipeline ranks: the slowest replica's."""
-    mesh = plan.mesh
-
-    def table(time: str) -> list[list[float]]:
-        def between(a: int, b: int) -> float:
-            pairs = zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
-            if time == "latency":
-                return max(cluster.latency(x, y) for x, y in pairs)
-            return max(cluster.link_seconds(x, y, nbytes) for x, y in pairs)
-
-        return [[between(a, b) for b in range(mesh.pp)] for a in range(mesh.pp)]
-
-    return table("seconds"), table("latency")
 
 
 def _reduce_seconds(cluster: Cluster, plan: Plan, stages: dict[int, StageMemory]) -> float:

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import accumulate
 
 from shardmlx.actions import Kind
-from shardmlx.cluster import Cluster, pipeline_seconds
+from shardmlx.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
@@ -91,13 +91,10 @@ def make_problem(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
 
-    def between(a: int, b: int) -> float:
+    def transfer(a: int, b: int) -> float:
         if cluster.unit == "FLOPs":
             return 0.0
-        return max(
-            cluster.link_seconds(x, y, message) + cluster.latency(x, y)
-            for x, y in zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
-        )
+        return cluster.link_seconds(a, b, message) + cluster.latency(a, b)
 
     return Problem(
         placement=placement,
@@ -105,7 +102,7 @@ def make_problem(
         sizes=workload.held_sizes,
         peak=None if all(map(math.isinf, capacity)) else _peaks(way, workload, setup),
         capacity=capacity,
-        transfer=tuple(tuple(between(a, b) for b in range(mesh.pp)) for a in range(mesh.pp)),
+        transfer=between_ranks(mesh, transfer),
         microbatches=way.microbatches,
         unit=cluster.unit,
         is_measured=cluster.profile is not None,

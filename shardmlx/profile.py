@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmlx.command import OneLineParser
 from shardmlx.config import TrainConfig, load_config
@@ -20,8 +20,6 @@ from shardmlx.errors import UserError
 from shardmlx.mpi_command import run_ranks
 
 if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
-
     from shardmlx.transport import Transport
 
 MEASURED_PARTS = (8, 2, 1)
@@ -47,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
     """Flags of this command, and any of ``shardmlx.train``'s."""
-    parser = _Parser(
-        rank,
+    parser = OneLineParser(
+        rank=rank,
         prog="python -m shardmlx.profile",
         description="Measure how long each part of a model takes on each machine, for the planner.",
         epilog="Takes every option of shardmlx.train too: they say what is trained, and how.",
@@ -76,18 +74,6 @@ def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
         raise UserError(f"--rows is {own.rows}: give 1 or more")
     shapes = tuple((own.rows, length) for length in _lengths(own.lengths, config))
     return ProfileOptions(config, shapes, Path(own.output))
-
-
-class _Parser(OneLineParser):
-    """``--help`` ends every rank, and only rank 0 prints."""
-
-    def __init__(self, rank: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._rank = rank
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if self._rank == 0:
-            super().print_help(file)
 
 
 def _lengths(text: str | None, config: TrainConfig) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -124,11 +124,16 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
 
 def _sizes(inspection: Inspection) -> LayerCosts:
     """Bytes, with a tied matrix on both ends: both hold it."""
-    tied = inspection.embedding.nbytes if inspection.tied else 0
+    sizes = _stored_sizes(inspection)
+    return replace(sizes, head=sizes.head + inspection.tied * sizes.embedding)
+
+
+def _stored_sizes(inspection: Inspection) -> LayerCosts:
+    """Bytes, with a tied matrix as the embedding only."""
     return LayerCosts(
         tuple(layer.nbytes for layer in inspection.layers),
         inspection.embedding.nbytes,
-        inspection.head.nbytes + tied,
+        inspection.head.nbytes,
     )
 
 
@@ -156,11 +161,7 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
             f"--context: the family of {inspection.files.name} is not supported, so that its keys "
             "and values are not known: leave --context out"
         )
-    sizes = LayerCosts(
-        tuple(layer.nbytes for layer in inspection.layers),
-        inspection.embedding.nbytes,
-        inspection.head.nbytes,
-    )
+    sizes = _stored_sizes(inspection)
     width = DTYPE_BYTES[activation_dtype(inspection.head)]
     rows, context = generation.sequences, generation.context
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.errors import UserError
-from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import (
     PARTITIONERS,
     LayerCosts,
@@ -23,19 +22,6 @@ from shardmlx.partitioners import (
 )
 from shardmlx.stage_map import StageMap
 from tests.partitions import every_answer, stage_costs, stage_sizes
-
-SHAPE = ModelShape(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    vocab_size=32,
-    tied=False,
-    windows=(None,) * 4,
-)
 
 
 def in_order(costs: LayerCosts, num_stages: int) -> Problem:

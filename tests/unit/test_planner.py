@@ -28,20 +28,9 @@ from shardmlx.remedies import quantised, remedies
 from shardmlx.stage_map import Partition, StageMap
 from shardmlx.timing import Sample, Seconds
 from shardmlx.workload import Workload
+from tests.unit.fake_models import MISTRAL_7B
 
 GIB = 2**30
-
-MISTRAL_7B = {
-    "model_type": "mistral",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")
