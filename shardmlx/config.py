@@ -24,8 +24,11 @@ from shardmlx.schedules import SCHEDULES, get_schedule
 _DATA = "model and data"
 _TRAINING = "training, as in mlx_lm.lora"
 _PIPELINE = "pipeline"
+_CHECKPOINTS = "checkpoints and failures"
 
 REPORTERS = ("wandb", "swanlab")
+
+STORAGES = ("auto", "shared", "rank0", "neighbour")
 
 
 def _bytes(text: str) -> int:
@@ -181,8 +184,42 @@ class TrainConfig:
     trace: str | None = option(
         None, "write what every rank did when here, for Perfetto", group=_PIPELINE
     )
+
+    checkpoint_dir: str | None = option(
+        None, "save here all that the run is, to resume it later", group=_CHECKPOINTS
+    )
+    checkpoint_every: int = option(100, "steps between checkpoints", minimum=1, group=_CHECKPOINTS)
+    keep_checkpoints: int = option(
+        2, "how many checkpoints stay; older ones are deleted", minimum=1, group=_CHECKPOINTS
+    )
+    checkpoint_storage: str = option(
+        "auto",
+        "where they lie: on a disk that all ranks see, on rank 0's, or each part on its rank's "
+        "with a copy on a neighbour's; auto finds out",
+        choices=STORAGES,
+        group=_CHECKPOINTS,
+    )
+    resume: str = option(
+        "auto",
+        "auto: from the newest good checkpoint, if there is one; never; or the directory of one",
+        group=_CHECKPOINTS,
+    )
+    on_nonfinite: str = option(
+        "stop",
+        "when loss or gradient is not finite: stop the run, or skip the update and count it",
+        choices=("stop", "skip"),
+        group=_CHECKPOINTS,
+    )
+    rebalance: str | None = option(
+        None,
+        "write here the stage map that the measured times would want",
+        group=_CHECKPOINTS,
+    )
     timeout: float = option(
-        600.0, "seconds a rank may wait for another before the run fails", above=0, group=_PIPELINE
+        600.0,
+        "seconds a rank may wait for another before the run fails",
+        above=0,
+        group=_CHECKPOINTS,
     )
 
     def __post_init__(self) -> None:

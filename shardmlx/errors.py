@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""Exceptions that are no faults of the program: what the user can mend, and what he asked for."""
 
 
 class UserError(ValueError):
@@ -6,6 +6,17 @@ class UserError(ValueError):
 
     A command that meets it prints that line on rank 0 and ends, on all ranks, with status 2.
     """
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop, and all ranks leave in order, having saved what they had.
+
+    The process ends with status 128 + ``signal``, as a shell counts.
+    """
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 def one_line(error: BaseException) -> str:

@@ -65,6 +65,10 @@ class Transport(ABC):
     size: int
     hosts: tuple[str, ...]
     timeout: float
+    failure: Exception | None = None
+    activity: str = "starting"
+    """What this rank does now, such as ``step 12, stage 1, 1F3``: its peers name it if they lose
+    sight of the rank."""
 
     @abstractmethod
     def send(self, array: mx.array, peer: int, tag: int) -> Handle:
@@ -94,6 +98,16 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Release what the transport holds; all its messages are done."""
+
+    def fail(self, error: Exception) -> None:
+        """Called on any thread: this rank cannot go on. The main thread's next wait raises
+        ``error``; if it comes to none soon, the job ends all the same."""
+        self.failure = error
+
+    def stop_requested(self) -> int | None:
+        """On rank 0, the number of a signal that asked some rank to stop; None without, and on
+        the other ranks."""
+        return None
 
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for."""
