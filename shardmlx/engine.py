@@ -21,7 +21,7 @@ from shardmlx.reduce import GradientReducer
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
-from shardmlx.transport import OBJECT_TAG, Handle, Transport, TransportTimeout
+from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportTimeout
 
 PREPOSTED = 2
 """Inputs received ahead: one waited for, one on its way while the stage computes."""
@@ -201,7 +201,7 @@ class Engine:
         with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
             self._wait(action, handle, "waiting for")
         if action.kind is Kind.RECV_F:
-            run.arrays[action] = handle.array
+            run.arrays[action] = handle.array  # type: ignore[assignment]  # an mx.array was posted
             self._post_input(run)
 
     def _post_input(self, run: _Run) -> None:
@@ -245,4 +245,4 @@ def _tag(action: Action) -> int:
     backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
     receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
     sender = action.stage + (0 if not receives else 1 if backward else -1)
-    return OBJECT_TAG + 1 + 2 * (sender + MAX_STAGES * action.microbatch) + backward
+    return FIRST_ENGINE_TAG + 2 * (sender + MAX_STAGES * action.microbatch) + backward

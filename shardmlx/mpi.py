@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 from mpi4py import MPI
 
-from shardmlx.transport import Handle, Transport, buffer_of, check_sum
+from shardmlx.transport import Array, Handle, Transport, buffer_of, check_sum
 
 POLL_SECONDS = 1e-3
 """Pause between two polls of the progress thread: large messages flow, the core stays free."""
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 30
 class _Message(Handle):
     __slots__ = ("requests",)
 
-    def __init__(self, array: mx.array, requests: list[MPI.Request]) -> None:
+    def __init__(self, array: Array, requests: list[MPI.Request]) -> None:
         super().__init__(array)
         self.requests = requests
 
@@ -54,12 +54,12 @@ class MPITransport(Transport):
         self.hosts = ("?",) * self.size
         self.hosts = tuple(self.all_gather(socket.gethostname().split(".")[0], "start"))
 
-    def send(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
             requests = [self._world.Isend(part, peer, tag) for part in _parts(array)]
         return self._watch(_Message(array, requests))
 
-    def receive(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def receive(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
             requests = [self._world.Irecv(part, peer, tag) for part in _parts(array)]
         return self._watch(_Message(array, requests))
@@ -141,7 +141,7 @@ def abort(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def _parts(array: mx.array) -> Iterator[list[object]]:
+def _parts(array: Array) -> Iterator[list[object]]:
     whole = buffer_of(array)
     for start in range(0, max(len(whole), 1), CHUNK_BYTES):
         yield [whole[start : start + CHUNK_BYTES], MPI.BYTE]

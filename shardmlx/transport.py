@@ -16,8 +16,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+Array = mx.array | np.ndarray
+"""What can be sent: only its buffer counts."""
+
 OBJECT_TAG = 0
-"""Tag of object messages. The engine's tags start at 1."""
+"""Tag of objects on the main thread."""
+
+CHECKPOINT_TAG = 1
+"""Tag of all that the thread sends which writes checkpoints."""
+
+FIRST_ENGINE_TAG = 2
 
 
 class TransportTimeout(RuntimeError):
@@ -32,13 +40,13 @@ class Handle:
 
     __slots__ = ("array", "done", "error")
 
-    def __init__(self, array: mx.array, done: bool = False) -> None:
+    def __init__(self, array: Array, done: bool = False) -> None:
         self.array = array  # keeps the buffer alive until the message is through
         self.done = done
         self.error: Exception | None = None
 
 
-def buffer_of(array: mx.array) -> memoryview:
+def buffer_of(array: Array) -> memoryview:
     """The bytes of an evaluated, row-contiguous array: no copy, writable."""
     view = memoryview(array)  # type: ignore[arg-type]  # the stub leaves out __buffer__
     if array.size == 0:
@@ -71,11 +79,11 @@ class Transport(ABC):
     sight of the rank."""
 
     @abstractmethod
-    def send(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
         """Start sending; ``array`` must stay unchanged until the handle is done."""
 
     @abstractmethod
-    def receive(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def receive(self, array: Array, peer: int, tag: int) -> Handle:
         """Start receiving straight into the buffer of ``array``, which fixes shape and dtype."""
 
     @abstractmethod
@@ -128,26 +136,25 @@ class Transport(ABC):
     # Collectives on Python objects, for all that is small and not in the hot path. Objects are
     # pickled: the ranks of one job trust each other.
 
-    def send_object(self, value: Any, peer: int, what: str = "send") -> None:
+    def send_object(self, value: Any, peer: int, what: str = "send", tag: int = OBJECT_TAG) -> None:
         """Send one Python object; returns once it is on its way."""
-        self._finish(self._post_object(pickle.dumps(value), peer), what, peer)
+        self._finish(self._post_object(pickle.dumps(value), peer, tag), what, peer)
 
-    def _post_object(self, payload: bytes, peer: int) -> list[Handle]:
-        data = mx.array(np.frombuffer(payload, np.uint8))
-        size = mx.array([len(payload)], mx.int64)
-        mx.eval(data, size)
-        return [self.send(size, peer, OBJECT_TAG), self.send(data, peer, OBJECT_TAG)]
+    def _post_object(self, payload: bytes, peer: int, tag: int = OBJECT_TAG) -> list[Handle]:
+        size = np.array([len(payload)], np.int64)
+        data = np.frombuffer(payload, np.uint8)
+        return [self.send(size, peer, tag), self.send(data, peer, tag)]
 
-    def receive_object(self, peer: int, what: str = "receive") -> Any:
+    def receive_object(self, peer: int, what: str = "receive", tag: int = OBJECT_TAG) -> Any:
         """The next object from ``peer``."""
 
-        def come(array: mx.array) -> mx.array:
-            handle = self.receive(array, peer, OBJECT_TAG)
+        def come(array: np.ndarray) -> np.ndarray:
+            handle = self.receive(array, peer, tag)
             self.wait(handle, lambda: f"rank {self.rank}, {what}, waiting for {self.name(peer)}")
             return array
 
-        (size,) = np.array(come(_zeros((1,), mx.int64)))
-        return pickle.loads(buffer_of(come(_zeros((int(size),), mx.uint8))))
+        (size,) = come(np.empty(1, np.int64))
+        return pickle.loads(buffer_of(come(np.empty(size, np.uint8))))
 
     def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
         """The root's ``value``, on every rank."""
@@ -185,12 +192,6 @@ class Transport(ABC):
             self.wait(handle, lambda: f"rank {self.rank}, {what}, sending to {self.name(peer)}")
 
 
-def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    array = mx.zeros(shape, dtype)
-    mx.eval(array)
-    return array
-
-
 class LocalTransport(Transport):
     """Ranks as threads of one process: for tests, and for reading along in a debugger."""
 
@@ -201,10 +202,10 @@ class LocalTransport(Transport):
         self.timeout = network.timeout
         self._network = network
 
-    def send(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
         return self._network.post((self.rank, peer, tag), Handle(array), is_send=True)
 
-    def receive(self, array: mx.array, peer: int, tag: int) -> Handle:
+    def receive(self, array: Array, peer: int, tag: int) -> Handle:
         return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
