@@ -28,6 +28,10 @@ CHECKPOINT_TAG = 1
 FIRST_ENGINE_TAG = 2
 
 
+_patience = threading.local()
+"""How long this thread may wait, beyond the transport's own timeout."""
+
+
 class TransportTimeout(RuntimeError):
     """A message that was waited for did not come in time."""
 
@@ -119,19 +123,21 @@ class Transport(ABC):
 
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for."""
-        if handle.done or self.progress(handle, self.timeout):
+        seconds = max(self.timeout, getattr(_patience, "seconds", 0.0))
+        if handle.done or self.progress(handle, seconds):
             return
-        raise TransportTimeout(f"{what()}: nothing came for {self.timeout:g} s (see --timeout)")
+        raise TransportTimeout(f"{what()}: nothing came for {seconds:g} s (see --timeout)")
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """Waits may last at least so long inside: for work whose time disk and network decide."""
-        usual = self.timeout
-        self.timeout = max(usual, seconds)
+        """Waits of this thread may last at least so long inside: for work whose time disk and
+        network decide."""
+        usual = getattr(_patience, "seconds", 0.0)
+        _patience.seconds = max(usual, seconds)
         try:
             yield
         finally:
-            self.timeout = usual
+            _patience.seconds = usual
 
     # Collectives on Python objects, for all that is small and not in the hot path. Objects are
     # pickled: the ranks of one job trust each other.
