@@ -1,12 +1,14 @@
 """From tokenised samples to the micro-batches of a replica; no MLX, no MPI.
 
-Order, padding and truncation are those of mlx-lm's ``iterate_batches`` on one process.
+Order, padding and truncation are those of mlx-lm's ``iterate_batches`` on one process; but the
+place that was reached can be kept, and gone on from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,25 +72,78 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
     return Batch(tokens, spans, 0)
 
 
-def iterate_batches(
-    samples: Sequence[Sample],
-    batch_size: int,
-    max_seq_length: int,
-    random: np.random.RandomState,
-    *,
-    loop: bool = False,
-) -> Iterator[Batch]:
+class Batches(Iterator[Batch]):
     """Global batches in mlx-lm's order, given a ``random`` in the state of its ``np.random``.
 
-    Batches are fixed runs of samples, and their order is drawn anew in each epoch. What is left
-    over at the end and fills no batch is not used.
+    Batches are fixed runs of samples, and their order is drawn anew in each epoch: at its first
+    batch, from a state that others may draw from too. What is left over at the end and fills no
+    batch is not used. With ``loop`` epoch follows epoch.
     """
-    starts = range(0, len(samples) - batch_size + 1, batch_size)
-    while True:
-        for i in random.permutation(len(starts)):
-            yield make_batch(samples[starts[i] : starts[i] + batch_size], max_seq_length)
-        if not loop:
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        batch_size: int,
+        max_seq_length: int,
+        random: np.random.RandomState,
+        *,
+        loop: bool = False,
+    ) -> None:
+        self._samples = samples
+        self._starts = range(0, len(samples) - batch_size + 1, batch_size)
+        self._batch_size = batch_size
+        self._max_seq_length = max_seq_length
+        self._random = random
+        self._loop = loop
+        self._drawn_from: Mapping[str, Any] = {}
+        self._order: Sequence[int] = ()
+        self._next = 0
+        self._epochs = 0
+
+    def __next__(self) -> Batch:
+        if self._next == len(self._order):
+            if self._epochs and not self._loop:
+                raise StopIteration
+            self._drawn_from = random_state(self._random)
+            self._draw(self._random)
+        start = self._starts[self._order[self._next]]
+        self._next += 1
+        return make_batch(self._samples[start : start + self._batch_size], self._max_seq_length)
+
+    def _draw(self, random: np.random.RandomState) -> None:
+        self._order = random.permutation(len(self._starts)).tolist()
+        self._next = 0
+        self._epochs += 1
+        if not len(self._order):
+            raise StopIteration
+
+    def position(self) -> dict[str, Any]:
+        """Where it stands, JSON-able: enough to go on with the same batches."""
+        return {"drawn_from": self._drawn_from, "epoch": self._epochs, "next": self._next}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Go on from a ``position()`` of batches of the same samples."""
+        if not position["epoch"]:
             return
+        self._drawn_from = position["drawn_from"]
+        random = np.random.RandomState()
+        set_random_state(random, self._drawn_from)
+        self._draw(random)
+        self._epochs, self._next = position["epoch"], position["next"]
+
+
+def random_state(random: np.random.RandomState) -> dict[str, Any]:
+    """The state of a generator, JSON-able."""
+    state = random.get_state(legacy=False)
+    numbers = state["state"]
+    return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
+
+
+def set_random_state(random: np.random.RandomState, state: Mapping[str, Any]) -> None:
+    """Set what ``random_state`` returned."""
+    numbers = state["state"]
+    key = np.array(numbers["key"], np.uint32)
+    random.set_state({**state, "state": {"key": key, "pos": numbers["pos"]}})
 
 
 def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[MicroBatch]:

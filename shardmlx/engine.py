@@ -21,7 +21,7 @@ from shardmlx.reduce import GradientReducer
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
-from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportTimeout
+from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportError
 
 PREPOSTED = 2
 """Inputs received ahead: one waited for, one on its way while the stage computes."""
@@ -99,10 +99,13 @@ class Engine:
         actions = grid[self.pipeline_rank]
         return self._run(actions, self._new_run(actions, microbatches, train=False))
 
-    def gradient_norm(self) -> float:
-        """Of the whole model's gradients, after a step that reduced them."""
-        with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2, self.replica)):
-            return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm")
+    def gradient_norm(self, spoiled: bool = False) -> float:
+        """Of the whole model's gradients, after a step that reduced them; the same on all ranks.
+
+        Not a number if any rank says that its part is ``spoiled``.
+        """
+        with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
+            return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm", spoiled)
 
     def _new_run(
         self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool
@@ -115,22 +118,26 @@ class Engine:
 
     def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
         self._runs += 1
+        transport, before = self.transport, self.transport.activity
         try:
             for _ in range(PREPOSTED):
                 self._post_input(run)
             for action in actions:
                 self._current = action
+                transport.activity = f"{before}, stage {action.stage}, {action}"
+                transport.check(self._who)
                 self._act(action, run)
             for action, handle in run.outbox:
                 self._current = action
                 self._wait(action, handle, "sending to")
-        except TransportTimeout:
+        except TransportError:
             raise
         except Exception as error:
             raise EngineError(
                 f"{self._who()}: {type(error).__name__}: {one_line(error)}"
             ) from error
         self._current = None
+        transport.activity = before
         return run.losses
 
     def _act(self, action: Action, run: _Run) -> None:

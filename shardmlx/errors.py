@@ -19,6 +19,11 @@ class Stopped(Exception):
         self.signal = signal
 
 
+class AgreedFailure(RuntimeError):
+    """A failure that all ranks have found together, so that all leave in order: with status 1,
+    after one line of rank 0."""
+
+
 def one_line(error: BaseException) -> str:
     """What an exception says, on one line; its type if it says nothing."""
     # A KeyError shows its message in quotes.

@@ -32,11 +32,16 @@ from shardmlx.optimizer import build_optimizer
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
 from shardmlx.profile_file import Profile
 from shardmlx.report import Reporter, check_writable
+from shardmlx.resume import Resumption, prepare_resumption
+from shardmlx.run_identity import identity_of
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.tables import gigabytes
 from shardmlx.transport import Transport
 from shardmlx.workload import Workload
+
+PACKAGES = ("shardmlx", "mlx", "mlx-lm")
+"""Whose versions must be the same on all ranks."""
 
 SETUP_SECONDS = 12 * 3600.0
 """One rank may download a large model, or tokenise much data, for hours while others wait."""
@@ -44,7 +49,10 @@ SETUP_SECONDS = 12 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all."""
+    """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
+
+    ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is.
+    """
 
     config: TrainConfig
     transport: Transport
@@ -57,6 +65,9 @@ class Job:
     optimizer: Optimizer
     data: DataSets | None
     sizes: Mapping[str, int]
+    resumption: Resumption
+    identity: Mapping[str, Any] | None
+    versions: Mapping[str, str]
 
     @property
     def stages(self) -> list[Stage]:
@@ -82,7 +93,8 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
         "planning",
         lambda: _plan(config, transport.hosts, workload, cluster, model, model_config),
     )
-    _compare_plans(transport, plan)
+    versions = {package: version(package) for package in PACKAGES}
+    _compare_plans(transport, plan, versions)
     optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
     by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
@@ -97,10 +109,27 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
         sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
+        identity = None
+        if data is not None and (config.checkpoint_dir or config.resume not in ("auto", "never")):
+            identity = identity_of(config, path, data.train, data.valid)
+        resumption = prepare_resumption(config, transport, reporter, identity, plan.mesh.pp)
         stages = _load(transport, reporter, plan, slices, config)
     engine = Engine(plan, transport, stages)
     return Job(
-        config, transport, reporter, path, workload, cluster, plan, engine, optimizer, data, sizes
+        config=config,
+        transport=transport,
+        reporter=reporter,
+        model_path=path,
+        workload=workload,
+        cluster=cluster,
+        plan=plan,
+        engine=engine,
+        optimizer=optimizer,
+        data=data,
+        sizes=sizes,
+        resumption=resumption,
+        identity=identity,
+        versions=versions,
     )
 
 
@@ -207,10 +236,9 @@ def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Ma
     return replace(entry, host=host, slots=1, memory=memory, flops=flops)
 
 
-def _compare_plans(transport: Transport, plan: Plan) -> None:
+def _compare_plans(transport: Transport, plan: Plan, versions: Mapping[str, str]) -> None:
     """Before the first message of the engine: all ranks mean the same run."""
-    packages = ("shardmlx", "mlx", "mlx-lm")
-    mine = {package: version(package) for package in packages} | {"plan": plan.digest}
+    mine = {**versions, "plan": plan.digest}
     everyone = transport.all_gather(mine, "comparing plans")
     for rank, theirs in enumerate(everyone):
         for what, value in theirs.items():

@@ -47,6 +47,7 @@ class Meter:
     _offset: float = 0.0
     _window: list[Event] = field(default_factory=list)
     _traced: list[Event] = field(default_factory=list)
+    _first_step: int = 0
     _last_step: int = 0
     _reported_step: int = 0
     _total: list[RankTimes] = field(default_factory=list)
@@ -55,8 +56,12 @@ class Meter:
     def __post_init__(self) -> None:
         self._offset = clock_offset(self.transport)
 
+    def start_after(self, step: int) -> None:
+        """The first step to count is the one after ``step``."""
+        self._first_step = self._last_step = self._reported_step = step
+
     def count(self, step: int) -> None:
-        """The events since the last call belong to training step ``step``, from 1."""
+        """The events since the last call belong to training step ``step``."""
         events = self.recorder.take()
         self._window += events
         self._last_step = step
@@ -67,7 +72,7 @@ class Meter:
         self._keep(step, self.recorder.take())
 
     def _keep(self, step: int, events: Sequence[Event]) -> None:
-        if self.trace is not None and step <= TRACED_STEPS:
+        if self.trace is not None and step - self._first_step <= TRACED_STEPS:
             self._traced += events
 
     def report(self, extra: Any = None) -> tuple[list[RankReport], list[Any]] | None:
@@ -88,7 +93,7 @@ class Meter:
 
     def summary(self) -> list[RankReport]:
         """On rank 0, the mean step of each rank over all reports so far."""
-        return _reports(self._total, self._peaks, self._reported_step)
+        return _reports(self._total, self._peaks, self._reported_step - self._first_step)
 
     def write_trace(self) -> None:
         """Write the trace of all ranks, if one was asked for."""

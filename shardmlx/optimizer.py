@@ -75,6 +75,32 @@ class Updater:
                 stage.part[name] = updated[name]
         mx.eval(updated, self.optimizer.state)
 
+    def forget(self) -> None:
+        """Drop the gradients: there is no update."""
+        for stage in self._stages:
+            stage.gradients.clear()
+
+    def state(self) -> dict[str, mx.array]:
+        """The optimizer's state: of a weight as ``WEIGHT.KEY``, of all weights as ``KEY``."""
+        state: dict[str, mx.array] = {}
+        for name, value in self.optimizer.state.items():
+            if isinstance(value, dict):
+                state.update({f"{name}.{key}": array for key, array in value.items()})
+            else:
+                state[name] = value
+        return state
+
+    def restore(self, state: Mapping[str, mx.array]) -> None:
+        """Take what ``state`` returned, of any layout."""
+        tree: dict[str, Any] = {}
+        for name, array in state.items():
+            weight, _, key = name.rpartition(".")
+            if weight:
+                tree.setdefault(weight, {})[key] = array
+            else:
+                tree[key] = array
+        self.optimizer.state = tree
+
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.learning_rate.item())

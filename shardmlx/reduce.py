@@ -37,7 +37,8 @@ class GradientReducer:
         self._transport = transport
         replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
         self._replicas = plan.mesh.replicas_of(pipeline_rank)
-        self._pipeline = plan.mesh.pipeline_of(replica)
+        self._replica = replica
+        self._world = tuple(range(plan.mesh.size))
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
         self._holders = tuple(sorted(rank for end in ends for rank in plan.mesh.replicas_of(end)))
         self._stages = stages
@@ -48,7 +49,7 @@ class GradientReducer:
         # Joining has no timeout of its own, so that all must be there first; and it waits for the
         # whole group, so that all join in the same order.
         transport.barrier("start of the engine")
-        for group in (self._replicas, self._pipeline):
+        for group in (self._replicas, self._world):
             transport.join(group)
         if pipeline_rank in ends:
             transport.join(self._holders)
@@ -107,8 +108,11 @@ class GradientReducer:
             for stage in holders:
                 stage.gradients[name] = total
 
-    def norm(self, what: Callable[[], str]) -> float:
-        """Euclidean norm of the gradients of the whole model, each weight counted once."""
+    def norm(self, what: Callable[[], str], spoiled: bool = False) -> float:
+        """Euclidean norm of the gradients of the whole model, each weight counted once.
+
+        The same on all ranks of all replicas; not a number if any rank says that it is ``spoiled``.
+        """
         # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all the
         # 58 million squares of one large matrix would be wrong by a sixth.
         squares = [
@@ -117,8 +121,11 @@ class GradientReducer:
             for name, gradient in stage.gradients.items()
             if name not in self._shared or stage.part.is_first
         ]
-        total = mx.array([0.0]) + sum(squares)
+        # Replicas hold the same gradients: one of them counts.
+        total = mx.array([math.nan if spoiled else 0.0])
+        if self._replica == 0:
+            total = total + sum(squares)
         mx.eval(total)
-        self._transport.wait(self._transport.all_reduce(total, self._pipeline), what)
+        self._transport.wait(self._transport.all_reduce(total, self._world), what)
         (square,) = np.array(total)
         return math.sqrt(square)

@@ -42,6 +42,7 @@ class Reporter:
         )
         self._metrics_file = None if quiet else metrics_file
         self._metrics: IO[str] | None = None
+        self._mode = "w"
         if self._metrics_file is not None:
             check_writable(self._metrics_file, "--metrics-file")
         self._progress = Progress(
@@ -84,7 +85,7 @@ class Reporter:
             return
         if self._metrics is None:
             # Not before: a run that is refused leaves the metrics of the last one.
-            self._metrics = self._metrics_file.open("w", encoding="utf-8")
+            self._metrics = self._metrics_file.open(self._mode, encoding="utf-8")
         # JSON has no NaN.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -93,13 +94,17 @@ class Reporter:
         self._metrics.write(json.dumps({"event": event, **finite}) + "\n")
         self._metrics.flush()
 
+    def go_on(self) -> None:
+        """Events go on from what is in the metrics file; without this they replace it."""
+        self._mode = "a"
+
     @contextmanager
-    def bar(self, description: str, total: int) -> Iterator[Bar]:
+    def bar(self, description: str, total: int, done: int = 0) -> Iterator[Bar]:
         """A progress bar in a terminal, nothing elsewhere."""
         started = not self._progress.live.is_started
         if started:
             self._progress.start()
-        task = self._progress.add_task(description, total=total, note="")
+        task = self._progress.add_task(description, total=total, completed=done, note="")
         try:
             yield Bar(self._progress, task)
         finally:

@@ -28,10 +28,11 @@ PARTIAL = "partial-"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the configuration and tokenizer files that a model directory consists of beside weights."""
 
-_SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
+SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
+    mx.uint64: "U64",
     mx.uint32: "U32",
     mx.uint16: "U16",
     mx.uint8: "U8",
@@ -186,22 +187,27 @@ def _shards_of(directory: Path) -> set[str]:
         return set()
 
 
-def write_safetensors(
-    file: IO[bytes], specs: Sequence[TensorSpec], arrays: Iterator[mx.array]
-) -> None:
-    """Write a safetensors file tensor by tensor, in the order of ``specs``."""
+def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
+    """What comes before the data of a safetensors file: the tensors follow in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     offset = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": _SAFETENSORS_NAMES[spec.dtype],
+            "dtype": SAFETENSORS_NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
         }
         offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
-    file.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(
+    file: IO[bytes], specs: Sequence[TensorSpec], arrays: Iterator[mx.array]
+) -> None:
+    """Write a safetensors file tensor by tensor, in the order of ``specs``."""
+    file.write(safetensors_header(specs))
     for spec, array in zip(specs, arrays, strict=True):
         data = buffer_of(array)
         if len(data) != spec.nbytes:

@@ -7,29 +7,29 @@ validation draws its own, how gradients of several steps make one update.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tuner.callbacks import get_reporting_callbacks
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0
-from shardmlx.batches import Batch, iterate_batches, split
-from shardmlx.comparison import Expected, Lengths, expect, percent
+from shardmlx.batches import Batch, Batches, random_state, set_random_state, split
+from shardmlx.checkpoints import Checkpoints, Point, restore
 from shardmlx.config import TrainConfig
 from shardmlx.environment import Blas
+from shardmlx.errors import AgreedFailure, Stopped
 from shardmlx.job import SETUP_SECONDS, Job, prepare_job
-from shardmlx.measure import Meter, RankReport
+from shardmlx.measure import Meter
 from shardmlx.optimizer import Updater
 from shardmlx.report import Bar, Reporter
 from shardmlx.saving import Collector, save_adapters, save_model, write_adapter_config
-from shardmlx.tables import gigabytes
 from shardmlx.trace import Span
+from shardmlx.training_report import TrainingReport
 from shardmlx.transport import Transport
 
 
@@ -37,7 +37,8 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     """Train, or test, as rank 0's ``config`` says. Collective.
 
     Every machine may read an options file of its own: rank 0's is the one that counts. Raises
-    ``AgreedError`` on all ranks alike for what the user can mend.
+    ``AgreedError`` on all ranks alike for what the user can mend; ``Stopped`` after a signal, when
+    all is saved; ``AgreedFailure`` where the run itself cannot go on.
     """
     config = transport.broadcast(config, what="options")
     metrics = Path(config.metrics_file) if config.metrics_file else None
@@ -46,6 +47,7 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     try:
         reporter.say(str(blas))
         maybe_set_recommended_wired_limit()
+        transport.activity = "loading"
         trainer = Trainer(prepare_job(config, transport, reporter))
         if config.train:
             trainer.train()
@@ -53,6 +55,14 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
             trainer.test()
     finally:
         reporter.close()
+
+
+class _StopRequested(Exception):
+    """A signal asks to stop: raised on all ranks at the same place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Trainer:
@@ -66,47 +76,44 @@ class Trainer:
         self._engine = job.engine
         trace = Path(config.trace) if config.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
+        self._report = TrainingReport(job, self._meter)
         self._updater = Updater(job.optimizer, job.stages)
         self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
+        self._checkpoints = Checkpoints(job, self._updater)
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
-        self._losses: list[dict[int, float]] = []
-        self._tokens: list[int] = []
-        self._lengths = Lengths()
+        self._batches = self._open("train", loop=True)
+        self._start = 0
         self._grad_norm: float | None = None
-        self._total_tokens = 0
-        self._callback: Any = None
+        self._spoiled = False
 
     def train(self) -> None:
-        """All iterations, with validation, reports and saving in between."""
+        """All iterations that are left, with validation, reports and saving in between."""
         config = self._config
         by_rank_0(self._transport, "opening the output", self._open_output)
-        batches = self._batches("train", loop=True)
+        self._resume()
         start = time.monotonic()
-        with self._reporter.bar("training", config.iters) as bar:
-            for step in range(1, config.iters + 1):
-                with self._engine.recorder.span(Span.STEP, f"batch {step}"):
-                    (batch,) = self._next(batches, 1)
-                self._meter.count(step)
-                if step in (1, config.iters) or step % config.steps_per_eval == 0:
-                    self._validate(step)
-                with self._engine.recorder.span(Span.STEP, f"step {step}"):
-                    self._step(step, batch)
-                self._meter.count(step)
-                bar.advance()
-                if self._reports_at(step):
-                    self._report(step, bar)
-                if step % config.save_every == 0:
-                    self._save(f"{step:07d}_adapters.safetensors")
-        if config.iters % config.save_every:
+        try:
+            with self._reporter.bar("training", config.iters, self._start) as bar:
+                for step in range(self._start + 1, config.iters + 1):
+                    self._iterate(step, bar)
+        except _StopRequested as request:
+            self._leave(request.number)
+        saved_at = config.iters - config.iters % config.save_every
+        if saved_at != config.iters or self._start == config.iters:
             self._save(None)
+        self._checkpoints.save()
+        self._checkpoints.finish()
         self._meter.write_trace()
-        self._summarise(time.monotonic() - start)
+        self._report.summary(time.monotonic() - start, self._checkpoints.summary())
         self._reporter.say(f"Saved to {config.adapter_path}")
 
     def test(self) -> None:
         """Loss on the test set."""
-        loss = self._evaluate("test", self._config.test_batches, "testing")
+        try:
+            loss = self._evaluate("test", self._config.test_batches, "testing")
+        except _StopRequested as request:
+            raise Stopped(request.number, "testing was interrupted") from None
         if loss is not None:
             perplexity = math.exp(min(loss, 700.0))
             self._reporter.say(f"Test loss {loss:.3f}, Test ppl {perplexity:.3f}.")
@@ -116,18 +123,13 @@ class Trainer:
         config = self._config
         if config.fine_tune_type != "full":
             write_adapter_config(Path(config.adapter_path), config.to_adapter_config())
-        self._callback = get_reporting_callbacks(
-            config.report_to,
-            project_name=config.project_name,
-            log_dir=config.adapter_path,
-            config=config.to_adapter_config(),
-        )
+        self._report.open_services()
 
-    def _batches(self, name: str, *, loop: bool) -> Iterator[Batch] | None:
+    def _open(self, name: str, *, loop: bool) -> Batches | None:
         """On rank 0, the batches of a data set."""
         if self._job.data is None:
             return None
-        return iterate_batches(
+        return Batches(
             getattr(self._job.data, name),
             self._config.batch_size,
             self._config.max_seq_length,
@@ -135,26 +137,73 @@ class Trainer:
             loop=loop,
         )
 
+    def _resume(self) -> None:
+        found = self._job.resumption.found
+        if found is None:
+            return
+        manifest = found.manifest
+        state = manifest.state
+        restore(found, self._transport, self._job.stages, self._updater)
+        self._start = manifest.step
+        self._meter.start_after(manifest.step)
+        self._report.restore(state["report"], state["ranks"])
+        if self._batches is not None:
+            set_random_state(self._random, state["random"])
+            self._batches.go_to(state["batches"])
+        self._checkpoints.resumed(manifest.step)
+        where = found.store.path(manifest.step)
+        left = self._config.iters - manifest.step
+        self._reporter.go_on()
+        self._reporter.say(f"Resumed from {where}: {left} of {self._config.iters} steps are left")
+        self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
+
     def _next(self, batches: Iterator[Batch] | None, count: int) -> list[Batch]:
         """The next ``count`` batches of rank 0, fewer at the end, on all ranks."""
-        mine = None if batches is None else list(islice(batches, count))
-        got: list[Batch] = self._transport.broadcast(mine, what="next batch")
-        return got
+        mine = None
+        if batches is not None:
+            mine = (self._transport.stop_requested(), list(islice(batches, count)))
+        number, got = self._transport.broadcast(mine, what="next batch")
+        if number is not None:
+            raise _StopRequested(number)
+        result: list[Batch] = got
+        return result
+
+    def _iterate(self, step: int, bar: Bar) -> None:
+        config = self._config
+        self._transport.activity = f"step {step}"
+        with self._engine.recorder.span(Span.STEP, f"batch {step}"):
+            (batch,) = self._next(self._batches, 1)
+        self._meter.count(step)
+        if step in (1, config.iters) or step % config.steps_per_eval == 0:
+            self._validate(step)
+            self._transport.activity = f"step {step}"
+        with self._engine.recorder.span(Span.STEP, f"step {step}"):
+            self._step(step, batch)
+        self._meter.count(step)
+        bar.advance()
+        if step % config.steps_per_report == 0 or step == config.iters:
+            self._report.step(step, self._updater.learning_rate, self._grad_norm, bar)
+        if step % config.grad_accumulation_steps == 0:
+            self._checkpoints.mark(self._point(step))
+        if step % config.save_every == 0:
+            self._save(f"{step:07d}_adapters.safetensors")
+        if step % config.checkpoint_every == 0:
+            self._checkpoints.save()
+        self._checkpoints.report()
 
     def _step(self, step: int, batch: Batch) -> None:
         config, plan = self._config, self._job.plan
         last_of_update = step % config.grad_accumulation_steps == 0
         tokens = batch.valid_tokens
         microbatches = split(batch, plan.mesh.dp, self._engine.replica, plan.micro_batch_size)
-        self._lengths.count(microbatches)
         losses = self._engine.train_step(
             microbatches,
             scale=1 / max(1, tokens),
             key=(config.seed, step),
             reduce=last_of_update,
         )
-        self._losses.append(losses)
-        self._tokens.append(tokens)
+        self._report.count(microbatches, losses, tokens)
+        self._spoiled |= not all(map(math.isfinite, losses.values()))
         if last_of_update:
             self._update(step)
         if mx.get_cache_memory() > config.clear_cache_threshold:
@@ -164,142 +213,68 @@ class Trainer:
         """One optimizer update with the mean of the gradients since the last."""
         limit = self._config.max_grad_norm
         scale = 1 / self._config.grad_accumulation_steps
-        until_next = range(step, step + self._config.grad_accumulation_steps)
-        if limit is not None or any(map(self._reports_at, until_next)):
-            self._grad_norm = norm = scale * self._engine.gradient_norm()
-            if limit is not None and norm > limit:
-                scale *= limit / (norm + 1e-6)
+        # Of every update, on all ranks alike: a step that is not finite must not be made by any.
+        self._grad_norm = norm = scale * self._engine.gradient_norm(self._spoiled)
+        self._spoiled = False
+        if not math.isfinite(norm):
+            self._pass_over(step)
+            return
+        if limit is not None and norm > limit:
+            scale *= limit / (norm + 1e-6)
+        self._checkpoints.release()
         with self._engine.recorder.span(Span.UPDATE, "optimizer"):
             self._updater.apply(scale)
 
-    def _reports_at(self, step: int) -> bool:
-        return step % self._config.steps_per_report == 0 or step == self._config.iters
+    def _pass_over(self, step: int) -> None:
+        """Loss or gradient is not finite: forget the gradients, or end the run."""
+        found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
+        what = next((text for text in found if text), "the norm of the gradient is not finite")
+        if self._config.on_nonfinite == "stop":
+            self._save(None)
+            advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
+            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
+        self._reporter.warn(f"step {step}: {what}: the update is skipped")
+        self._updater.forget()
+        self._report.pass_over(self._config.grad_accumulation_steps)
 
-    def _report(self, step: int, bar: Bar) -> None:
-        report = self._meter.report(self._losses)
-        steps, tokens = len(self._tokens), sum(self._tokens)
-        valid, self._losses, self._tokens = self._tokens, [], []
-        self._total_tokens += tokens
-        if report is None:
-            return
-        ranks, losses = report
-        loss = (
-            sum(
-                sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, valid[i])
-                for i in range(steps)
-            )
-            / steps
-        )
-        step_seconds = ranks[0].times.step_seconds
-        speed = tokens / steps / step_seconds
-        rate = self._updater.learning_rate
-        bar.note(f"loss {loss:.3f}  {speed:.0f} tok/s")
-        if not math.isfinite(loss):
-            self._reporter.warn(
-                f"step {step}: the loss is {loss}: the weights are spoiled; lower --learning-rate"
-            )
-        self._reporter.say(
-            f"step {step}: loss {loss:.4f}, learning rate {rate:.2e}, {speed:.1f} tokens/s, "
-            f"{step_seconds:.2f} s a step | " + " | ".join(map(_describe, ranks))
-        )
-        self._reporter.event(
-            "train",
+    def _point(self, step: int) -> Point:
+        """The run after the update of ``step``."""
+        if self._batches is None:
+            return Point(step, {}, self._report.mine())
+        return Point(
+            step,
             {
-                "step": step,
-                "loss": loss,
-                "tokens": tokens,
-                "tokens_per_second": speed,
-                "learning_rate": rate,
-                "grad_norm": self._grad_norm,
-                "step_seconds": step_seconds,
-                "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
-                "ranks": [rank.as_json() for rank in ranks],
+                "report": self._report.state(),
+                "random": random_state(self._random),
+                "batches": self._batches.position(),
             },
-        )
-        if self._callback is not None:
-            self._callback.on_train_loss_report(
-                {
-                    "iteration": step,
-                    "train_loss": loss,
-                    "learning_rate": rate,
-                    "iterations_per_second": 1 / step_seconds,
-                    "tokens_per_second": speed,
-                    "trained_tokens": self._total_tokens,
-                    "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
-                }
-            )
-
-    def _summarise(self, seconds: float) -> None:
-        ranks = self._meter.summary()
-        if not ranks:
-            return
-        expected = self._expected()
-        pp = self._job.plan.mesh.pp
-        predicted = [expected.peaks[each.rank % pp] for each in ranks]
-        self._reporter.table(
-            (
-                "rank",
-                "host",
-                "step",
-                "compute",
-                "exposed communication",
-                "bubble",
-                "peak memory",
-                "predicted",
-                "",
-            ),
-            [
-                (
-                    str(each.rank),
-                    self._transport.hosts[each.rank],
-                    f"{each.times.step_seconds:.3f} s",
-                    f"{each.times.compute_seconds:.3f} s",
-                    f"{each.times.exposed_comm_seconds:.3f} s",
-                    f"{100 * each.times.bubble:.1f}%",
-                    gigabytes(each.peak_memory_bytes),
-                    gigabytes(peak),
-                    percent(each.peak_memory_bytes, peak),
-                )
-                for each, peak in zip(ranks, predicted, strict=True)
-            ],
-        )
-        step_seconds = ranks[0].times.step_seconds
-        if expected.step_seconds is not None:
-            self._reporter.say(
-                f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
-                f"({percent(step_seconds, expected.step_seconds)})"
-            )
-        self._reporter.event(
-            "summary",
-            {
-                "steps": self._config.iters,
-                "tokens": self._total_tokens,
-                "seconds": round(seconds, 3),
-                "ranks": [each.as_json() for each in ranks],
-                "predicted": expected.as_json(),
-            },
+            self._report.mine(),
         )
 
-    def _expected(self) -> Expected:
-        """What the plan says of the steps that were run."""
-        job = self._job
-        return expect(
-            job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
-        )
+    def _keep(self) -> str:
+        """Save the last update, and say where it is."""
+        step = self._checkpoints.save()
+        self._checkpoints.finish()
+        if step is None:
+            return f"what was trained before is in {self._config.adapter_path}"
+        place = self._job.resumption.place
+        assert place is not None, "it was saved there"
+        return f"the run up to step {step} is in {place.store.path(step)}"
+
+    def _leave(self, number: int) -> None:
+        """Save everything, then end in order."""
+        self._reporter.say(f"{signal.Signals(number).name}: saving, then leaving")
+        self._save(None)
+        kept = self._keep()
+        self._meter.write_trace()
+        raise Stopped(number, f"stopped by {signal.Signals(number).name}: {kept}")
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()
         loss = self._evaluate("valid", self._config.val_batches, "validating")
         self._meter.skip(step)
-        if loss is None:
-            return
-        seconds = time.monotonic() - start
-        self._reporter.say(f"step {step}: val loss {loss:.4f}, in {seconds:.1f} s")
-        self._reporter.event("val", {"step": step, "loss": loss, "seconds": round(seconds, 3)})
-        if self._callback is not None:
-            self._callback.on_val_loss_report(
-                {"iteration": step - 1, "val_loss": loss, "val_time": seconds}
-            )
+        if loss is not None:
+            self._report.validation(step, loss, time.monotonic() - start)
 
     def _evaluate(self, name: str, num_batches: int, description: str) -> float | None:
         """Mean loss of a token, on rank 0; None elsewhere, and where there is no such data."""
@@ -310,8 +285,9 @@ class Trainer:
             return None
         # Several batches at once keep all stages busy.
         at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-        batches = self._batches(name, loop=False)
+        batches = self._open(name, loop=False)
         total, tokens = 0.0, 0
+        self._transport.activity = description
         for stage in self._job.stages:
             stage.part.train(False)
         with self._reporter.bar(description, remaining) as bar:
@@ -344,8 +320,3 @@ class Trainer:
                 save_model(self._collector, self._job.model_path, directory, rank)
             else:
                 save_adapters(self._collector, directory, copy_as, rank)
-
-
-def _describe(rank: RankReport) -> str:
-    memory = gigabytes(rank.peak_memory_bytes)
-    return f"rank {rank.rank} {memory}, {100 * rank.times.bubble:.0f}% bubble"

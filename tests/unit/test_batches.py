@@ -13,7 +13,7 @@ from mlx_lm.tuner.datasets import CacheDataset, TextDataset
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
-from shardmlx.batches import Batch, MicroBatch, Sample, iterate_batches, make_batch, split
+from shardmlx.batches import Batch, Batches, MicroBatch, Sample, make_batch, split
 from shardmlx.models.slice import Slice
 from shardmlx.stage import token_loss
 from tests.support import VOCABULARY, random_batch, tiny_model
@@ -63,7 +63,7 @@ def test_the_batches_of_one_pass_are_those_of_mlx_lm(batch_size: int, max_seq_le
     np.random.seed(SEED)
     theirs = list(mlx_lm_batches(samples, batch_size, max_seq_length))
     random = np.random.RandomState(SEED)
-    ours = list(iterate_batches(samples, batch_size, max_seq_length, random))
+    ours = list(Batches(samples, batch_size, max_seq_length, random))
     assert len(ours) == len(theirs) == 10 // batch_size
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -85,7 +85,7 @@ def test_validation_draws_in_between_as_in_the_training_loop_of_mlx_lm() -> None
 
     np.random.seed(SEED)
     theirs = loop(mlx_lm_batches)
-    ours = loop(iterate_batches, np.random.RandomState(SEED))
+    ours = loop(Batches, np.random.RandomState(SEED))
 
     assert len(ours) == len(theirs) == iters + 6 * val_batches
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -93,7 +93,7 @@ def test_validation_draws_in_between_as_in_the_training_loop_of_mlx_lm() -> None
 
 def test_what_fills_no_batch_is_left_out() -> None:
     samples = samples_of(5, seed=1)
-    batches = list(iterate_batches(samples, 2, 2048, np.random.RandomState(0)))
+    batches = list(Batches(samples, 2, 2048, np.random.RandomState(0)))
     first_tokens = sorted(int(batch.tokens[row, 0]) for batch in batches for row in (0, 1))
     assert first_tokens == sorted(tokens[0] for tokens, _ in samples[:4])
 

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import shardmlx.data
-from shardmlx.batches import iterate_batches
+from shardmlx.batches import Batches
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.errors import UserError
@@ -152,7 +152,7 @@ def test_the_order_of_rows_is_that_of_mlx_lm(tmp_path: Path) -> None:
         for tokens, _ in mlx_lm_iterate_batches(CacheDataset(theirs), 1, 2048)
     ]
 
-    ours = iterate_batches(read(directory).train, 1, 2048, np.random.RandomState(3))
+    ours = Batches(read(directory).train, 1, 2048, np.random.RandomState(3))
 
     assert [batch.tokens.tolist() for batch in ours] == expected
 
