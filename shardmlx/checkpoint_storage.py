@@ -42,8 +42,11 @@ class Disks:
         return self.groups[self.of(rank)][0]
 
 
-def find_disks(transport: Transport, directory: Path) -> Disks:
-    """Which ranks see the same ``directory``; it is made where it is missing. Collective."""
+def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:
+    """Which ranks see the same ``directory``; with ``make`` it is made where it is missing.
+
+    Collective.
+    """
     what = f"looking who sees {directory}"
     run = transport.broadcast(uuid.uuid4().hex, what=what)
 
@@ -52,7 +55,8 @@ def find_disks(transport: Transport, directory: Path) -> Disks:
 
     problem = None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        if make:
+            directory.mkdir(parents=True, exist_ok=True)
         mark(transport.rank).touch()
     except OSError as error:
         problem = error.strerror or one_line(error)
@@ -77,10 +81,11 @@ def _exists(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where each pipeline rank's part goes. ``kind`` is shared, rank0 or neighbour."""
+    """Where the parts of ranks 0 to ``owners`` - 1 go. ``kind`` is shared, rank0 or neighbour."""
 
     kind: str
     disks: Disks
+    owners: int
 
     def homes(self, owner: int) -> tuple[int, ...]:
         """The ranks that write the part of rank ``owner``."""
@@ -90,6 +95,11 @@ class Storage:
             return (owner,)
         groups = self.disks.groups
         return (owner, groups[(self.disks.of(owner) + 1) % len(groups)][0])
+
+    @property
+    def writers(self) -> frozenset[int]:
+        """The ranks that write any part."""
+        return frozenset(home for owner in range(self.owners) for home in self.homes(owner))
 
     @property
     def committers(self) -> tuple[int, ...]:
@@ -118,9 +128,8 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
             f"--checkpoint-storage shared: {away} does not see the --checkpoint-dir of {names[0]}: "
             "name a directory on a disk that both have, or use auto"
         )
-    storage = Storage(kind, disks)
-    writers = {home for owner in range(owners) for home in storage.homes(owner)}
-    for rank in sorted(writers | set(storage.committers)):
+    storage = Storage(kind, disks, owners)
+    for rank in sorted(storage.writers.union(storage.committers)):
         if disks.problems[rank] is not None:
             raise AgreedError(
                 f"{names[rank]} cannot write to --checkpoint-dir: {disks.problems[rank]}: name "

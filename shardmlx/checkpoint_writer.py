@@ -78,21 +78,14 @@ class Saved:
 
 
 class CheckpointWriter:
-    """One rank's part in writing. Every rank has one, and calls the same methods in turn.
+    """One rank's part in writing. Every rank has one, and calls the same methods in turn."""
 
-    ``owners`` is the number of ranks that have a part to save: ranks 0 to ``owners`` - 1.
-    """
-
-    def __init__(
-        self, transport: Transport, store: Store, storage: Storage, owners: int, keep: int
-    ) -> None:
+    def __init__(self, transport: Transport, store: Store, storage: Storage, keep: int) -> None:
         self._transport = transport
         self._store = store
         self._storage = storage
-        self._owners = owners
         self._keep = keep
-        self._homes = {home for owner in range(owners) for home in storage.homes(owner)}
-        self._taking_part = sorted({*range(owners), *self._homes, *storage.committers})
+        self._taking_part = sorted({*range(storage.owners), *storage.writers, *storage.committers})
         self._thread: threading.Thread | None = None
         self._arrays_free = threading.Event()
         self._arrays_free.set()
@@ -166,7 +159,7 @@ class CheckpointWriter:
         self._begin(step)
         mine: list[FileInfo] = []
         # All in one order of owners, so that nobody waits for one who waits for him.
-        for owner in range(self._owners):
+        for owner in range(self._storage.owners):
             homes = self._storage.homes(owner)
             if rank == owner:
                 mine += self._write_own(step, parts, homes)
@@ -202,10 +195,10 @@ class CheckpointWriter:
         rank, disks = self._transport.rank, self._storage.disks
         if rank in self._storage.committers:
             self._store.begin(step)
-            for home in sorted(self._homes - {rank}):
+            for home in sorted(self._storage.writers - {rank}):
                 if disks.of(home) == disks.of(rank):
                     self._send(None, home)
-        elif rank in self._homes:
+        elif rank in self._storage.writers:
             self._receive(disks.leader(rank))
 
     def _write_own(

@@ -52,8 +52,7 @@ class Checkpoints:
                 job.transport,
                 place.store,
                 place.storage,
-                owners=job.plan.mesh.pp,
-                keep=job.config.keep_checkpoints,
+                job.config.keep_checkpoints,
             )
         self._point: Point | None = None
         self._saved_step = 0

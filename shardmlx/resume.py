@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def prepare_resumption(
     else:
         _refuse_mixture(config, transport, place)
         store = Store(resume.parent)
-        disks = find_disks(transport, resume.parent)
+        disks = find_disks(transport, resume.parent, make=False)
     if config.resume == "never":
         _refuse_mixture(config, transport, place)
         return Resumption(place)
@@ -111,6 +112,9 @@ def _open(config: TrainConfig, transport: Transport, directory: Path, owners: in
     names = [transport.name(rank) for rank in range(transport.size)]
     storage = choose_storage(config.checkpoint_storage, disks, owners, names)
     store = Store(directory)
+    if not any(disks.of(rank) == disks.of(transport.rank) for rank in storage.writers):
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # made to look who sees it; if it is empty, nobody needs it here
 
     def lock() -> IO[bytes] | None:
         return store.lock() if transport.rank in storage.committers else None

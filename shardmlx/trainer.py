@@ -228,7 +228,7 @@ class Trainer:
     def _pass_over(self, step: int) -> None:
         """Loss or gradient is not finite: forget the gradients, or end the run."""
         found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
-        what = next((text for text in found if text), "the norm of the gradient is not finite")
+        _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
         if self._config.on_nonfinite == "stop":
             self._save(None)
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"

@@ -50,16 +50,22 @@ class TrainingReport:
         self._losses.append(losses)
         self._tokens.append(tokens)
 
-    def nonfinite(self, stages: Sequence[Stage]) -> str | None:
-        """What this rank has, in the step that was counted last, that is not finite."""
+    def nonfinite(self, stages: Sequence[Stage]) -> tuple[int, str] | None:
+        """What this rank has, in the step that was counted last, that is not finite.
+
+        The lower the number the nearer to the cause. Not collective.
+        """
         where = self._job.transport.name(self._job.transport.rank)
         for j, loss in self._losses[-1].items():
             if not math.isfinite(loss):
-                return f"the loss of micro-batch {j} is {loss} on {where}"
+                return 0, f"the loss of micro-batch {j} is {loss} on {where}"
         for stage in stages:
             for name, gradient in stage.gradients.items():
                 if not mx.isfinite(gradient).all().item():
-                    return f"the gradient of {name} is not finite on {where}, stage {stage.index}"
+                    return (
+                        1,
+                        f"the gradient of {name} is not finite on {where}, stage {stage.index}",
+                    )
         return None
 
     def pass_over(self, steps: int) -> None:

@@ -1,0 +1,31 @@
+"""``nonfinite_rank.py ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
+gradients of its third step."""
+
+import sys
+from collections.abc import Callable
+
+import shardmlx.environment
+
+shardmlx.environment.prepare()
+
+import mlx.core as mx  # noqa: E402
+
+from shardmlx.reduce import GradientReducer  # noqa: E402
+from shardmlx.train import main  # noqa: E402
+
+norm = GradientReducer.norm
+calls = 0
+
+
+def overflow(self: GradientReducer, what: Callable[[], str], spoiled: bool = False) -> float:
+    global calls
+    calls += 1
+    for stage in self._stages:
+        if calls == 3 and stage.part.is_last:
+            name = stage.names[0]
+            stage.gradients[name] = mx.full(stage.part[name].shape, mx.inf)
+    return norm(self, what, spoiled)
+
+
+GradientReducer.norm = overflow  # type: ignore[method-assign]
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,14 @@
+"""``train_apart.py DIR,DIR,... ARGUMENTS``: ``shardmlx.train`` without a shared disk: each rank
+works in a directory of its own."""
+
+import os
+import sys
+from pathlib import Path
+
+from shardmlx.environment import launched_rank
+from shardmlx.train import main
+
+home = Path(sys.argv[1].split(",")[launched_rank()])
+home.mkdir(parents=True, exist_ok=True)
+os.chdir(home)
+sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,69 @@
+"""What is not finite is never trained on: the run stops, or passes over the step and says so."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train
+from tests.support import load_weights
+
+
+@pytest.fixture
+def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
+    flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
+    flags += ["--iters", "5", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
+    flags += ["--metrics-file", tmp_path / "metrics.jsonl", "--num-layers", "-1"]
+    return [*flags, "--checkpoint-dir", tmp_path / "checkpoints"]
+
+
+def overflow(n: int, flags: list[str | Path], *more: str) -> Job:
+    return mpirun(n, PROGRAMS / "nonfinite_rank.py", *flags, *more)
+
+
+@pytest.mark.parametrize("layout", [["--pipeline-stages", "2"], ["--pipeline-stages", "1"]])
+def test_the_run_stops_and_keeps_what_it_had(
+    flags: list[str | Path], layout: list[str], tmp_path: Path
+) -> None:
+    job = overflow(2, flags, *layout)
+    assert job.returncode == 1, job.output
+    (line,) = job.error_lines
+    assert re.search(
+        r"failed: step 3: the gradient of model\.layers\.7\.\S+ is not finite on rank [01] on \S+, "
+        r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
+        r"--learning-rate, or pass over such steps with --on-nonfinite skip",
+        line,
+    )
+    (saved,) = events(tmp_path / "metrics.jsonl", "checkpoint")
+    assert saved["step"] == 2
+    assert all(np.isfinite(array).all() for array in load_weights(tmp_path / "out").values())
+    # What comes next is what would have come.
+    job = train(2, *flags, *layout)
+    assert job.returncode == 0, job.output
+    assert "step-0000002: 3 of 5 steps are left" in job.stdout
+
+
+def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> None:
+    job = overflow(2, flags, "--on-nonfinite", "skip")
+    assert job.returncode == 0, job.output
+    assert "warning: step 3: the gradient of model.layers.7" in job.stdout
+    assert "the update is skipped" in job.stdout
+    reports = events(tmp_path / "metrics.jsonl", "train")
+    assert [report["step"] for report in reports] == [1, 2, 4, 5]
+    assert [report["skipped"] for report in reports] == [0, 0, 1, 1]
+    assert all(math.isfinite(report["loss"]) for report in reports)
+    (summary,) = events(tmp_path / "metrics.jsonl", "summary")
+    assert summary["skipped"] == 1
+
+
+def test_a_loss_that_is_not_finite_names_its_micro_batch(
+    flags: list[str | Path],
+) -> None:
+    job = train(2, *flags, "--learning-rate", "1e30", "--optimizer", "sgd")
+    assert job.returncode == 1, job.output
+    (line,) = job.error_lines
+    assert re.search(r"failed: step \d: the loss of micro-batch \d is (nan|inf) on rank 1", line)

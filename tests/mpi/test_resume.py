@@ -1,0 +1,369 @@
+"""A run that was interrupted goes on as if it had not been, in whatever layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train, train_many
+from tests.support import load_weights
+
+COMMON: dict[str, Any] = {
+    "seed": 5,
+    "batch_size": 4,
+    "micro_batch_size": 1,
+    "iters": 12,  # the second epoch begins at the ninth
+    "learning_rate": 1e-3,
+    "num_layers": -1,
+    "max_seq_length": 64,
+    "steps_per_report": 1,
+    "steps_per_eval": 5,
+    "val_batches": 2,
+    "save_every": 100,
+}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": (
+        "small",
+        {
+            "lora_parameters": {"rank": 4, "dropout": 0.2, "scale": 10.0},
+            "optimizer": "adamw",
+            "lr_schedule": {
+                "name": "cosine_decay",
+                "arguments": [1e-3, 12],
+                "warmup": 7,
+                "warmup_init": 1e-5,
+            },
+            "checkpoint_every": 5,
+        },
+    ),
+    "full, tied, accumulated": (
+        "small_tied",
+        {
+            "fine_tune_type": "full",
+            "unfreeze_all": True,
+            "optimizer": "muon",
+            "max_grad_norm": 0.5,
+            "grad_accumulation_steps": 3,
+            "checkpoint_every": 4,
+        },
+    ),
+}
+SAVED_AT = {"lora": 5, "full, tied, accumulated": 3}
+"""Steps of the first checkpoints. With accumulation step 4 is in the middle of an update."""
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "two stages": (2, []),
+    "interleaved": (2, ["--schedule", "interleaved-1f1b", "--virtual-stages", "2"]),
+    "zb-v": (2, ["--schedule", "zb-v"]),
+    "one rank": (1, ["--micro-batch-size", "4"]),
+    "three stages": (3, ["--schedule", "gpipe"]),
+    "two by two": (4, ["--pipeline-stages", "2", "--schedule", "zb-h1"]),
+}
+SAME = "two stages"
+
+
+@dataclass(frozen=True)
+class Result:
+    metrics: Path
+    output: Path
+    checkpoints: Path
+
+    def losses(self) -> dict[tuple[str, int], float]:
+        return {
+            (name, event["step"]): event["loss"]
+            for name in ("train", "val")
+            for event in events(self.metrics, name)
+        }
+
+
+def arguments(
+    run: str, directory: Path, models: Mapping[str, Path], data: Path
+) -> tuple[list[str], Result]:
+    model, options = RUNS[run]
+    directory.mkdir(parents=True, exist_ok=True)
+    result = Result(directory / "metrics.jsonl", directory / "out", directory / "checkpoints")
+    config = directory / "config.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            COMMON
+            | options
+            | {
+                "model": str(models[model]),
+                "data": str(data),
+                "adapter_path": str(result.output),
+                "metrics_file": str(result.metrics),
+                "checkpoint_dir": str(result.checkpoints),
+                "keep_checkpoints": 9,
+            }
+        )
+    )
+    return ["-c", str(config)], result
+
+
+def interrupt(before: Result, after: Result, step: int) -> None:
+    """As if the run had been killed right after its checkpoint of ``step``."""
+    name = f"step-{step:07d}"
+    shutil.copytree(before.checkpoints / name, after.checkpoints / name)
+
+
+Results = dict[tuple[str, str], Result]
+
+
+@pytest.fixture(scope="module")
+def results(
+    small: Path, small_tied: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """Uninterrupted runs, on two stages, and runs that go on from their first checkpoints."""
+    models = {"small": small, "small_tied": small_tied}
+    root = tmp_path_factory.mktemp("resume")
+    results: Results = {}
+    whole = []
+    for run in RUNS:
+        flags, results[run, "whole"] = arguments(run, root / run / "whole", models, pirate)
+        whole.append(flags)
+    train_many(2, whole, root / "whole.json")
+    jobs: dict[int, list[list[str]]] = {}
+    for layout, (n, extra) in LAYOUTS.items():
+        for run in RUNS:
+            flags, result = arguments(run, root / run / layout, models, pirate)
+            interrupt(results[run, "whole"], result, SAVED_AT[run])
+            results[run, layout] = result
+            jobs.setdefault(n, []).append([*flags, *extra])
+    for n, runs in jobs.items():
+        train_many(n, runs, root / f"{n}.json")
+    return results
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_same_layout_goes_on_to_the_bit(results: Results, run: str) -> None:
+    whole, resumed = results[run, "whole"], results[run, SAME]
+    after = {key: loss for key, loss in whole.losses().items() if key[1] > SAVED_AT[run]}
+    assert resumed.losses() == after
+    expected = load_weights(whole.output)
+    weights = load_weights(resumed.output)
+    assert weights.keys() == expected.keys()
+    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != SAME])
+@pytest.mark.parametrize("run", RUNS)
+def test_any_other_layout_goes_on_with_the_same_losses(
+    results: Results, run: str, layout: str
+) -> None:
+    whole, resumed = results[run, "whole"].losses(), results[run, layout].losses()
+    assert len(resumed) == sum(step > SAVED_AT[run] for _, step in whole)
+    for key, loss in resumed.items():
+        assert loss == pytest.approx(whole[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_the_metrics_tell(results: Results, run: str) -> None:
+    whole, resumed = results[run, "whole"], results[run, SAME]
+    saved = [event["step"] for event in events(whole.metrics, "checkpoint")]
+    assert saved == {"lora": [5, 10, 12], "full, tied, accumulated": [3, 6, 12]}[run]
+    for event in events(whole.metrics, "checkpoint"):
+        name = f"step-{event['step']:07d}"
+        files = (whole.checkpoints / name).glob("*.safetensors")
+        assert event["bytes"] == sum(path.stat().st_size for path in files)
+        assert event["exposed_seconds"] >= 0
+    (event,) = events(resumed.metrics, "resume")
+    assert event["step"] == SAVED_AT[run]
+    (summary,) = events(whole.metrics, "summary")
+    assert summary["checkpoints"]["saved"] == 3
+
+
+def test_a_report_over_the_interruption_is_that_of_the_whole_run(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """Steps 4 and 5 were made before, step 6 after: one line tells of all three."""
+    models = {"small": small}
+    flags, whole = arguments("lora", tmp_path / "whole", models, pirate)
+    more, resumed = arguments("lora", tmp_path / "resumed", models, pirate)
+    three = ["--steps-per-report", "3"]
+    train_many(2, [[*flags, *three]], tmp_path / "1.json")
+    interrupt(whole, resumed, 5)
+    train_many(2, [[*more, *three]], tmp_path / "2.json")
+    assert resumed.losses()["train", 6] == whole.losses()["train", 6]
+    last = [events(each.metrics, "summary")[0]["tokens"] for each in (whole, resumed)]
+    assert last[0] == last[1]
+
+
+def test_a_finished_run_has_nothing_left_but_its_adapters(results: Results) -> None:
+    """As after a failure at the very end."""
+    whole = results["lora", "whole"]
+    (whole.output / "adapters.safetensors").unlink()
+    job = train(2, "-c", whole.metrics.parent / "config.yaml")
+    assert job.returncode == 0, job.output
+    assert "0 of 12 steps are left" in job.stdout
+    assert (whole.output / "adapters.safetensors").exists()
+
+
+# Without a shared disk: each rank works in a directory of its own.
+
+
+def apart(homes: Sequence[Path], flags: Sequence[str], timeout: float = 120.0) -> Job:
+    """``shardmlx.train`` on a rank for each of ``homes``, which is where that rank works."""
+    return mpirun(
+        len(homes),
+        PROGRAMS / "train_apart.py",
+        ",".join(map(str, homes)),
+        *flags,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize("storage", ["auto", "neighbour"])
+def test_without_a_shared_disk(
+    results: Results, small: Path, pirate: Path, tmp_path: Path, storage: str
+) -> None:
+    flags, result = arguments("lora", tmp_path, {"small": small}, pirate)
+    flags += ["--checkpoint-dir", "checkpoints", "--checkpoint-storage", storage]
+    homes = [tmp_path / name for name in "abc"]
+    job = apart(homes, flags)
+    assert job.returncode == 0, job.output
+    for home in homes:
+        shutil.rmtree(home / "checkpoints" / "step-0000012", ignore_errors=True)
+        shutil.rmtree(home / "checkpoints" / "step-0000010", ignore_errors=True)
+    if storage == "auto":
+        assert not (homes[1] / "checkpoints").exists(), "all went to rank 0's disk"
+    else:
+        shutil.rmtree(homes[1])  # its part has a copy on the third
+    result.metrics.unlink()
+    job = apart([homes[0], homes[2]], flags)
+    assert job.returncode == 0, job.output
+    whole = results["lora", "whole"].losses()
+    resumed = result.losses()
+    assert len(resumed) == sum(step > 5 for _, step in whole)
+    for key, loss in resumed.items():
+        assert loss == pytest.approx(whole[key], rel=1e-5), key
+
+
+def test_shared_storage_on_disks_that_are_not_shared_is_refused(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    flags, _ = arguments("lora", tmp_path, {"small": small}, pirate)
+    flags += ["--checkpoint-dir", "checkpoints", "--checkpoint-storage", "shared"]
+    job = apart([tmp_path / "a", tmp_path / "b"], flags)
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert "does not see the --checkpoint-dir" in line
+
+
+# What is refused.
+
+
+@pytest.fixture
+def saved(results: Results, small: Path, pirate: Path, tmp_path: Path) -> tuple[list[str], Result]:
+    """A run that was interrupted after its checkpoints of steps 5 and 10."""
+    flags, result = arguments("lora", tmp_path, {"small": small}, pirate)
+    for step in (5, 10):
+        interrupt(results["lora", "whole"], result, step)
+    return flags, result
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(saved: tuple[list[str], Result]) -> None:
+    flags, result = saved
+    flip(result.checkpoints / "step-0000010" / "weights-01.safetensors")
+    job = train(2, *flags)
+    assert job.returncode == 0, job.output
+    assert "damaged checkpoint passed over" in job.stdout
+    assert "step-0000010/weights-01.safetensors: its sha256 is" in job.stdout
+    assert "step-0000005: 7 of 12 steps are left" in job.stdout
+    assert (result.checkpoints / "damaged-step-0000010").exists()
+    assert (result.checkpoints / "step-0000010" / "COMMITTED").exists(), "saved anew"
+
+
+def test_damaged_checkpoints_alone_are_no_reason_to_start_anew(
+    saved: tuple[list[str], Result],
+) -> None:
+    flags, result = saved
+    flip(result.checkpoints / "step-0000010" / "weights-01.safetensors")
+    (result.checkpoints / "step-0000005" / "checkpoint.json").write_text("{}")
+    job = train(2, *flags)
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert "no checkpoint is sound" in line
+    assert "step-0000010/weights-01.safetensors: its sha256 is" in line
+    assert "step-0000005/checkpoint.json: its sha256 is" in line
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(
+    saved: tuple[list[str], Result],
+) -> None:
+    flags, result = saved
+    path = result.checkpoints / "step-0000010"
+    (path / "optimizer-00.safetensors").unlink()
+    job = train(2, *flags, "--resume", path)
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert "optimizer-00.safetensors is missing" in line
+
+
+def test_an_older_checkpoint_may_be_asked_for(saved: tuple[list[str], Result]) -> None:
+    """What came after it is set aside, not mixed with what comes now."""
+    flags, result = saved
+    job = train(2, *flags, "--resume", result.checkpoints / "step-0000005")
+    assert job.returncode == 0, job.output
+    assert "step-0000005: 7 of 12 steps are left" in job.stdout
+    assert (result.checkpoints / "superseded-step-0000010").exists()
+
+
+def test_an_unfinished_checkpoint_is_none(saved: tuple[list[str], Result]) -> None:
+    flags, result = saved
+    newest = result.checkpoints / "step-0000010"
+    (newest / "COMMITTED").unlink()
+    job = train(2, *flags, "--resume", newest)
+    assert job.returncode == 2
+    assert "there is no complete checkpoint" in job.error_lines[0]
+    job = train(2, *flags)
+    assert job.returncode == 0, job.output
+    assert "step-0000005: 7 of 12 steps are left" in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (["--optimizer", "sgd"], "was made with the optimizer adamw"),
+        (["--iters", "9"], "is of step 10, beyond --iters 9"),
+        (["--resume", "never"], "holds checkpoints of another run, up to step 10"),
+        (["--resume", "newest"], "give auto, never, or the directory of a checkpoint"),
+    ],
+)
+def test_another_run_is_refused_by_name(
+    saved: tuple[list[str], Result], change: list[str], complaint: str
+) -> None:
+    flags, _ = saved
+    job = train(1, *flags, *change)
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert complaint in line
+
+
+def test_another_model_and_other_data_are_refused_by_name(
+    saved: tuple[list[str], Result], small_tied: Path, pirate: Path, tmp_path: Path
+) -> None:
+    flags, _ = saved
+    job = train(1, *flags, "--model", small_tied)
+    assert (job.returncode, len(job.error_lines)) == (2, 1)
+    assert "is a checkpoint of another model" in job.error_lines[0]
+    fewer = tmp_path / "fewer"
+    shutil.copytree(pirate, fewer)
+    lines = (fewer / "train.jsonl").read_text().splitlines()
+    (fewer / "train.jsonl").write_text("\n".join(lines[:-4]) + "\n")
+    job = train(1, *flags, "--data", fewer)
+    assert (job.returncode, len(job.error_lines)) == (2, 1)
+    assert "other data: its train set came from" in job.error_lines[0]
+    assert "with 32 samples, now it is" in job.error_lines[0]
