@@ -1,0 +1,324 @@
+"""``python -m shardmlx.launch --hostfile F train ...``: mpirun that survives what may happen.
+
+It looks whether the hosts answer, prints the mpirun command and runs it, and when the job fails
+starts it again from the newest checkpoint, on the hosts that are left. It needs neither MLX nor
+MPI itself, and belongs on the machine of rank 0, where the checkpoints are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from shardmlx import profile
+from shardmlx.checkpoint_store import MARKER, Store
+from shardmlx.command import OneLineParser, run_command
+from shardmlx.config import TrainConfig, load_given_config
+from shardmlx.errors import Stopped, UserError, one_line
+from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile
+from shardmlx.hosts_check import Way, addresses_of, check_hosts, is_local, without_hosts
+from shardmlx.mpirun_command import Job, find_mpirun, replaced
+from shardmlx.replan import plan_again
+from shardmlx.restarts import FAILED, Attempt, after, changes
+from shardmlx.supervise import Supervisor
+
+MAX_RESTARTS = 3
+
+Given = tuple[TrainConfig, frozenset[str]]
+"""What a job's options say, and the names of those that were given."""
+
+
+def _profile(options: Sequence[str]) -> Given:
+    return profile.read_options(options).config, frozenset()
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], Given]] = MappingProxyType(
+    {"train": load_given_config, "profile": _profile}
+)
+"""What can be launched, with what checks its options before anything starts."""
+
+RESTARTED = ("train",)
+"""Of them, those that go on where they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the command was told. ``machines`` are in mpirun's order, rank 0's first.
+
+    The hostfile is as it was at the start: who edits it meanwhile changes the next job.
+    """
+
+    command: str
+    options: tuple[str, ...]
+    config: TrainConfig
+    given: frozenset[str]
+    ranks: int
+    machines: tuple[Machine, ...]
+    hostfile: Path | None = None
+    hostfile_text: str = ""
+    max_restarts: int = 0
+    agent: str | None = None
+    python: str = sys.executable
+    extra: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(machine.host for machine in self.machines)
+
+
+class GaveUp(Exception):
+    """No further start makes sense; the message is the reason."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 done; 2 bad input; 1 given up; 128 + n after signal n."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return run_command(lambda: _run(given))
+
+
+def _run(argv: Sequence[str]) -> int:
+    launch = read_options(argv)
+    supervisor = Supervisor()
+    with supervisor.listening():
+        try:
+            return Launcher(launch, find_mpirun(), supervisor).run()
+        except Stopped as stop:
+            return 128 + stop.signal
+        except GaveUp as error:
+            print(f"shardmlx: failed: launch gives up: {error}", file=sys.stderr, flush=True)
+            return FAILED
+
+
+def read_options(argv: Sequence[str]) -> Launch:
+    """Flags of this command, then a command and its own options, checked as far as they can be."""
+    flags = _parser().parse_args(argv)
+    options = tuple(flags.options)
+    config, given = COMMANDS[flags.command](options)
+    restarts = flags.max_restarts
+    if flags.command not in RESTARTED:
+        if restarts:
+            raise UserError(
+                f"--max-restarts {restarts}: {flags.command} cannot go on where it was: leave out"
+            )
+        restarts = 0
+    elif restarts is None:
+        restarts = MAX_RESTARTS
+    for flag, number, least in (("--max-restarts", restarts, 0), ("-n", flags.n, 1)):
+        if number is not None and number < least:
+            raise UserError(f"{flag} is {number}: give {least} or more")
+    if restarts and config.train and config.checkpoint_dir is None:
+        directory = Path(config.adapter_path) / "checkpoints"
+        options = replaced(options, checkpoint_dir=str(directory))
+        config = replace(config, checkpoint_dir=str(directory))
+    machines, ranks = _machines(flags.hostfile, flags.n)
+    return Launch(
+        command=flags.command,
+        options=options,
+        config=config,
+        given=given,
+        ranks=ranks,
+        machines=machines,
+        hostfile=None if flags.hostfile is None else Path(flags.hostfile),
+        hostfile_text="" if flags.hostfile is None else Path(flags.hostfile).read_text("utf-8"),
+        max_restarts=restarts,
+        agent=flags.ssh,
+        python=flags.python,
+        extra=tuple(shlex.split(flags.mpirun_options)),
+    )
+
+
+def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, ...], int]:
+    if hostfile is None:
+        if ranks is None:
+            raise UserError("no hosts: give --hostfile F, or -n N for ranks on this machine")
+        return (Machine(host="localhost", slots=ranks),), ranks
+    machines = read_hostfile(hostfile)
+    slots = sum(machine.slots for machine in machines)
+    if ranks is not None and ranks > slots:
+        raise UserError(
+            f"-n {ranks}: {hostfile} has {slots} slots: give more slots, or fewer ranks"
+        )
+    return machines, ranks or slots
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m shardmlx.launch",
+        description="Check the hosts, run a command on them under mpirun, and restart a training "
+        "run that fails: from its newest checkpoint, on the hosts that still answer.",
+        epilog="What follows COMMAND are its own options: python -m shardmlx.launch --hostfile F "
+        "train --model M --data D. Run it on the first host of the hostfile.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--hostfile", metavar="F", help="Open MPI hostfile (default: this machine alone)"
+    )
+    parser.add_argument(
+        "-n", type=int, metavar="N", help="ranks (default: the slots of the hostfile)"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="R",
+        help=f"restarts of train after a failure (default: {MAX_RESTARTS}; 0 for none)",
+    )
+    parser.add_argument(
+        "--ssh",
+        metavar="AGENT",
+        help="what logs in on other hosts, called as AGENT HOST COMMAND (default: ssh)",
+    )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        default=sys.executable,
+        help="the Python of the ranks, the same path on all hosts (default: this one)",
+    )
+    parser.add_argument(
+        "--mpirun-options",
+        metavar="OPTIONS",
+        default="",
+        help="more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
+    )
+    parser.add_argument(
+        "command", metavar="COMMAND", choices=tuple(COMMANDS), help=" or ".join(COMMANDS)
+    )
+    parser.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
+    return parser
+
+
+@dataclass
+class Launcher:
+    """Starts a job until it is done, or there is a reason to give up."""
+
+    launch: Launch
+    mpirun: Path
+    supervisor: Supervisor
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def run(self) -> int:
+        """The status to end with."""
+        launch = self.launch
+        complaints = self._ask()
+        for host, complaint in complaints.items():
+            print(f"shardmlx: error: {host}: {complaint}", file=sys.stderr)
+        if complaints:
+            return 2
+        if launch.max_restarts and launch.config.train and "checkpoint_dir" not in launch.given:
+            _say(f"checkpoints in {launch.config.checkpoint_dir}, to restart from")
+        hosts, job = launch.hosts, self._job()
+        while True:
+            self.attempts.append(self._start(hosts, job))
+            verdict = after(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
+            if verdict.status is not None:
+                if verdict.reason:
+                    raise GaveUp(verdict.reason)
+                return verdict.status
+            _say(
+                f"the job failed with status {self.attempts[-1].status}: restart "
+                f"{len(self.attempts)} of {launch.max_restarts} in {verdict.pause:g} s"
+            )
+            time.sleep(verdict.pause)
+            hosts, job = self._next(hosts)
+
+    def _ask(self) -> dict[str, str]:
+        launch = self.launch
+        if launch.hostfile is None:
+            return {}
+        written = list(addresses_of(launch.hostfile_text).values())
+        way = Way(
+            agent=tuple(shlex.split(launch.agent or "ssh")),
+            python=launch.python,
+            daemon=str(self.mpirun.with_name("prted")),
+        )
+        return check_hosts(dict(zip(launch.hosts, written, strict=True)), way)
+
+    def _job(self) -> Job:
+        launch = self.launch
+        return Job(
+            mpirun=self.mpirun,
+            python=launch.python,
+            command=launch.command,
+            options=launch.options,
+            ranks=launch.ranks,
+            hostfile=None if launch.hostfile is None else str(launch.hostfile),
+            agent=launch.agent,
+            extra=launch.extra,
+        )
+
+    def _start(self, hosts: Sequence[str], job: Job) -> Attempt:
+        with contextlib.ExitStack() as stack:
+            gone, _ = changes(self.launch.hosts, hosts)
+            if gone and self.launch.hostfile is not None:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                some = directory / self.launch.hostfile.name
+                some.write_text(without_hosts(self.launch.hostfile_text, gone), encoding="utf-8")
+                job = replace(job, hostfile=str(some))
+            print(job, flush=True)
+            before = self._checkpoints()
+            status = self.supervisor.run(job.words)
+            now = self._checkpoints()
+        gained = None if before is None or now is None else bool(now - before)
+        return Attempt(status, tuple(hosts), gained)
+
+    def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], Job]:
+        """The hosts that answer, and the job for them."""
+        launch = self.launch
+        complaints = self._ask()
+        left = tuple(host for host in launch.hosts if host not in complaints)
+        gone, back = changes(before, left)
+        for host in gone:
+            _say(f"goes on without {host}: {complaints[host]}")
+        for host in back:
+            _say(f"{host} is back")
+        first = launch.hosts[0]
+        if first in complaints:
+            raise GaveUp(f"{first}, the host of rank 0, {complaints[first]}")
+        job = self._job()
+        if len(left) < len(launch.hosts):
+            machines = [machine for machine in launch.machines if machine.host in left]
+            each = machine_of_each_rank(machines)[: launch.ranks]
+            try:
+                layout = plan_again(launch.options, launch.config, launch.given, each)
+            except UserError as error:
+                raise GaveUp(one_line(error)) from None
+            _say(layout.line)
+            job = replace(job, ranks=layout.ranks, options=layout.options)
+        elif back:
+            _say("all hosts are there: layout as given")
+        if self._may_resume():
+            job = replace(job, options=replaced(job.options, resume="auto"))
+        return left, job
+
+    def _may_resume(self) -> bool:
+        """Not where the user wants no older run's checkpoint, and there is none of this one yet."""
+        has_none = all(attempt.gained is False for attempt in self.attempts)
+        return self.launch.config.resume == "auto" or not has_none
+
+    def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
+        """(step, when it was committed) of those there are; None where that cannot be seen."""
+        launch = self.launch
+        if launch.config.checkpoint_dir is None or not is_local(launch.hosts[0]):
+            return None
+        store = Store(Path(launch.config.checkpoint_dir))
+        try:
+            return frozenset(
+                (step, (store.path(step) / MARKER).stat().st_mtime_ns) for step in store.steps()
+            )
+        except OSError:
+            return None
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
