@@ -1,30 +1,95 @@
-"""Dropout whose mask depends on a given key alone, not on who computed what before."""
+"""Dropout whose mask at a row and a position depends on these, and on nothing of the layout.
+
+A mask has its own key for every (row of the global batch, position), so that it does not matter
+how rows are divided into micro-batches, how wide these are padded, or which replica has them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU
 
 
 class KeyedDropout(nn.Module):
-    """``nn.Dropout`` that draws its mask from a key, which must be set before each call."""
+    """``nn.Dropout`` of arrays (rows, T, ...) that draws masks from keys, set before each call."""
 
     def __init__(self, keep: float) -> None:
         super().__init__()
+        # Not parameters: MLX leaves out names that begin with an underscore.
         self._keep = keep
+        self._order: tuple[tuple[int, ...], mx.array] | None = None
 
-    def set_key(self, key: mx.array) -> None:
-        """Draw the next mask from ``key``."""
-        # Not a parameter: MLX leaves out names that begin with an underscore.
-        self._key = key
+    def set_key(self, key: tuple[int, int], first_row: int = 0) -> None:
+        """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch."""
+        self._key, self._first_row = key, first_row
+
+    def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
+        """What comes next is (rows, T, experts, ...) = ``shape``, flattened, taken in ``order``."""
+        self._order = (shape, order)
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self.training:
             return x
-        return mx.random.bernoulli(self._keep, x.shape, self._key) * x * (1 / self._keep)
+        if self._order is None:
+            mask = self._mask(x.shape)
+        else:
+            shape, order = self._order
+            self._order = None
+            mask = self._mask((*shape, *x.shape[1:])).flatten(0, len(shape) - 1)[order]
+        return mask * x * (1 / self._keep)
+
+    def _mask(self, shape: Sequence[int]) -> mx.array:
+        """One key, and one run of random bits, for each row and position."""
+        draw = mx.vmap(partial(mx.random.bernoulli, self._keep, tuple(shape[2:])))
+        mask: mx.array = draw(self._keys(*shape[:2]))
+        return mask.reshape(shape)
+
+    def _keys(self, rows: int, length: int) -> mx.array:
+        """(rows x length, 2): the row added to one half of the key, the position to the other."""
+        halves = (
+            (mx.arange(count, dtype=mx.uint32) + mx.array(start % 2**32, mx.uint32))
+            for count, start in (
+                (rows, self._key[0] + self._first_row),
+                (length, self._key[1]),
+            )
+        )
+        return mx.stack([*mx.meshgrid(*halves, indexing="ij")], axis=-1).reshape(-1, 2)
+
+
+class KeyedExperts(SwitchGLU):
+    """``SwitchGLU`` that tells the dropouts in it which row and position each vector is of."""
+
+    def __init__(self, experts: SwitchGLU) -> None:
+        nn.Module.__init__(self)
+        for name, child in experts.items():
+            self[name] = child
+        self.train(experts.training)
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """(rows, T, D) and the experts of each token (rows, T, E) to (rows, T, E, D).
+
+        Sorted by expert whatever their number, where mlx-lm leaves few tokens as they are.
+        """
+        indices = mx.stop_gradient(indices)
+        order = mx.argsort(indices.flatten())
+        experts = indices.flatten()[order]
+
+        def project(name: str, x: mx.array) -> mx.array:
+            dropout = self[name].get("dropout")
+            if isinstance(dropout, KeyedDropout) and dropout.training:
+                dropout.set_order(indices.shape, order)
+            out: mx.array = self[name](x, experts, sorted_indices=True)
+            return out
+
+        x = x.flatten(0, 1)[order // indices.shape[-1]][:, None, :]
+        x = self.activation(project("up_proj", x), project("gate_proj", x))
+        x = project("down_proj", x)[mx.argsort(order)]
+        return x.reshape(*indices.shape, -1)
 
 
 def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
@@ -40,18 +105,25 @@ def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
                 module[name].train(child.training)
             if isinstance(module[name], KeyedDropout):
                 found.append(module[name])
+            if type(child) is SwitchGLU and _has_dropout(child):
+                module[name] = KeyedExperts(child)
     return found
 
 
-def set_keys(dropouts: Sequence[KeyedDropout], *parts: int) -> None:
-    """Give each of ``dropouts`` a key of its own, out of ``dropout_key(*parts)``."""
-    if dropouts:
-        keys = mx.random.split(dropout_key(*parts), len(dropouts))
-        for dropout, key in zip(dropouts, keys, strict=True):
-            dropout.set_key(key)
+def _has_dropout(module: nn.Module) -> bool:
+    return any(
+        isinstance(each, KeyedDropout) or (isinstance(each, nn.Dropout) and each._p_1 < 1)
+        for each in module.modules()
+    )
 
 
-def dropout_key(*parts: int) -> mx.array:
-    """A random key that depends on all of ``parts``, such as (seed, step, first row, layer)."""
+def set_keys(dropouts: Sequence[KeyedDropout], *parts: int, first_row: int = 0) -> None:
+    """Give each of ``dropouts`` a key of its own, out of ``parts``: seed, step and layer."""
+    for index, dropout in enumerate(dropouts):
+        dropout.set_key(dropout_key(*parts, index), first_row)
+
+
+def dropout_key(*parts: int) -> tuple[int, int]:
+    """A random key of two 32-bit halves that depends on all of ``parts``."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return mx.array([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])], mx.uint32)
+    return int.from_bytes(digest[:4]), int.from_bytes(digest[4:])

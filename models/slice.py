@@ -150,20 +150,26 @@ class Slice:
                 self[name] = array
 
     def __call__(
-        self, x: mx.array, *, key: tuple[int, ...] = (0,), checkpoint: bool = False
+        self,
+        x: mx.array,
+        *,
+        key: tuple[int, ...] = (0,),
+        first_row: int = 0,
+        checkpoint: bool = False,
     ) -> mx.array:
         """Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, to
         hidden states, or to logits (rows, T, V) on the last.
 
-        ``key`` seeds dropout. ``checkpoint`` keeps only the inputs of layers for the backward
-        pass and computes the rest again (Chen et al., arXiv:1604.06174).
+        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``checkpoint`` keeps
+        only the inputs of layers for the backward pass and computes the rest again (Chen et al.,
+        arXiv:1604.06174).
         """
         if self.is_first:
-            set_keys(self._embedding_dropouts, *key, -1)
+            set_keys(self._embedding_dropouts, *key, -1, first_row=first_row)
             x = self._embedding(x)
         call = self._family(self._args, x)
         for i in range(len(self._layers)):
-            run = partial(self._run_layer, i, call, (*key, self.start + i))
+            run = partial(self._run_layer, i, call, (*key, self.start + i), first_row)
             if checkpoint:
                 prefix = f"model.layers.{self.start + i}."
                 names = [name for name in self.trainable if name.startswith(prefix)]
@@ -172,7 +178,7 @@ class Slice:
                 x = run(x)
         if not self.is_last:
             return x
-        set_keys(self._head_dropouts, *key, self.stop)
+        set_keys(self._head_dropouts, *key, self.stop, first_row=first_row)
         logits: mx.array = self._head(self._norm(x))
         return logits
 
@@ -181,9 +187,10 @@ class Slice:
         i: int,
         call: Callable[[nn.Module, mx.array], mx.array],
         key: tuple[int, ...],
+        first_row: int,
         x: mx.array,
     ) -> mx.array:
-        set_keys(self._dropouts[i], *key)
+        set_keys(self._dropouts[i], *key, first_row=first_row)
         return call(self._layers[i], x)
 
     def _checkpointed(

@@ -1,11 +1,26 @@
 """Exceptions that are no faults of the program: what the user can mend, and what he asked for."""
 
+_LONGEST = 1500
+"""Characters of a message: whoever reads it, reads it in a terminal."""
+
 
 class UserError(ValueError):
     """Bad input. The message is one line that names the offending value and the remedy.
 
     A command that meets it prints that line on rank 0 and ends, on all ranks, with status 2.
+    Whatever the offending value is, the line stays one, and readable: what does not print is
+    escaped, and what is long left out in the middle.
     """
+
+    def __init__(self, message: str) -> None:
+        if not message.isprintable():
+            message = "".join(
+                each if each.isprintable() else each.encode("unicode_escape").decode()
+                for each in message
+            )
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        super().__init__(message)
 
 
 class Stopped(Exception):

@@ -110,7 +110,7 @@ class Stage:
     def _outputs(
         self, x: mx.array, microbatch: MicroBatch, key: tuple[int, ...], checkpoint: bool
     ) -> mx.array:
-        out = self.part(x, key=(*key, microbatch.first_row), checkpoint=checkpoint)
+        out = self.part(x, key=key, first_row=microbatch.first_row, checkpoint=checkpoint)
         return token_loss(out, microbatch) if self.part.is_last else out
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:

@@ -152,10 +152,11 @@ class StageMap:
         return "\n".join(lines) + "\n"
 
 
-def write_stage_map(stage_map: StageMap, path: str | Path) -> None:
-    """Write the map as YAML."""
+def write_stage_map(stage_map: StageMap, path: str | Path, comment: str = "") -> None:
+    """Write the map as YAML, under a line of comment if there is one."""
+    heading = f"# {comment}\n" if comment else ""
     try:
-        Path(path).write_text(stage_map.to_yaml(), encoding="utf-8")
+        Path(path).write_text(heading + stage_map.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

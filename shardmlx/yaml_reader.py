@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,43 @@ import yaml
 
 from shardmlx.errors import UserError
 
+_MOST_VALUES = 100_000
+"""Of one file, each alias counted as what it stands for: a few lines can stand for billions."""
+
+_LARGEST = 2**1000
+"""Beyond it a whole number is no float, and has more digits than anyone wrote."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error."""
+    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error.
+
+    Whatever is wrong is a ``MarkedYAMLError``, so that its line is known.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            # Constructors of tags, like ``!!bool maybe``, fail in ways of their own.
+            kind = node.tag.rpartition(":")[2]
+            raise _fault(node, f"{_shown(node)} is no {kind}") from None
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise _fault(node, f"{_shown(node)} is too large a number")
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
+        # A tag can make anything a mapping.
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
-                    )
+                    raise _fault(key, f"key {key.value!r} is given twice")
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
@@ -34,6 +60,34 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
 )
+
+
+def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _shown(node: yaml.Node) -> str:
+    return reprlib.repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+
+
+def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """How many values a node stands for; ``known`` has those of nodes looked at, by identity."""
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise _fault(node, "an alias in it stands for all of it")
+        return count
+    known[id(node)] = None
+    children: Iterable[yaml.Node] = ()
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = (each for pair in node.value for each in pair)
+    count = 1 + sum(_count_values(child, known) for child in children)
+    if count > _MOST_VALUES:
+        raise _fault(node, f"its aliases stand for more than {_MOST_VALUES} values")
+    known[id(node)] = count
+    return count
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -55,6 +109,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}: mend the YAML") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deep: mend the YAML") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path} holds {found}: write one 'key: value' a line")

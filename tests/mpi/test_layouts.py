@@ -54,6 +54,10 @@ VARIANTS: dict[str, Variant] = {
     "the last layers": Variant({"num_layers": 3}, exact=True),
     "dora": Variant({"fine_tune_type": "dora", "optimizer": "adamw"}, exact=True),
     "dropout": Variant({"lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0}}, exact=True),
+    "dropout of larger micro-batches": Variant(
+        {"lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0}, "micro_batch_size": 2},
+        exact=True,
+    ),
     "recomputed dropout": Variant(
         {
             "lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0},
@@ -153,6 +157,12 @@ def test_recomputing_activations_changes_no_loss(name: str, same: str, results: 
     for layout in LAYOUTS:
         losses = results[name, layout].losses()
         assert losses == pytest.approx(results[same, layout].losses(), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_size_of_micro_batches_changes_no_dropout(layout: str, results: Results) -> None:
+    losses = results["dropout of larger micro-batches", layout].losses()
+    assert losses == pytest.approx(results["dropout", layout].losses(), rel=1e-5)
 
 
 def test_dropout_changes_the_losses(results: Results) -> None:

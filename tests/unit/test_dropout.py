@@ -1,4 +1,5 @@
-"""Dropout masks depend on seed, step, first row and layer: not on who computes what, or when."""
+"""Dropout masks depend on seed, step, row, position and layer: not on who computes what, or when,
+nor on how rows are divided into micro-batches and padded."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,13 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.batches import split
-from shardmlx.models.dropout import KeyedDropout, dropout_key, key_every_dropout, set_keys
+from shardmlx.models.dropout import (
+    KeyedDropout,
+    KeyedExperts,
+    dropout_key,
+    key_every_dropout,
+    set_keys,
+)
 from shardmlx.models.slice import Slice
 from shardmlx.stage import Stage
 from tests.support import Gradients, backward, largest_difference, random_batch, tiny_model
@@ -21,9 +28,11 @@ BATCH = random_batch(4)
 MICROBATCHES = split(BATCH, dp=1, replica=0, micro_batch_size=2)
 
 
-def model_with_dropout(keys: list[str] | None = None, *, tied: bool = False) -> nn.Module:
+def model_with_dropout(
+    keys: list[str] | None = None, *, tied: bool = False, family: str = "llama"
+) -> nn.Module:
     """LoRA with dropout on all layers; no weight of it is zero, so that masks show."""
-    model = tiny_model(layers=LAYERS, tied=tied)
+    model = tiny_model(family, layers=LAYERS, tied=tied)
     model.freeze()
     parameters: dict[str, Any] = {"rank": 4, "scale": 2.0, "dropout": 0.5}
     if keys is not None:
@@ -36,10 +45,10 @@ def model_with_dropout(keys: list[str] | None = None, *, tied: bool = False) -> 
     return model
 
 
-def mask(*key: int) -> mx.array:
+def mask(*key: int, first_row: int = 0, shape: tuple[int, ...] = (8, 8, 64)) -> mx.array:
     dropout = KeyedDropout(keep=0.5)
-    set_keys([dropout], *key)
-    return dropout(mx.ones((64, 64)))
+    set_keys([dropout], *key, first_row=first_row)
+    return dropout(mx.ones(shape))
 
 
 def test_the_same_key_draws_the_same_mask_whatever_was_drawn_before() -> None:
@@ -58,7 +67,22 @@ def test_another_key_draws_another_mask(key: tuple[int, ...]) -> None:
 
 def test_every_part_of_a_key_matters_however_large() -> None:
     keys = [dropout_key(*parts) for parts in ((0, 0), (0, 2**40), (2**40, 0), (-1, 0))]
-    assert len({tuple(np.array(key).tolist()) for key in keys}) == 4
+    assert len(set(keys)) == 4
+
+
+def test_every_row_and_every_position_draws_its_own_mask() -> None:
+    masks = np.array(mask(0, 7)).reshape(64, 64)
+    agreement = (masks[:, None] == masks[None]).mean(axis=-1)[~np.eye(64, dtype=bool)]
+    assert agreement.min() > 0.1
+    assert agreement.max() < 0.9
+    assert 0.48 < agreement.mean() < 0.52
+
+
+def test_a_row_draws_the_same_mask_in_whatever_micro_batch_it_is_and_however_wide() -> None:
+    whole = mask(0, 7, shape=(8, 32, 5))
+    for first_row, rows, width in ((0, 1, 32), (3, 2, 7), (5, 3, 1), (0, 8, 16)):
+        part = mask(0, 7, first_row=first_row, shape=(rows, width, 5))
+        assert mx.array_equal(part, whole[first_row : first_row + rows, :width])
 
 
 def test_the_mean_is_kept() -> None:
@@ -76,6 +100,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
 def test_the_key_is_no_parameter() -> None:
     dropout = KeyedDropout(keep=0.5)
     dropout.set_key(dropout_key(1))
+    dropout.set_order((1, 2, 2), mx.arange(4))
     assert dropout.parameters() == {}
 
 
@@ -108,6 +133,7 @@ def run(
     *,
     model: nn.Module | None = None,
     checkpoint: bool = False,
+    micro_batch_size: int = 2,
 ) -> tuple[list[float], Gradients]:
     """Losses and gradients of a step over all micro-batches."""
     model = model_with_dropout() if model is None else model
@@ -122,7 +148,8 @@ def run(
         for i, part in enumerate(slices)
     ]
     losses = []
-    for j, microbatch in enumerate(MICROBATCHES):
+    microbatches = split(BATCH, dp=1, replica=0, micro_batch_size=micro_batch_size)
+    for j, microbatch in enumerate(microbatches):
         out = None
         for stage in stages:
             out = stage.forward(j, microbatch, out, scale=1.0, key=(0, step))
@@ -152,6 +179,55 @@ def test_neither_the_layout_nor_checkpointing_changes_a_mask(
     other_losses, other_gradients = run(ranges, checkpoint=checkpoint)
     assert other_losses == losses
     assert largest_difference(other_gradients, gradients) == (0.0, "")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_nor_does_the_size_of_micro_batches(
+    micro_batch_size: int, checkpoint: bool, family: str
+) -> None:
+    """Shorter rows are padded less in smaller micro-batches; few tokens are not sorted by expert in
+    mlx-lm."""
+    losses, gradients = run([(0, 4)], model=model_with_dropout(family=family), micro_batch_size=4)
+    other_losses, other_gradients = run(
+        CUTS[0],
+        model=model_with_dropout(family=family),
+        checkpoint=checkpoint,
+        micro_batch_size=micro_batch_size,
+    )
+    assert sum(other_losses) == pytest.approx(sum(losses), rel=1e-6)
+    difference, name = largest_difference(other_gradients, gradients)
+    assert difference <= 1e-5, name
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_that_drop_nothing_compute_what_those_of_mlx_lm_do(tokens: int) -> None:
+    model = model_with_dropout(family="mixtral")
+    experts = model.layers[0].block_sparse_moe.switch_mlp
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    x = mx.random.normal((2, tokens, 32))
+    choice = mx.random.randint(0, 4, (2, tokens, 2))
+    experts.eval()
+    expected = experts(x, choice)
+
+    key_every_dropout(model.layers[0])
+
+    keyed = model.layers[0].block_sparse_moe.switch_mlp
+    assert isinstance(keyed, KeyedExperts)
+    assert mx.allclose(keyed(x, choice), expected, atol=1e-5)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+def test_each_choice_of_an_expert_draws_a_mask_of_its_own() -> None:
+    dropout = KeyedDropout(keep=0.5)
+    order = mx.array([3, 0, 2, 1])
+    set_keys([dropout], 1)
+    dropout.set_order((1, 2, 2), order)
+    sorted_ = dropout(mx.ones((4, 1, 64)))
+    in_order = dropout(mx.ones((1, 2, 2, 1, 64)))
+    assert mx.array_equal(sorted_, in_order.flatten(0, 2)[order])
+    assert not mx.array_equal(in_order[0, 0, 0], in_order[0, 0, 1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
