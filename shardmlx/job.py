@@ -148,6 +148,8 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
             raise UserError(f"--report-to {service}: it is not installed: pip install {service}")
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
+    if config.rebalance is not None:
+        check_writable(Path(config.rebalance), "--rebalance")
     if not config.train:
         return
     output = Path(config.adapter_path)

@@ -13,8 +13,11 @@ from shardmlx.batches import MicroBatch
 from shardmlx.comparison import Expected, Lengths, expect, percent
 from shardmlx.job import Job
 from shardmlx.measure import Meter, RankReport
+from shardmlx.rebalance import rebalanced
 from shardmlx.report import Bar
 from shardmlx.stage import Stage
+from shardmlx.stage_map import write_stage_map
+from shardmlx.stragglers import Watch, compute_of_ranks
 from shardmlx.tables import gigabytes
 
 
@@ -31,6 +34,7 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths = Lengths()
+        self._watch = Watch.of(job.plan, job.cluster)
         self._callback: Any = None
 
     def open_services(self) -> None:
@@ -136,6 +140,7 @@ class TrainingReport:
                 "ranks": [rank.as_json() for rank in ranks],
             },
         )
+        self._look_for_stragglers(step, ranks)
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {
@@ -148,6 +153,19 @@ class TrainingReport:
                     "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
                 }
             )
+
+    def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
+        job = self._job
+        predicted = compute_of_ranks(
+            job.plan,
+            job.workload,
+            job.cluster,
+            self._lengths.mean,
+            checkpoint=self._config.grad_checkpoint,
+        )
+        for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
+            self._reporter.warn(str(straggler))
+            self._reporter.event("straggler", straggler.as_json())
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
         """On rank 0."""
@@ -199,6 +217,7 @@ class TrainingReport:
                 f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
                 f"({percent(step_seconds, expected.step_seconds)})"
             )
+        self._rebalance(ranks)
         self._reporter.event(
             "summary",
             {
@@ -212,12 +231,30 @@ class TrainingReport:
             },
         )
 
+    def _rebalance(self, ranks: Sequence[RankReport]) -> None:
+        """Write the stage map that these times would want, if it was asked for."""
+        if self._config.rebalance is None:
+            return
+        job = self._job
+        wanted = rebalanced(
+            job.plan, job.workload, job.cluster, _compute_seconds(ranks), self._lengths.mean
+        )
+        if wanted is None:
+            self._reporter.warn("--rebalance: no times were measured of some rank: nothing written")
+            return
+        write_stage_map(wanted.stage_map, self._config.rebalance, str(wanted))
+        self._reporter.say(f"{self._config.rebalance}: {wanted}")
+
     def _expected(self) -> Expected:
         """What the plan says of the steps that were run."""
         job = self._job
         return expect(
             job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
         )
+
+
+def _compute_seconds(ranks: Sequence[RankReport]) -> list[float]:
+    return [each.times.compute_seconds for each in ranks]
 
 
 def _describe(rank: RankReport) -> str:
