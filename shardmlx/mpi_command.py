@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from shardmlx.ending import Ending
 from shardmlx.environment import Blas, launched_rank, prepare
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
     from shardmlx.transport import Transport
@@ -21,13 +19,17 @@ T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 5.0
 """More than ranks start apart, and than mpirun needs to end the others."""
 
+SECONDS_FOR_THE_SPEAKER = 2.0
+"""For the rank that has said what failed to end the job, with its own exit status."""
+
 
 def run_ranks(
     read_options: Callable[[int], T],
     timeout: Callable[[T], float],
     load: Callable[[], Callable[[T, Transport, Blas], None]],
 ) -> int:
-    """Exit status of ``load()(options, transport, blas)`` on this rank: 0, or 2 after bad input.
+    """Exit status of ``load()(options, transport, blas)`` on this rank: 0, 2 after bad input, 1
+    where all ranks found that they cannot go on, or 128 + a signal that all ranks obeyed.
 
     ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
     A failure at run time ends all ranks.
@@ -42,22 +44,32 @@ def run_ranks(
 
     # MPI last: it starts when it is imported, and what fails before it ends this process simply.
     from shardmlx.agreement import AgreedError
+    from shardmlx.transport import TransportError
 
     from shardmlx import mpi  # isort: skip
 
+    ending = Ending(rank)
     try:
-        transport = mpi.MPITransport(timeout(options))
+        transport = mpi.MPITransport(timeout(options), ending)
         try:
             run(options, transport, blas)
             status = 0
         except AgreedError as error:
             status = _refuse(error, transport.rank)
+        except AgreedFailure as error:
+            status = 1
+            if transport.rank == 0:
+                ending.say(f"failed: {one_line(error)}")
+        except Stopped as stop:
+            status = 128 + stop.signal
+            if transport.rank == 0:
+                print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
         transport.close()
     except BaseException as error:
         # The other ranks know nothing of it and would wait.
-        _report_failure(error, rank)
+        if not ending.report(error, is_echo=isinstance(error, TransportError)):
+            time.sleep(SECONDS_FOR_THE_SPEAKER)
         mpi.abort(2 if isinstance(error, UserError) else 1)
-        raise
     return status
 
 
@@ -75,18 +87,4 @@ def _refuse_before_mpi(error: UserError, rank: int) -> int:
     if rank == 0:
         return _refuse(error, rank)
     time.sleep(SECONDS_FOR_RANK_0)
-    return _refuse(UserError(f"{_name(rank)}: {error}"), 0)
-
-
-def _name(rank: int) -> str:
-    return f"rank {rank} on {socket.gethostname().split('.')[0]}"
-
-
-def _report_failure(error: BaseException, rank: int) -> None:
-    """One line, from the rank that failed; the traceback only for those who ask."""
-    if os.environ.get("SHARDMLX_TRACEBACK"):
-        traceback.print_exception(error)
-    text = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
-    if not text.startswith(f"rank {rank}"):
-        text = f"{_name(rank)}: {type(error).__name__}: {text}"
-    print(f"shardmlx: failed: {text}", file=sys.stderr, flush=True)
+    return _refuse(UserError(f"{Ending(rank).name}: {error}"), 0)

@@ -32,8 +32,16 @@ _patience = threading.local()
 """How long this thread may wait, beyond the transport's own timeout."""
 
 
-class TransportTimeout(RuntimeError):
+class TransportError(RuntimeError):
+    """Something failed elsewhere, and this rank has noticed."""
+
+
+class TransportTimeout(TransportError):
     """A message that was waited for did not come in time."""
+
+
+class PeerLost(TransportError):
+    """Another rank has died, or gives no sign of life."""
 
 
 class Handle:
@@ -82,6 +90,8 @@ class Transport(ABC):
     """What this rank does now, such as ``step 12, stage 1, 1F3``: its peers name it if they lose
     sight of the rank."""
 
+    _waiting: Callable[[], str] | None = None
+
     @abstractmethod
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         """Start sending; ``array`` must stay unchanged until the handle is done."""
@@ -123,10 +133,38 @@ class Transport(ABC):
 
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for."""
+        self.check(what)
         seconds = max(self.timeout, getattr(_patience, "seconds", 0.0))
-        if handle.done or self.progress(handle, seconds):
+        with self._waits(what):
+            try:
+                done = handle.done or self.progress(handle, seconds)
+            except PeerLost as error:
+                raise PeerLost(f"{what()}: {error}") from error
+        if done:
             return
+        self.check(what)
         raise TransportTimeout(f"{what()}: nothing came for {seconds:g} s (see --timeout)")
+
+    @contextmanager
+    def _waits(self, what: Callable[[], str]) -> Iterator[None]:
+        # What a thread in the background waits for holds nobody up. After an error it stays as it
+        # is: that is where this rank came to.
+        on_main = threading.current_thread() is threading.main_thread()
+        self._waiting = what if on_main else self._waiting
+        yield
+        self._waiting = None if on_main else self._waiting
+
+    def check(self, what: Callable[[], str]) -> None:
+        """Raise ``failure`` if there is one; a lost peer with ``what`` this rank does."""
+        if isinstance(self.failure, PeerLost):
+            raise PeerLost(f"{what()}: {self.failure}") from self.failure
+        if self.failure is not None:
+            raise self.failure
+
+    def where(self) -> str:
+        """What this rank waits for, or does, with its name."""
+        waiting = self._waiting
+        return waiting() if waiting else f"{self.name(self.rank)}, {self.activity}"
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
@@ -153,10 +191,11 @@ class Transport(ABC):
 
     def receive_object(self, peer: int, what: str = "receive", tag: int = OBJECT_TAG) -> Any:
         """The next object from ``peer``."""
+        me = self.name(self.rank)
 
         def come(array: np.ndarray) -> np.ndarray:
             handle = self.receive(array, peer, tag)
-            self.wait(handle, lambda: f"rank {self.rank}, {what}, waiting for {self.name(peer)}")
+            self.wait(handle, lambda: f"{me}, {what}, waiting for {self.name(peer)}")
             return array
 
         (size,) = come(np.empty(1, np.int64))
@@ -194,8 +233,9 @@ class Transport(ABC):
         return f"rank {rank} on {self.hosts[rank]}"
 
     def _finish(self, handles: Sequence[Handle], what: str, peer: int) -> None:
+        me = self.name(self.rank)
         for handle in handles:
-            self.wait(handle, lambda: f"rank {self.rank}, {what}, sending to {self.name(peer)}")
+            self.wait(handle, lambda: f"{me}, {what}, sending to {self.name(peer)}")
 
 
 class LocalTransport(Transport):
@@ -219,7 +259,11 @@ class LocalTransport(Transport):
         return self._network.add(tuple(group), self.rank, Handle(array))
 
     def progress(self, handle: Handle, seconds: float) -> bool:
-        return self._network.wait(handle, seconds)
+        return self._network.wait(handle, seconds, lambda: self.failure is not None)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._network.wake()
 
     def abort(self, code: int) -> None:
         self._network.abort()
@@ -286,15 +330,23 @@ class LocalNetwork:
                 handle.done = True
             self._changed.notify_all()
 
-    def wait(self, handle: Handle, seconds: float) -> bool:
-        """Whether ``handle`` is done within ``seconds``; raises once another rank has failed."""
+    def wait(self, handle: Handle, seconds: float, failed: Callable[[], bool]) -> bool:
+        """Whether ``handle`` is done within ``seconds``, or until its rank has ``failed``; raises
+        once another rank has aborted."""
         with self._changed:
-            self._changed.wait_for(lambda: handle.done or handle.error or self._aborted, seconds)
+            self._changed.wait_for(
+                lambda: handle.done or handle.error or self._aborted or failed(), seconds
+            )
         if handle.error is not None:
             raise handle.error
         if not handle.done and self._aborted:
             raise RuntimeError("another rank failed")
         return handle.done
+
+    def wake(self) -> None:
+        """Let all ranks that wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def abort(self) -> None:
         """Wake all ranks that wait."""

@@ -59,42 +59,14 @@ def mistral(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pirate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some of the demo's chat data. Every third row has one key more: mlx-lm sorts by that."""
-    whole = _prepare("prepare_pirate_data.py", tmp_path_factory.mktemp("pirate") / "whole")
     directory = tmp_path_factory.mktemp("pirate")
-    for name, count in ROWS.items():
-        rows = [json.loads(line) for line in (whole / f"{name}.jsonl").read_text().splitlines()]
-        lines = [
-            json.dumps(row | ({"source": "chatterbot"} if i % 3 == 0 else {}))
-            for i, row in enumerate(rows[:count])
-        ]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
+    return pirate_directory(directory / "some", directory / "whole")
 
 
 @pytest.fixture(scope="session")
 def small_tokenizer(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tokenizer of 400 tokens: 32768 would be most of a tiny model's work."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SMALL_VOCABULARY,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((pirate / "train.jsonl").read_text().splitlines(), trainer)
-    directory = tmp_path_factory.mktemp("small-tokenizer")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "chat_template": "{% for turn in messages %}{{ turn['role'][0] + ': ' + turn['content'] "
-        "+ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
+    return tokenizer_directory(tmp_path_factory.mktemp("small-tokenizer"), pirate)
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +88,45 @@ def small_quantised(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFact
     return small_directory(
         tmp_path_factory.mktemp("small") / "quantised", small_tokenizer, quantization=quantisation
     )
+
+
+def pirate_directory(path: Path, whole: Path) -> Path:
+    """Write some rows of the demo's data to ``path``, and all of it to ``whole``."""
+    _prepare("prepare_pirate_data.py", whole)
+    path.mkdir()
+    for name, count in ROWS.items():
+        rows = [json.loads(line) for line in (whole / f"{name}.jsonl").read_text().splitlines()]
+        lines = [
+            json.dumps(row | ({"source": "chatterbot"} if i % 3 == 0 else {}))
+            for i, row in enumerate(rows[:count])
+        ]
+        (path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def tokenizer_directory(path: Path, data: Path) -> Path:
+    """Write a small tokenizer that has learnt from ``data``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SMALL_VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((data / "train.jsonl").read_text().splitlines(), trainer)
+    path.mkdir(exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for turn in messages %}{{ turn['role'][0] + ': ' + turn['content'] "
+        "+ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
 
 
 def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:

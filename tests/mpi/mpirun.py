@@ -9,9 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,51 +49,128 @@ class Job:
         return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
 
 
+class Running:
+    """Processes that were started together, and all that they start, wherever it hangs in the
+    tree: none of them outlives the ``with`` block."""
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self._files = [
+            tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
+            for _ in range(2)
+        ]
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            env=_environment(self._mark) | dict(env or {}),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
+
+    @classmethod
+    def ranks(
+        cls,
+        n: int,
+        *args: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Running:
+        """``python ARGS`` on ``n`` ranks of this machine."""
+        mpirun = Path(sys.executable).with_name("mpirun")
+        options = ("-n", str(n), "--oversubscribe", "--bind-to", "none")
+        return cls([mpirun, *options, sys.executable, *args], env, cwd)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill(signal.SIGKILL)
+        self.process.wait()
+        for file in self._files:
+            file.close()
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, or None if it has not ended within ``seconds``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
+
+    def pids(self) -> list[int]:
+        """Of all that live."""
+        return _marked(self._mark)
+
+    def pid_of(self, rank: int) -> int | None:
+        """Of a rank's process, once it is there. Linux only."""
+        wanted = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    return pid
+        return None
+
+    def kill(self, number: signal.Signals, spare: int | None = None) -> None:
+        """Send a signal to all, but for the process ``spare``."""
+        for pid in self.pids():
+            if pid != spare:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def left_behind(self) -> list[int]:
+        """Who still lives ``SECONDS_TO_END`` after the end."""
+        end = time.monotonic() + SECONDS_TO_END
+        while (left := self.pids()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+    def job(self) -> Job:
+        """What it has said so far."""
+        for file in self._files:
+            file.seek(0)
+        stdout, stderr = (file.read() for file in self._files)
+        return Job(self.process.poll() or 0, stdout, stderr)
+
+    def where_it_hangs(self) -> Job:
+        """Every Python says where it is, and dies."""
+        self.kill(signal.SIGCONT)
+        # mpirun must live to pass it on.
+        self.kill(signal.SIGABRT, spare=self.process.pid)
+        self.wait(SECONDS_TO_END)
+        return self.job()
+
+
 def mpirun(
     n: int,
     *args: str | Path,
     timeout: float = 120.0,
-    env: dict[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    meanwhile: Callable[[int], None] = lambda pid: None,
+    command: Sequence[str | Path] = (),
 ) -> Job:
     """Run ``python ARGS`` on ``n`` ranks of this machine.
 
-    A job that hangs is killed, and fails the test with the place at which every rank was; so
-    does a job that leaves a rank behind.
+    ``meanwhile`` is called with the process id of mpirun, once it is started. ``command`` is run
+    in its place. A job that hangs is killed, and fails the test with the place at which every
+    rank was; so does a job that leaves a rank behind.
     """
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [
-            str(Path(sys.executable).with_name("mpirun")),
-            *("-n", str(n), "--oversubscribe", "--bind-to", "none"),
-            sys.executable,
-            *map(str, args),
-        ],
-        env=_environment(mark) | (env or {}),
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        # Python then says where it was; mpirun must live to pass it on.
-        _kill(mark, signal.SIGABRT, spare=process.pid)
-        try:
-            stdout, stderr = process.communicate(timeout=SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            _kill(mark, signal.SIGKILL)
-            stdout, stderr = process.communicate()
-        pytest.fail(f"mpirun -n {n} {args} hung for {timeout:g} s\n{stdout}\n{stderr}")
-    finally:
-        orphans = _wait_until_gone(mark)
-        _kill(mark, signal.SIGKILL)
+    start = Running(command, env, cwd) if command else Running.ranks(n, *args, env=env, cwd=cwd)
+    with start as running:
+        meanwhile(running.process.pid)
+        if running.wait(timeout) is None:
+            job = running.where_it_hangs()
+            pytest.fail(f"mpirun -n {n} {args} hung for {timeout:g} s\n{job.output}")
+        orphans = running.left_behind()
+        job = running.job()
     if orphans:
-        pytest.fail(f"mpirun -n {n} {args} left processes behind: {orphans}\n{stdout}\n{stderr}")
-    return Job(process.returncode, stdout, stderr)
+        pytest.fail(f"mpirun -n {n} {args} left processes behind: {orphans}\n{job.output}")
+    return job
 
 
 def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
@@ -155,20 +233,6 @@ def _marked(mark: str) -> list[int]:
             if mark.encode() in environment:
                 found.append(int(directory.name))
     return found
-
-
-def _wait_until_gone(mark: str) -> list[int]:
-    end = time.monotonic() + SECONDS_TO_END
-    while (left := _marked(mark)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
-
-
-def _kill(mark: str, number: signal.Signals, spare: int | None = None) -> None:
-    for pid in _marked(mark):
-        if pid != spare:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
 
 
 def run_checks(n: int, module: str, directory: Path, timeout: float = 120.0) -> dict[str, str]:

@@ -3,40 +3,110 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 from pathlib import Path
+
+import pytest
 
 from tests.mpi.mpirun import PROGRAMS, Job, mpirun
 
 HOST = re.escape(socket.gethostname().split(".")[0])
+DIED = r"died \(was it killed, or out of memory\?\); it was last in .+"
+SILENT = r"has given no sign of life for 3 s(: its process is stopped)?; it was last in .+"
+KILLED = 128 + signal.SIGKILL
 
 
-def run(how: str, model: Path, data: Path, tmp_path: Path) -> Job:
-    """Three stages; the one in the middle fails in the second step of four micro-batches."""
-    arguments: list[str | Path] = ["--model", model, "--data", data, "--num-layers", "-1"]
-    arguments += ["--adapter-path", tmp_path / "adapters", "--micro-batch-size", "1"]
-    arguments += ["--val-batches", "0", "--timeout", "3"]
-    job = mpirun(3, PROGRAMS / "failing_rank.py", how, *arguments)
-    assert job.returncode == 1, job.output
+@pytest.fixture
+def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
+    """Three stages, steps of four micro-batches."""
+    return [
+        *("--model", small, "--data", pirate, "--num-layers", "-1", "--micro-batch-size", "1"),
+        *("--adapter-path", tmp_path / "adapters", "--timeout", "3"),
+    ]
+
+
+def fail(rank: int, when: str, how: str, arguments: list[str | Path]) -> tuple[Job, str]:
+    """The job, which has ended without leaving a process behind, and its one error line."""
+    batches = "4" if when == "validation" else "0"
+    job = mpirun(
+        3, PROGRAMS / "failing_rank.py", str(rank), when, how, *arguments, "--val-batches", batches
+    )
     assert "Traceback" not in job.output
-    assert job.error_lines, job.output
-    return job
-
-
-def test_an_error_in_a_stage(small: Path, pirate: Path, tmp_path: Path) -> None:
-    job = run("raise", small, pirate, tmp_path)
+    assert len(job.error_lines) == 1, job.output
     (line,) = job.error_lines
+    return job, line
+
+
+@pytest.mark.parametrize(
+    ("when", "where"),
+    [("loading", ": "), ("step", ", stage 1, 1F1: "), ("validation", ", stage 1, 1F1: ")],
+)
+def test_an_error(when: str, where: str, arguments: list[str | Path]) -> None:
+    """A RuntimeError is what MLX raises where memory does not suffice."""
+    job, line = fail(1, when, "raise", arguments)
+    assert job.returncode == 1, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank 1 on {HOST}, stage 1, 1F1: RuntimeError: Insufficient Memory",
+        rf"shardmlx: failed: rank 1 on {HOST}{where}RuntimeError: Insufficient Memory", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "when", "reporter", "where"),
+    [
+        (1, "loading", 0, r"loading"),
+        (1, "step", 0, r"stage 0, 0\w+"),
+        (0, "step", 1, r"stage 1, 1\w+"),
+    ],
+)
+def test_a_rank_that_is_killed(
+    rank: int, when: str, reporter: int, where: str, arguments: list[str | Path]
+) -> None:
+    job, line = fail(rank, when, "kill", arguments)
+    assert job.returncode == KILLED, job.output
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}, (waiting for|sending to) rank "
+        rf"\d on {HOST}: rank {rank} on {HOST} {DIED}",
+        line,
+    ), line
+
+
+@pytest.mark.parametrize(
+    ("rank", "when", "reporter", "where"),
+    [
+        (1, "loading", 0, r"loading"),
+        (1, "step", 0, r"stage 0, 0\w+"),
+        (0, "step", 1, r"stage 1, 1\w+"),
+    ],
+)
+def test_a_rank_that_is_stopped(
+    rank: int, when: str, reporter: int, where: str, arguments: list[str | Path]
+) -> None:
+    job, line = fail(rank, when, "stop", arguments)
+    assert job.returncode == 1, job.output
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}, (waiting for|sending to) rank "
+        rf"\d on {HOST}: (rank {rank} on {HOST} {SILENT}|nothing came for 3 s \(see --timeout\))",
+        line,
+    ), line
+
+
+def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
+    job, line = fail(1, "start", "stop", arguments)
+    assert job.returncode == 1, job.output
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank 0 on {HOST}: starting MPI: not all ranks came within 3 s "
+        r"\(see --timeout\)",
         line,
     )
 
 
-def test_a_stage_that_nothing_is_heard_of(small: Path, pirate: Path, tmp_path: Path) -> None:
-    job = run("hang", small, pirate, tmp_path)
-    for line in job.error_lines:
-        assert re.fullmatch(
-            rf"shardmlx: failed: rank [02] on {HOST}, stage [02], (0RECV_B|2RECV_F)\d, waiting for "
-            rf"rank 1 on {HOST}: nothing came for 3 s \(see --timeout\)",
-            line,
-        )
+def test_a_stage_that_computes_for_ever(arguments: list[str | Path]) -> None:
+    """Its process gives signs of life: those that wait for it give up."""
+    job, line = fail(1, "step", "hang", arguments)
+    assert job.returncode == 1, job.output
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank [02] on {HOST}, stage [02], (0RECV_B|2RECV_F)\d, waiting for "
+        rf"rank 1 on {HOST}: nothing came for 3 s \(see --timeout\)",
+        line,
+    )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.mpi.mpirun import _environment, _kill, _wait_until_gone, events, train_well
+from tests.mpi.mpirun import ROOT, Running, events, train_well
 from tests.support import load_weights
 
 STEPS = 24
@@ -76,33 +72,17 @@ class Lab:
             )
         )
 
-    @contextmanager
-    def launch(
-        self, *flags: str, training: tuple[str, ...] = ()
-    ) -> Iterator[subprocess.Popen[str]]:
-        mark = uuid.uuid4().hex
-        environment = _environment(mark)
-        environment["PYTHONPATH"] = f"{self.path}:{environment['PYTHONPATH']}"
+    def launch(self, *flags: str, training: tuple[str, ...] = ()) -> Running:
         options = ["--mpirun-options", "--oversubscribe --bind-to none", *flags]
-        process = subprocess.Popen(
+        return Running(
             [
                 *(sys.executable, "-m", "shardmlx.launch", *options, "train", *self.training),
                 *("--checkpoint-dir", str(self.checkpoints), "--checkpoint-every", "5"),
                 *("--adapter-path", str(self.path / "adapters")),
                 *("--metrics-file", str(self.path / "metrics"), *training),
             ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            env={"PYTHONPATH": f"{self.path}:{ROOT}"},
         )
-        try:
-            with process:
-                yield process
-        finally:
-            orphans = _wait_until_gone(mark)
-            _kill(mark, signal.SIGKILL)
-        assert not orphans
 
     def expected(self, reference: Path) -> dict[str, np.ndarray]:
         """The weights of the run that nothing happens to."""
@@ -119,6 +99,15 @@ def lab(small: Path, pirate: Path, tmp_path: Path) -> Lab:
     return Lab(tmp_path, small, pirate)
 
 
+def finished(running: Running, status: int) -> str:
+    """What a launch has said, that must end with ``status`` and leave nobody behind."""
+    assert running.wait(200) is not None, running.where_it_hangs().output
+    assert running.left_behind() == []
+    job = running.job()
+    assert job.returncode == status, job.output
+    return job.output
+
+
 def difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float(np.abs(ours[name] - theirs[name]).max()) for name in ours)
@@ -126,9 +115,8 @@ def difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> fl
 
 def test_a_job_that_is_killed_goes_on_to_the_same_end(lab: Lab, tmp_path: Path) -> None:
     lab.kill_once(rank=1)
-    with lab.launch("-n", "2") as process:
-        output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, output
+    with lab.launch("-n", "2") as running:
+        output = finished(running, 0)
     assert (lab.path / "killed").exists()
     assert "launch: the job failed with status " in output
     commands = [line for line in output.splitlines() if line.startswith("$ ")]
@@ -146,9 +134,8 @@ def test_a_host_that_dies_is_left_behind(lab: Lab, tmp_path: Path) -> None:
     with lab.launch(
         *("--hostfile", str(hostfile), "--ssh", str(lab.agent)),
         training=("--pipeline-stages", "3"),
-    ) as process:
-        output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, output
+    ) as running:
+        output = finished(running, 0)
     assert "launch: goes on without south: cannot be reached" in output
     assert "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 3" in output
     expected = lab.expected(tmp_path / "reference")
@@ -159,15 +146,14 @@ def test_a_host_that_dies_is_left_behind(lab: Lab, tmp_path: Path) -> None:
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
 def test_a_signal_saves_and_stops_in_order(lab: Lab, number: signal.Signals, status: int) -> None:
-    with lab.launch("-n", "2", training=("--iters", "100000")) as process:
+    with lab.launch("-n", "2", training=("--iters", "100000")) as running:
         end = time.monotonic() + 100
         while not list(lab.checkpoints.glob("step-*/COMMITTED")):
-            assert process.poll() is None
+            assert running.process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.05)
-        process.send_signal(number)
-        output = process.communicate(timeout=60)[0]
-    assert process.returncode == status, output
+        running.process.send_signal(number)
+        output = finished(running, status)
     assert output.count("$ ") == 1
     assert "launch: asked all ranks to save and stop" in output
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))

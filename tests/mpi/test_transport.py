@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from shardmlx.transport import LocalNetwork, LocalTransport
+from shardmlx.transport import LocalNetwork, LocalTransport, PeerLost
 from tests.mpi import transport_checks
 from tests.mpi.mpirun import PROGRAMS, SECONDS_TO_END, mpirun, run_checks, verdict
 from tests.mpi.transport_checks import CHECKS
@@ -51,3 +53,26 @@ def test_an_abort_wakes_all_threads() -> None:
 
     with pytest.raises(KeyError, match="rank 1 gives up"):
         LocalNetwork(3).run(work)
+
+
+def test_a_failure_ends_the_wait_and_names_what_was_waited_for() -> None:
+    def work(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            return
+        timer = threading.Timer(0.1, transport.fail, [PeerLost("rank 1 on localhost died")])
+        timer.start()
+        transport.receive_object(1, "step 3")
+
+    what = "rank 0 on localhost, step 3, waiting for rank 1 on localhost: rank 1 on localhost died"
+    with pytest.raises(PeerLost, match=what):
+        LocalNetwork(2).run(work)
+
+
+def test_a_failure_of_this_rank_is_raised_as_it_is_at_the_next_wait() -> None:
+    def work(transport: LocalTransport) -> None:
+        if transport.rank == 0:
+            transport.fail(OSError("rank 0: disk full"))
+            transport.receive_object(1)
+
+    with pytest.raises(OSError, match=r"^rank 0: disk full$"):
+        LocalNetwork(2).run(work)

@@ -1,6 +1,11 @@
-"""``failing_rank.py HOW ARGUMENTS``: ``shardmlx.train`` whose rank 1 fails in its sixth forward:
-it raises, or hangs."""
+"""``failing_rank.py RANK WHEN HOW ARGUMENTS``: ``shardmlx.train`` with a rank that fails.
 
+WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second) or ``validation``. HOW is
+``raise``, ``hang``, ``kill`` or ``stop``: the signals that no process can handle.
+"""
+
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -9,24 +14,47 @@ from shardmlx.environment import launched_rank, prepare
 
 prepare()
 
+from shardmlx.models.slice import Slice  # noqa: E402
 from shardmlx.stage import Stage  # noqa: E402
 from shardmlx.train import main  # noqa: E402
 
-how, *arguments = sys.argv[1:]
-forward = Stage.forward
-calls = 0
+rank, when, how, *arguments = sys.argv[1:]
 
 
-def fail(self: Stage, *args: Any, **kwargs: Any) -> Any:
-    global calls
-    calls += 1
-    if calls == 6 and how == "raise":
-        raise RuntimeError("Insufficient Memory")
-    if calls == 6 and how == "hang":
-        time.sleep(600)
-    return forward(self, *args, **kwargs)
+def fail() -> None:
+    match how:
+        case "raise":
+            raise RuntimeError("Insufficient Memory")
+        case "hang":
+            time.sleep(600)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
-if launched_rank() == 1:
-    Stage.forward = fail  # type: ignore[method-assign]
+def failing_at(call: int, method: Any) -> Any:
+    """``method``, which fails when it is called for that time."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            fail()
+        return method(*args, **kwargs)
+
+    return wrapped
+
+
+if launched_rank() == int(rank):
+    match when:
+        case "start":
+            fail()
+        case "loading":
+            Slice.load = failing_at(1, Slice.load)  # type: ignore[method-assign]
+        case "step":
+            Stage.forward = failing_at(6, Stage.forward)  # type: ignore[method-assign]
+        case "validation":
+            Stage.evaluate = failing_at(2, Stage.evaluate)  # type: ignore[method-assign]
 sys.exit(main(arguments))

@@ -1,0 +1,276 @@
+"""Kills, stops, interrupts and damages training runs at random, resumes them in other layouts, and
+compares every loss with those of a run that was left alone.
+
+    python scripts/soak.py --cases 20 --seed 1
+
+Each case is one run: some attempts that are broken off, each in a layout of its own, and a last
+one that may finish. Every step must have been made, with the loss of the undisturbed run; no job
+may hang or leave a process behind, no checkpoint be damaged but by this script, and no step be
+lost beyond the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console  # noqa: E402
+from rich.progress import track  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from shardmlx.checkpoint_store import Store  # noqa: E402
+from shardmlx.errors import UserError  # noqa: E402
+from tests.mpi.conftest import pirate_directory, small_directory, tokenizer_directory  # noqa: E402
+from tests.mpi.mpirun import Running, events  # noqa: E402
+
+STEPS = 12
+ATTEMPTS = 3
+TOLERANCE = 1e-5
+SECONDS_TO_END = 10.0
+TIMEOUT = 6.0
+"""``--timeout`` of the runs, after which a silent rank counts as lost."""
+
+LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
+    (1, ()),
+    (2, ("--schedule", "1f1b")),
+    (2, ("--schedule", "gpipe")),
+    (2, ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")),
+    (2, ("--schedule", "zb-v")),
+    (2, ("--pipeline-stages", "1")),
+    (3, ("--schedule", "zb-h1")),
+    (4, ("--pipeline-stages", "2", "--schedule", "1f1b")),
+)
+
+RUNS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "lora": ("--optimizer", "adamw"),
+        "full": ("--fine-tune-type", "full", "--unfreeze-all", "--grad-accumulation-steps", "2"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What happens to a job, and how many seconds it may then take beside ``SECONDS_TO_END``."""
+
+    happen: Callable[[Running, random.Random], None]
+    seconds: float = 0.0
+
+
+def _kill_a_rank(job: Running, chance: random.Random) -> None:
+    _signal_a_rank(job, chance, signal.SIGKILL)
+
+
+def _stop_a_rank(job: Running, chance: random.Random) -> None:
+    _signal_a_rank(job, chance, signal.SIGSTOP)
+
+
+def _signal_a_rank(job: Running, chance: random.Random, number: signal.Signals) -> None:
+    ranks = [pid for rank in range(4) if (pid := job.pid_of(rank)) is not None]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(chance.choice(ranks or [job.process.pid]), number)
+
+
+def _to_mpirun(number: signal.Signals) -> Callable[[Running, random.Random], None]:
+    return lambda job, chance: job.process.send_signal(number)
+
+
+BROKEN: Mapping[str, Broken] = MappingProxyType(
+    {
+        "a rank is killed": Broken(_kill_a_rank),
+        "a rank is stopped": Broken(_stop_a_rank, TIMEOUT),
+        "mpirun is killed": Broken(_to_mpirun(signal.SIGKILL)),
+        "SIGTERM to mpirun": Broken(_to_mpirun(signal.SIGTERM)),
+        "SIGUSR1 to mpirun": Broken(_to_mpirun(signal.SIGUSR1)),
+    }
+)
+OFTEN = ("a rank is killed",) * 3
+"""Drawn more often than the others."""
+
+
+@dataclass
+class Soak:
+    """Does it, and counts what was done and what went wrong."""
+
+    root: Path
+    chance: random.Random
+    done: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+    usual_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        """A tiny model, real data, and the runs that nobody disturbs."""
+        self.data = pirate_directory(self.root / "data", self.root / "whole")
+        tokenizer = tokenizer_directory(self.root / "tokenizer", self.data)
+        self.model = small_directory(self.root / "model", tokenizer)
+        self.expected: dict[str, dict[int, float]] = {}
+        for run in RUNS:
+            directory = self.root / run
+            directory.mkdir()
+            begun = time.monotonic()
+            with self.start(run, directory, 0, 2, ()) as job:
+                if job.wait(120.0) != 0:
+                    raise SystemExit(f"the undisturbed run failed:\n{job.job().output}")
+            self.usual_seconds = time.monotonic() - begun
+            self.expected[run] = losses(directory / "metrics-0.jsonl")
+
+    def start(
+        self, run: str, directory: Path, attempt: int, n: int, layout: Sequence[str]
+    ) -> Running:
+        """One attempt at a run, whose files are in ``directory``."""
+        options: list[str | Path] = ["--model", self.model, "--data", self.data, "--seed", "3"]
+        options += ["--batch-size", "4", "--micro-batch-size", "1", "--num-layers", "-1"]
+        options += ["--iters", str(STEPS), "--learning-rate", "1e-3", "--max-seq-length", "64"]
+        options += ["--steps-per-report", "1", "--steps-per-eval", "4", "--val-batches", "1"]
+        options += ["--save-every", "5", "--adapter-path", directory / "out", *RUNS[run]]
+        options += ["--checkpoint-dir", directory / "checkpoints", "--checkpoint-every", "2"]
+        options += ["--metrics-file", directory / f"metrics-{attempt}.jsonl"]
+        options += ["--timeout", f"{TIMEOUT:g}", *layout]
+        return Running.ranks(n, "-m", "shardmlx.train", *options)
+
+    def case(self, number: int) -> None:
+        """One run, broken off again and again."""
+        run = self.chance.choice(list(RUNS))
+        directory = self.root / f"case-{number}"
+        directory.mkdir()
+        store = Store(directory / "checkpoints")
+        made: set[int] = set()
+        for attempt in range(ATTEMPTS):
+            n, layout = self.chance.choice(LAYOUTS)
+            broken = self.chance.choice([*BROKEN, *OFTEN]) if attempt < ATTEMPTS - 1 else None
+            where = f"case {number}, {run}, attempt {attempt}, {n} ranks {' '.join(layout)}"
+            where += f", {broken}" if broken else ""
+            before = newest_sound(store)
+            with self.start(run, directory, attempt, n, layout) as job:
+                self._let_run(where, broken, job, store)
+            metrics = directory / f"metrics-{attempt}.jsonl"
+            self._check_checkpoints(where, store)
+            made |= self._check_losses(where, metrics, run, before)
+            if broken and self.chance.random() < 0.4:
+                self._damage(store)
+        if missing := self.expected[run].keys() - made:
+            self._fault(f"case {number}, {run}", f"steps {sorted(missing)} were never made")
+        shutil.rmtree(directory)
+
+    def _let_run(self, where: str, broken: str | None, job: Running, store: Store) -> None:
+        moment = self.chance.uniform(0.0, 1.1 * self.usual_seconds)
+        if broken is None or job.wait(moment) is not None:
+            self.done["left to its end"] += 1
+            if job.wait(120.0) != 0:
+                self._fault(where, f"failed\n{job.where_it_hangs().output}")
+            return
+        self.done[broken] += 1
+        committed = newest_sound(store)
+        begun = time.monotonic()
+        BROKEN[broken].happen(job, self.chance)
+        limit = BROKEN[broken].seconds
+        if job.wait(limit + SECONDS_TO_END) is None:
+            self._fault(where, f"hangs\n{job.where_it_hangs().output}")
+        self.slowest = max(self.slowest, time.monotonic() - begun - limit)
+        if left := job.left_behind():
+            self._fault(where, f"left processes behind: {left}\n{job.where_it_hangs().output}")
+        if (newest_sound(store) or 0) < (committed or 0):
+            self._fault(where, f"the checkpoint of step {committed} is lost")
+
+    def _check_checkpoints(self, where: str, store: Store) -> None:
+        """All that are complete are sound: those that were damaged have been set aside."""
+        for step in store.steps():
+            self.done["checkpoints looked at"] += 1
+            if fault := fault_of(store, step):
+                self._fault(where, f"damaged checkpoint: {fault}")
+
+    def _check_losses(self, where: str, metrics: Path, run: str, before: int | None) -> set[int]:
+        """The steps that an attempt made; it went on from the newest sound checkpoint."""
+        if not metrics.exists():
+            return set()
+        for event in events(metrics, "resume"):
+            self.done["resumed"] += 1
+            if event["step"] != before:
+                self._fault(where, f"resumed from step {event['step']}, not {before}")
+        made = losses(metrics)
+        for step, loss in made.items():
+            self.done["steps compared"] += 1
+            expected = self.expected[run][step]
+            if abs(loss - expected) > TOLERANCE * abs(expected):
+                self._fault(where, f"step {step}: loss {loss}, not {expected}")
+        return set(made)
+
+    def _damage(self, store: Store) -> None:
+        """Spoil a file of the newest checkpoint, if an older one is left."""
+        steps = store.steps()
+        if len(steps) < 2:
+            return
+        path = self.chance.choice(sorted(store.path(steps[-1]).iterdir()))
+        content = bytearray(path.read_bytes())
+        how = self.chance.choice(["a bit is flipped", "a file is torn", "a file is deleted"])
+        self.done[how] += 1
+        if how == "a bit is flipped":
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+            path.write_bytes(content)
+        elif how == "a file is torn":
+            path.write_bytes(content[: self.chance.randrange(len(content))])
+        else:
+            path.unlink()
+
+    def _fault(self, where: str, what: str) -> None:
+        self.faults.append(f"{where}: {what}")
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Of each step of a metrics file."""
+    return {event["step"]: event["loss"] for event in events(metrics, "train")}
+
+
+def fault_of(store: Store, step: int) -> str | None:
+    """What is wrong with a complete checkpoint; None if it is sound."""
+    try:
+        manifest = store.manifest(step)
+    except UserError as error:
+        return str(error)
+    return next(filter(None, (store.fault(step, file) for file in manifest.files)), None)
+
+
+def newest_sound(store: Store) -> int | None:
+    """The step to go on from."""
+    return next((s for s in reversed(store.steps()) if fault_of(store, s) is None), None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cases", type=int, default=20, help="runs to break (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        soak = Soak(Path(directory), random.Random(flags.seed))
+        for number in track(range(flags.cases), "soaking"):
+            soak.case(number)
+            for fault in soak.faults:
+                print(fault, file=sys.stderr)
+    table = Table("what", "count", box=None)
+    table.add_row("runs", str(flags.cases))
+    for what, count in sorted(soak.done.items()):
+        table.add_row(what, str(count))
+    table.add_row("faults", str(len(soak.faults)))
+    Console().print(table)
+    print(f"slowest end after an event, beyond --timeout: {soak.slowest:.1f} s")
+    return 1 if soak.faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

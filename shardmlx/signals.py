@@ -1,0 +1,59 @@
+"""Signals that a thread hears at once, also while the main thread computes in C for minutes.
+
+Python runs its handlers on the main thread between two bytecodes. What writes to the wakeup file
+descriptor runs when the signal comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from types import FrameType
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Ask a run to stop. mpirun passes SIGUSR1 on as it is, and kills at once after the others."""
+
+
+class Signals:
+    """What signals this process was sent: those that ask it to stop, and SIGCONT.
+
+    Made on the main thread; without it only ``wait`` and ``wake`` do anything.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = {
+                number: signal.signal(number, _ignore) for number in (*STOPS, signal.SIGCONT)
+            }
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def wait(self, seconds: float) -> list[int]:
+        """The signals that have come; at once if there are any, or after ``wake``."""
+        if not select.select([self._read], [], [], seconds)[0]:
+            return []
+        return [number for number in os.read(self._read, 512) if number]
+
+    def wake(self) -> None:
+        """End the ``wait`` of another thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
+    def close(self) -> None:
+        """Put back the handlers that were there before; nobody waits any more."""
+        if self._installed:
+            signal.set_wakeup_fd(self._wakeup)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN a handler, for which Python writes to the wakeup file descriptor."""

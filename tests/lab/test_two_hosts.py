@@ -1,0 +1,64 @@
+"""A link between two hosts is cut, or a rank dies on the other host: both sides end, and one says
+what was lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.hosts import Lab, require, two_hosts
+from tests.mpi.mpirun import PROGRAMS, Job, mpirun
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    require()
+    with two_hosts(tmp_path) as lab:
+        yield lab
+
+
+def run_until(
+    lab: Lab, directory: Path, event: Callable[[dict[int, int]], None]
+) -> tuple[Job, float]:
+    """A rank on each host; ``event`` is given their process ids. The job, and how long it lasted
+    after that. ``mpirun`` fails the test if anything is left on either host."""
+    directory.mkdir()
+    happened = 0.0
+
+    def meanwhile(pid: int) -> None:
+        nonlocal happened
+        end = time.monotonic() + 60.0
+        files = [directory / "0", directory / "1"]
+        while not all(file.exists() for file in files) and time.monotonic() < end:
+            time.sleep(0.05)
+        event({rank: int(file.read_text()) for rank, file in enumerate(files)})
+        happened = time.monotonic()
+
+    command = lab.mpirun(2, PROGRAMS / "until_stopped.py", "training", directory)
+    job = mpirun(2, command=command, meanwhile=meanwhile, timeout=80.0)
+    return job, time.monotonic() - happened
+
+
+def test_a_cut_link_ends_both_sides(lab: Lab, tmp_path: Path) -> None:
+    """After 3 s without a sign of life; mpirun and its daemon, which cannot reach each other,
+    soon after."""
+    job, seconds = run_until(lab, tmp_path / "ranks", lambda ranks: lab.cut())
+    assert job.returncode == 1
+    assert seconds < 3 + 10
+    (line,) = job.error_lines
+    assert line.startswith("shardmlx: failed: rank 0 on mac1, step ")
+    assert "rank 1 on mac2" in line
+
+
+def test_a_rank_that_is_killed_on_another_host_is_named(lab: Lab, tmp_path: Path) -> None:
+    """Open MPI would end this process when the connection breaks, before it can say so."""
+    job, _ = run_until(lab, tmp_path / "ranks", lambda ranks: os.kill(ranks[1], signal.SIGKILL))
+    assert job.returncode == 128 + signal.SIGKILL
+    (line,) = job.error_lines
+    assert line.startswith("shardmlx: failed: rank 0 on mac1, step ")
+    assert "rank 1 on mac2 died" in line

@@ -1,0 +1,90 @@
+"""Signals to mpirun and to single ranks: what asks a run to stop, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpirun import PROGRAMS, SECONDS_TO_END, Job, mpirun
+
+
+def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:
+    """Three ranks; ``meanwhile`` is given the process ids of mpirun and of the ranks."""
+
+    def wait(mpirun_pid: int) -> None:
+        end = time.monotonic() + 60.0
+        files = {rank: directory / str(rank) for rank in range(3)}
+        while not all(file.exists() for file in files.values()) and time.monotonic() < end:
+            time.sleep(0.05)
+        meanwhile(mpirun_pid, {rank: int(file.read_text()) for rank, file in files.items()})
+
+    return mpirun(
+        3,
+        *(PROGRAMS / "until_stopped.py", phase, directory),
+        timeout=60.0 + SECONDS_TO_END,
+        meanwhile=wait,
+    )
+
+
+def test_sigusr1_to_mpirun_stops_the_run_in_order(tmp_path: Path) -> None:
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGUSR1))
+    assert job.returncode == 128 + signal.SIGUSR1
+    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_any_rank_stops_the_run_in_order(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], number))
+    assert job.returncode == 128 + number
+    assert job.error_lines == [f"shardmlx: stopped by {number.name}: saved"]
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    def twice(mpirun: int, ranks: dict[int, int]) -> None:
+        os.kill(ranks[1], signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(ranks[1], signal.SIGTERM)
+
+    job = run("training", tmp_path, twice)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert job.error_lines == ["shardmlx: interrupted by SIGTERM"]
+
+
+def test_a_signal_before_training_ends_it_at_once(tmp_path: Path) -> None:
+    job = run("loading", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGUSR1))
+    assert job.returncode == 128 + signal.SIGUSR1
+    assert job.error_lines == ["shardmlx: interrupted by SIGUSR1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_mpirun_itself_ends_its_ranks_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """It leaves them 0.25 s, and prints nothing that they say: no checkpoint, no line."""
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, number))
+    assert job.returncode == 1
+    assert job.error_lines == []
+
+
+def test_ranks_end_after_an_mpirun_that_is_killed(tmp_path: Path) -> None:
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGKILL))
+    assert job.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_is_continued_goes_on(tmp_path: Path) -> None:
+    """As a job of the shell does, stopped for less than the limit."""
+
+    def pause(mpirun: int, ranks: dict[int, int]) -> None:
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(ranks[1], signal.SIGCONT)
+        time.sleep(1.5)
+        os.kill(mpirun, signal.SIGUSR1)
+
+    job = run("training", tmp_path, pause)
+    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
