@@ -7,7 +7,6 @@ more than it must. Files appear under their final names only once they are compl
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import mlx.core as mx
 
+from shardmlx.durable import flush_directory, replace_durably
 from shardmlx.models.slice import Slice
 from shardmlx.run_plan import Plan
 from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
@@ -22,6 +22,7 @@ from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
 INDEX_FILE = "model.safetensors.index.json"
+MODEL_CONFIG = "config.json"
 PARTIAL = "partial-"
 """Begins the names of files that are being written."""
 
@@ -130,23 +131,27 @@ def save_adapters(collector: Collector, directory: Path, copy_as: str | None, ra
         target = directory / ADAPTER_FILE
         partial = directory / (PARTIAL + ADAPTER_FILE)
         mx.save_safetensors(str(partial), arrays)
-        os.replace(partial, target)
+        replace_durably(partial, target)
         if copy_as is not None:
             shutil.copyfile(target, directory / (PARTIAL + copy_as))
-            os.replace(directory / (PARTIAL + copy_as), directory / copy_as)
+            replace_durably(directory / (PARTIAL + copy_as), directory / copy_as)
 
 
 def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write what ``mlx_lm`` needs to load the adapters again."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n")
+    partial = directory / (PARTIAL + CONFIG_FILE)
+    partial.write_text(json.dumps(config, indent=4) + "\n")
+    replace_durably(partial, directory / CONFIG_FILE)
 
 
 def save_model(collector: Collector, source: Path, directory: Path, rank: int) -> None:
     """Write the whole fine-tuned model as a model directory, one shard for each pipeline rank.
 
     Configuration and tokenizer are those of ``source``. The shards of a model that this function
-    wrote there before are replaced, once the new ones are complete; nothing else is touched.
+    wrote there before are replaced, once the new ones are complete; nothing else is touched. While
+    they are replaced there is no config.json: what is half of one model and half of another cannot
+    be loaded.
     """
     sources = collector.specs(trained_only=False)
     if rank == 0:
@@ -165,18 +170,22 @@ def save_model(collector: Collector, source: Path, directory: Path, rank: int) -
     if rank != 0:
         return
     stale = _shards_of(directory) - set(index.values())
+    (directory / MODEL_CONFIG).unlink(missing_ok=True)
+    flush_directory(directory)
     for name in sorted(set(index.values())):
-        os.replace(directory / (PARTIAL + name), directory / name)
+        replace_durably(directory / (PARTIAL + name), directory / name)
+    for name in stale:
+        (directory / name).unlink(missing_ok=True)
     for path in source.iterdir():
-        if path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
+        if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, MODEL_CONFIG):
             shutil.copyfile(path, directory / path.name)
     total = sum(spec.nbytes for _, specs in sources for spec in specs)
     content = {"metadata": {"total_size": total}, "weight_map": index}
     partial = directory / (PARTIAL + INDEX_FILE)
     partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, directory / INDEX_FILE)
-    for name in stale:
-        (directory / name).unlink(missing_ok=True)
+    replace_durably(partial, directory / INDEX_FILE)
+    shutil.copyfile(source / MODEL_CONFIG, directory / (PARTIAL + MODEL_CONFIG))
+    replace_durably(directory / (PARTIAL + MODEL_CONFIG), directory / MODEL_CONFIG)
 
 
 def _shards_of(directory: Path) -> set[str]:

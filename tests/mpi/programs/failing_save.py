@@ -1,0 +1,38 @@
+"""``failing_save.py HOW ARGUMENTS``: ``shardmlx.train`` whose rank 1 writes its first checkpoint
+well, and in the middle of the second is killed, or stopped."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardmlx.environment import launched_rank, prepare
+
+prepare()
+
+from shardmlx.checkpoint_writer import Snapshot  # noqa: E402
+from shardmlx.train import main  # noqa: E402
+
+how, *arguments = sys.argv[1:]
+pieces = Snapshot.pieces
+calls = 0
+
+
+def fail(self: Snapshot) -> Any:
+    global calls
+    calls += 1
+    first, *others = pieces(self)
+    yield first
+    if calls == 4:  # two files a checkpoint
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    yield from others
+
+
+def run(arguments: Sequence[str]) -> int:
+    if launched_rank() == 1:
+        Snapshot.pieces = fail  # type: ignore[method-assign]
+    return main(arguments)
+
+
+sys.exit(run(arguments))

@@ -1,0 +1,107 @@
+"""A checkpoint that cannot be finished: the one before it stays, and the job ends by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmlx.checkpoint_store import Store
+from tests.mpi.mpirun import PROGRAMS, Running, mpirun, train
+
+
+@pytest.fixture
+def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
+    flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
+    flags += ["--iters", "9", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
+    flags += ["--num-layers", "-1", "--timeout", "3", "--checkpoint-every", "3"]
+    return [*flags, "--metrics-file", tmp_path / "metrics.jsonl"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a few checkpoints."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("a small file system is mounted by root on Linux only")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "shardmlx", path]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small file system: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def sound_steps(store: Store) -> list[int]:
+    steps = store.steps()
+    for step in steps:
+        assert [store.fault(step, file) for file in store.manifest(step).files] == [None] * 4
+    return steps
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_is_lost_while_it_saves(how: str, flags: list[str | Path], tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    flags += ["--checkpoint-dir", store.directory]
+    job = mpirun(2, PROGRAMS / "failing_save.py", how, *flags)
+    assert job.returncode != 0
+    assert len(job.error_lines) == 1, job.output
+    assert "rank 1 on" in job.error_lines[0]
+    assert sound_steps(store) == [3]
+    job = train(2, *flags)
+    assert job.returncode == 0, job.output
+    assert "step-0000003: 6 of 9 steps are left" in job.stdout
+    assert sound_steps(store) == [6, 9]
+    assert not list(store.directory.glob("partial-*"))
+
+
+@pytest.mark.parametrize("storage", ["shared", "rank0"])
+def test_a_full_disk(
+    storage: str, flags: list[str | Path], small_disk: Path, tmp_path: Path
+) -> None:
+    store = Store(small_disk / "checkpoints")
+    flags += ["--checkpoint-dir", store.directory, "--checkpoint-storage", storage]
+    job = train(2, *flags, "--iters", "1000", "--keep-checkpoints", "100")
+    assert job.returncode == 1
+    (line,) = job.error_lines
+    assert "writing the checkpoint of step" in line
+    assert f"to {store.directory}: the disk is full: free some of it" in line
+    steps = sound_steps(store)
+    assert steps
+    assert not list(store.directory.glob("partial-*")), "what was begun is gone: the room is free"
+    # With room it goes on.
+    for step in steps[:-1]:
+        shutil.rmtree(store.path(step))
+    last = steps[-1] + 1
+    job = train(2, *flags, "--iters", str(last), "--keep-checkpoints", "1")
+    assert job.returncode == 0, job.output
+    assert f"step-{steps[-1]:07d}: 1 of {last} steps are left" in job.stdout
+
+
+def test_two_runs_do_not_write_to_one_directory(flags: list[str | Path], tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    flags += ["--checkpoint-dir", store.directory]
+    with Running.ranks(2, "-m", "shardmlx.train", *flags, "--iters", "100000") as running:
+        end = time.monotonic() + 60
+        while not store.steps() and time.monotonic() < end:
+            time.sleep(0.05)
+        job = train(1, *flags)
+        assert running.wait(0) is None, "the first goes on"
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert "another run writes there: wait for its end, or name another directory" in line
+
+
+def test_saving_at_every_step_waits_for_itself(flags: list[str | Path], tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    flags += ["--checkpoint-dir", store.directory, "--keep-checkpoints", "100"]
+    job = train(2, *flags, "--checkpoint-every", "1")
+    assert job.returncode == 0, job.output
+    assert sound_steps(store) == list(range(1, 10))
