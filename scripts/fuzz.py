@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -28,11 +28,13 @@ from types import FrameType
 import _spoil
 
 from shardmlx import inspect, plan
+from shardmlx.checkpoint_store import FileInfo, Manifest
 from shardmlx.config import load_config
 from shardmlx.errors import UserError
 from shardmlx.hostfile import read_hostfile
 from shardmlx.inspection import planned_tensors
 from shardmlx.profile_file import read_profile
+from shardmlx.run_identity import check_identity
 from shardmlx.safetensors_header import INDEX_FILE, LENGTH_BYTES, read_header
 from shardmlx.stage_map import read_stage_map
 
@@ -149,6 +151,37 @@ def profile() -> Target:
     return Target("profile", [seed.encode()], read_profile)
 
 
+IDENTITY = {
+    "model": {"name": "m", "sha256": "0"},
+    "data": {
+        "name": "d",
+        "train": {"samples": 3, "sha256": "1"},
+        "valid": {"samples": 0, "sha256": "2"},
+    },
+    "optimizer": {"name": "adam", "learning_rate": 1e-5, "lr_schedule": None, "settings": {}},
+    "options": {"batch_size": 4, "lora_parameters": {"rank": 8}, "dtype": None},
+}
+
+
+def manifest() -> Target:
+    """Of a checkpoint, and whether it is of this run."""
+    file = FileInfo("weights-00.safetensors", 100, 64 * "a")
+    seed = Manifest(
+        step=10,
+        files=(file, replace(file, name="optimizer-00.safetensors")),
+        identity=IDENTITY,
+        state={"batches": {"epoch": 1, "next": 10}, "ranks": [[1.5], []]},
+        plan={"dp": 1, "pp": 2},
+        versions={"mlx": "0.32.4"},
+    )
+
+    def read(path: Path) -> None:
+        found = Manifest.from_json(path.read_bytes(), path)
+        check_identity(IDENTITY, found.identity, path)
+
+    return Target("manifest", [seed.to_json()], read)
+
+
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -255,7 +288,7 @@ def plan_hosts() -> Target:
 
 TARGETS = (
     stage_map, train_config, hostfile, profile, safetensors, inspect_file, inspect_config,
-    inspect_index, plan_hosts,
+    inspect_index, plan_hosts, manifest,
 )  # fmt: skip
 """To add a reader, write a function like these: good files, and what reads a spoiled one."""
 

@@ -15,7 +15,7 @@ from shardmlx.errors import UserError
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NAMES = (
     "stage map", "train config", "hostfile", "profile", "safetensors", "inspect FILE",
-    "inspect config", "inspect index", "plan --hosts",
+    "inspect config", "inspect index", "plan --hosts", "manifest",
 )  # fmt: skip
 
 
