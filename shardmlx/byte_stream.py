@@ -39,7 +39,8 @@ class Outgoing:
     def close(self) -> None:
         """Return once the peer has everything."""
         if self._left:
-            raise ValueError(f"{self._what}: {self._left} bytes fewer than were announced")
+            missing = self._left - self._filled
+            raise ValueError(f"{self._what}: {missing} bytes fewer than were announced")
         while self._sent:
             self._transport.wait(self._sent.popleft(), lambda: self._what)
 

@@ -59,7 +59,8 @@ def find_checkpoint(
         versions = newest_first[candidate]
         manifests = [each for each in versions.values() if isinstance(each, Manifest)]
         problems = [each for each in versions.values() if isinstance(each, str)]
-        for manifest in sorted(manifests, key=manifests.count, reverse=True):
+        distinct = [each for i, each in enumerate(manifests) if each not in manifests[:i]]
+        for manifest in sorted(distinct, key=manifests.count, reverse=True):
             holders = [disk for disk, each in versions.items() if each == manifest]
             sound, wrong = _check(transport, store, disks, manifest, holders)
             if not wrong:
@@ -100,14 +101,19 @@ def _check(
         mine = {file.name: store.fault(manifest.step, file) for file in share}
     everyone = transport.all_gather(mine, f"checking {name_of(manifest.step)}")
     sound: dict[str, list[int]] = {file.name: [] for file in manifest.files}
-    faults: dict[str, str] = {}
+    faults: dict[str, list[str]] = {name: [] for name in sound}
     for rank, theirs in enumerate(everyone):
         for name, fault in theirs.items():
             if fault is None:
                 sound[name].append(disks.of(rank))
             else:
-                faults[name] = f"{fault} ({transport.name(rank)})"
-    wrong = [faults.get(name, f"{name} is on no disk") for name in sound if not sound[name]]
+                faults[name].append(f"{fault} ({transport.name(rank)})")
+    # A damaged copy says more than that another disk has none.
+    wrong = [
+        min(faults[name], key=lambda text: " is missing (" in text)
+        for name in sound
+        if not sound[name]
+    ]
     return {name: tuple(where) for name, where in sound.items()}, wrong
 
 

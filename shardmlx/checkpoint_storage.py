@@ -66,10 +66,12 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
     everyone = transport.all_gather(seen, what)
     with contextlib.suppress(OSError):
         mark(transport.rank).unlink()
-    groups: dict[int, list[int]] = {}
+    # Who cannot write is seen by nobody, but may see others.
+    groups: list[set[int]] = []
     for rank, others in enumerate(everyone):
-        groups.setdefault(min([rank, *others]), []).append(rank)
-    return Disks(tuple(tuple(groups[first]) for first in sorted(groups)), tuple(problems))
+        joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))
+        groups = [group for group in groups if not group & joined] + [joined]
+    return Disks(tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(problems))
 
 
 def _exists(path: Path) -> bool:
@@ -131,8 +133,9 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
     storage = Storage(kind, disks, owners)
     for rank in sorted(storage.writers.union(storage.committers)):
         if disks.problems[rank] is not None:
+            remedy = ", or use --checkpoint-storage rank0" if disks.problems[0] is None else ""
             raise AgreedError(
                 f"{names[rank]} cannot write to --checkpoint-dir: {disks.problems[rank]}: name "
-                "another directory, or use --checkpoint-storage rank0"
+                f"another directory{remedy}"
             )
     return storage

@@ -50,7 +50,9 @@ def name_of(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a directory's name; None for others."""
     match = _NAME.fullmatch(name)
-    return None if match is None else int(match[1])
+    if match is None or name_of(step := int(match[1])) != name:
+        return None
+    return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ class Manifest:
             parts = {key: content[key] for key in ("identity", "state", "plan", "versions")}
             if not files or not all(isinstance(part, dict) for part in parts.values()):
                 raise TypeError("a part is missing, or no object")
-            return cls(step=int(content["step"]), files=files, **parts)
+            if not isinstance(content["step"], int):
+                raise TypeError("no step")
+            return cls(step=content["step"], files=files, **parts)
         except UserError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -156,6 +160,7 @@ class Store:
     def begin(self, step: int) -> Path:
         """An empty directory for the parts of a new checkpoint; removes what was begun before."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._finish_replacing()
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
             shutil.rmtree(path)
         partial = self.partial(step)
@@ -208,10 +213,10 @@ class Store:
         """Delete all complete checkpoints but the ``keep`` newest; their steps."""
         old = self.steps()[: -max(1, keep)]
         for step in old:
-            # The marker first: what is half deleted is no checkpoint.
-            (self.path(step) / MARKER).unlink()
-            flush_directory(self.path(step))
-            shutil.rmtree(self.path(step))
+            # Renamed first: what is half deleted is no checkpoint, and goes when one is begun.
+            os.rename(self.path(step), self.partial(step))
+            flush_directory(self.directory)
+            shutil.rmtree(self.partial(step))
         return old
 
     def manifest(self, step: int) -> Manifest:

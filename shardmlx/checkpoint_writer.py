@@ -146,9 +146,9 @@ class CheckpointWriter:
                 f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "
                 f"{step} to {self._store.directory}: {_reason(error)}"
             )
+            # The disk may be full: what is left needs the room.
+            self._store.discard(step)
             self._transport.fail(self._error)
-            if self._transport.rank in self._storage.committers:
-                self._store.discard(step)
         finally:
             self._arrays_free.set()
 
@@ -170,8 +170,10 @@ class CheckpointWriter:
         if rank != 0:
             self._send(mine, 0)
             if rank in self._storage.committers:
-                self._complete(self._receive(0))
+                self._store.commit(self._receive(0))
                 self._send(None, 0)
+                self._receive(0)
+                self._store.prune(self._keep)
             return tuple(mine)
         files: dict[str, FileInfo] = {}
         for file in [
@@ -185,9 +187,13 @@ class CheckpointWriter:
         others = [peer for peer in self._storage.committers if peer]
         for peer in others:
             self._send(complete, peer)
-        self._complete(complete)
+        self._store.commit(complete)
         for peer in others:
             self._receive(peer)
+        # Old ones go when all have the new one: one disk alone may not have all of its files.
+        for peer in others:
+            self._send(None, peer)
+        self._store.prune(self._keep)
         return complete.files
 
     def _begin(self, step: int) -> None:
@@ -252,10 +258,6 @@ class CheckpointWriter:
 
     def _path(self, step: int, name: str) -> Path:
         return self._store.partial(step) / name
-
-    def _complete(self, manifest: Manifest) -> None:
-        self._store.commit(manifest)
-        self._store.prune(self._keep)
 
     def _send(self, value: Any, peer: int) -> None:
         self._transport.send_object(value, peer, "writing a checkpoint", CHECKPOINT_TAG)

@@ -110,10 +110,12 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until what is being saved is complete."""
-        if self._writer is None:
+        if self._writer is None or not self._saved_step:
             return
         self.release()
-        self._writer.wait()
+        with self._transport.patient(SECONDS_TO_WRITE):
+            self._writer.wait()
+            self._transport.barrier("waiting for the checkpoint")
         self.report()
 
     def report(self) -> None:

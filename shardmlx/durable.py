@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import IO
+
+_NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
+"""What file systems say that keep names safe by themselves, or not at all."""
 
 
 def flush_to_disk(file: IO[bytes]) -> None:
@@ -15,9 +20,10 @@ def flush_to_disk(file: IO[bytes]) -> None:
         # There fsync leaves the data in the drive's own cache.
         import fcntl
 
-        fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # network disks know fsync only
+            fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
+            return
+    os.fsync(file.fileno())
 
 
 def flush_directory(directory: Path) -> None:
@@ -25,6 +31,9 @@ def flush_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC_OF_DIRECTORIES:
+            raise
     finally:
         os.close(descriptor)
 
@@ -37,6 +46,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(partial: Path, path: Path) -> None:
-    """Give a file that is on the disk its final name, in the place of what had it."""
+    """Give a complete file its final name, in the place of what had it."""
+    with partial.open("rb+") as file:
+        flush_to_disk(file)
     os.replace(partial, path)
     flush_directory(path.parent)

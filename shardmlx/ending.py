@@ -62,14 +62,14 @@ class Ending:
         self.announce()
         return True
 
-    def report(self, error: BaseException, *, is_echo: bool = False) -> bool:
-        """``say`` what failed. An echo of what happened elsewhere lets lower ranks speak first."""
+    def report(self, error: BaseException) -> bool:
+        """``say`` what failed; of ranks that fail at once, as on a full disk, the lowest does."""
         if os.environ.get("SHARDMLX_TRACEBACK"):
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
         if not text.startswith(f"rank {self.rank}"):
             text = f"{self.name}: {type(error).__name__}: {text}"
-        return self.say(f"failed: {text}", SECONDS_OF_A_TURN * self.rank if is_echo else 0.0)
+        return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
 
     @contextmanager
     def bounded(self, seconds: float, what: str) -> Iterator[None]:

@@ -216,7 +216,7 @@ class MPITransport(Transport):
         try:
             self.check(self.where)
         except Exception as error:
-            self._ending.report(error, is_echo=isinstance(error, PeerLost))
+            self._ending.report(error)
             abort(1)
 
     def _act(self, verdict: Verdict) -> None:

@@ -44,7 +44,6 @@ def run_ranks(
 
     # MPI last: it starts when it is imported, and what fails before it ends this process simply.
     from shardmlx.agreement import AgreedError
-    from shardmlx.transport import TransportError
 
     from shardmlx import mpi  # isort: skip
 
@@ -67,7 +66,7 @@ def run_ranks(
         transport.close()
     except BaseException as error:
         # The other ranks know nothing of it and would wait.
-        if not ending.report(error, is_echo=isinstance(error, TransportError)):
+        if not ending.report(error):
             time.sleep(SECONDS_FOR_THE_SPEAKER)
         mpi.abort(2 if isinstance(error, UserError) else 1)
     return status

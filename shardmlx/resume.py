@@ -126,7 +126,7 @@ def _refuse_mixture(config: TrainConfig, transport: Transport, place: Place | No
     """Checkpoints of two runs in one directory: auto could not tell which is the newest."""
     if place is None:
         return
-    mine = place.store.steps() if transport.rank in place.storage.committers else []
+    mine = place.store.steps() if _acts_for_disk(transport, place) else []
     steps = sorted({s for theirs in transport.all_gather(mine, "looking around") for s in theirs})
     if steps:
         raise AgreedError(
@@ -151,12 +151,20 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
     """What is newer than the checkpoint that the run goes on from is of a time that will not be."""
 
     def rename() -> None:
-        for newer in place.store.steps():
-            if newer > step:
-                place.store.set_aside(newer, "damaged" if newer in faults else "superseded")
-
-    if transport.rank in place.storage.committers:
+        newer = [each for each in place.store.steps() if each > step]
         try:
-            rename()
+            for each in newer:
+                place.store.set_aside(each, "damaged" if each in faults else "superseded")
         except OSError as error:
             raise UserError(f"cannot rename {error.filename}: {error.strerror}") from None
+
+    together(
+        transport,
+        "setting newer checkpoints aside",
+        lambda: rename() if _acts_for_disk(transport, place) else None,
+    )
+
+
+def _acts_for_disk(transport: Transport, place: Place) -> bool:
+    """Whatever is saved where now: checkpoints are found on all disks."""
+    return place.storage.disks.leader(transport.rank) == transport.rank

@@ -147,7 +147,8 @@ class Trainer:
             return
         manifest = found.manifest
         state = manifest.state
-        restore(found, self._transport, self._job.stages, self._updater)
+        with self._transport.patient(SETUP_SECONDS):
+            restore(found, self._transport, self._job.stages, self._updater)
         self._start = manifest.step
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])

@@ -1,5 +1,6 @@
 """Batches: order, content and tokens that count are those of mlx-lm on one process."""
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -13,7 +14,16 @@ from mlx_lm.tuner.datasets import CacheDataset, TextDataset
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
-from shardmlx.batches import Batch, Batches, MicroBatch, Sample, make_batch, split
+from shardmlx.batches import (
+    Batch,
+    Batches,
+    MicroBatch,
+    Sample,
+    make_batch,
+    random_state,
+    set_random_state,
+    split,
+)
 from shardmlx.models.slice import Slice
 from shardmlx.stage import token_loss
 from tests.support import VOCABULARY, random_batch, tiny_model
@@ -89,6 +99,78 @@ def test_validation_draws_in_between_as_in_the_training_loop_of_mlx_lm() -> None
 
     assert len(ours) == len(theirs) == iters + 6 * val_batches
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Loop:
+    """A training loop that validates every third step, which can be left and gone on with."""
+
+    def __init__(self) -> None:
+        self._train, self._valid = samples_of(10, seed=1), samples_of(7, seed=2)
+        self._random = np.random.RandomState(SEED)
+        self._batches = Batches(self._train, 2, 64, self._random, loop=True)
+
+    def step(self, step: int) -> list[Batch]:
+        drawn = [next(self._batches)]
+        if step % 3 == 0:
+            drawn += islice(Batches(self._valid, 2, 64, self._random), 2)
+        return drawn
+
+    def state(self) -> str:
+        return json.dumps([random_state(self._random), self._batches.position()])
+
+    def restore(self, text: str) -> None:
+        random, position = json.loads(text)
+        set_random_state(self._random, random)
+        self._batches.go_to(position)
+
+
+@pytest.mark.parametrize("left_after", range(17))
+def test_from_any_place_the_same_batches_follow_as_if_nothing_had_been(left_after: int) -> None:
+    """Of five batches an epoch, with validation in between, which draws from the same state."""
+    whole = _Loop()
+    for step in range(left_after):
+        whole.step(step)
+    again = _Loop()
+    again.restore(whole.state())
+    assert again.state() == whole.state()
+    for step in range(left_after, left_after + 12):
+        for ours, theirs in zip(again.step(step), whole.step(step), strict=True):
+            assert np.array_equal(ours.tokens, theirs.tokens)
+            assert np.array_equal(ours.spans, theirs.spans)
+
+
+def test_a_place_is_taken_as_it_was_whatever_is_drawn_afterwards() -> None:
+    loop = _Loop()
+    for step in range(4):
+        loop.step(step)
+    state = loop.state()
+    later = [batch.tokens for step in range(4, 12) for batch in loop.step(step)]
+    again = _Loop()
+    again.restore(state)
+    ours = [batch.tokens for step in range(4, 12) for batch in again.step(step)]
+    assert all(np.array_equal(a, b) for a, b in zip(ours, later, strict=True))
+
+
+@pytest.mark.parametrize("taken", range(6))
+def test_the_place_in_a_single_pass_is_kept_up_to_its_end(taken: int) -> None:
+    samples = samples_of(10, seed=1)
+    passed = Batches(samples, 2, 64, np.random.RandomState(SEED))
+    for _ in range(taken):
+        next(passed)
+    again = Batches(samples, 2, 64, np.random.RandomState(SEED))
+    again.go_to(passed.position())
+    left = [batch.tokens for batch in passed]
+    assert len(left) == 5 - taken
+    assert all(np.array_equal(a.tokens, b) for a, b in zip(again, left, strict=True))
+
+
+def test_the_state_of_a_generator_survives_its_text() -> None:
+    random, again = np.random.RandomState(3), np.random.RandomState(4)
+    random.standard_normal()  # keeps the second of two for the next call
+    random.randint(9, size=700)
+    set_random_state(again, json.loads(json.dumps(random_state(random))))
+    assert random.standard_normal(9).tolist() == again.standard_normal(9).tolist()
+    assert random.permutation(99).tolist() == again.permutation(99).tolist()
 
 
 def test_what_fills_no_batch_is_left_out() -> None:

@@ -254,5 +254,5 @@ def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
     ending = Ending(50)
     threading.Timer(0.05, ending.hush).start()
-    assert not ending.report(RuntimeError("nothing came"), is_echo=True)
+    assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""
