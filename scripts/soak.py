@@ -235,6 +235,7 @@ class Soak:
 
     def _fault(self, where: str, what: str) -> None:
         self.faults.append(f"{where}: {what}")
+        print(self.faults[-1], file=sys.stderr, flush=True)
 
 
 def losses(metrics: Path) -> dict[int, float]:
@@ -265,8 +266,6 @@ def main() -> int:
         soak = Soak(Path(directory), random.Random(flags.seed))
         for number in track(range(flags.cases), "soaking"):
             soak.case(number)
-            for fault in soak.faults:
-                print(fault, file=sys.stderr)
     table = Table("what", "count", box=None)
     table.add_row("runs", str(flags.cases))
     for what, count in sorted(soak.done.items()):

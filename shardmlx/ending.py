@@ -114,10 +114,10 @@ def on_several_hosts() -> bool:
 def see_off_launcher() -> None:
     """Leave a process behind for some seconds that ends this host's mpirun, or its daemon.
 
-    They wait, for ever, for a host that does not answer, and kill the ranks before. Nothing is
-    done where all ranks are on one host, or the launcher is there for other jobs too.
+    They may wait for ever, having killed the ranks: for a host that does not answer, or for a rank
+    that died while it came to them. Nothing is done where the launcher is there for other jobs too.
     """
-    if not on_several_hosts() or not os.environ.get("PMIX_NAMESPACE", "").startswith("prterun-"):
+    if not os.environ.get("PMIX_NAMESPACE", "").startswith("prterun-"):
         return
     with contextlib.suppress(OSError):
         subprocess.Popen(
