@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardmlx.agreement import AgreedError
+from shardmlx.checkpoint_store import MARK
 from shardmlx.errors import one_line
 from shardmlx.transport import Transport
 
@@ -51,7 +52,7 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
     run = transport.broadcast(uuid.uuid4().hex, what=what)
 
     def mark(rank: int) -> Path:
-        return directory / f".rank-{rank}-{run}"
+        return directory / f"{MARK}{rank}-{run}"
 
     problem = None
     try:

@@ -33,6 +33,9 @@ from shardmlx.errors import UserError
 MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
 LOCK = ".lock"
+MARK = ".rank-"
+"""Begins the names of the files by which ranks see that they see the same directory."""
+
 FORMAT = 1
 """Of the manifest; a program refuses what is newer than itself."""
 
@@ -123,8 +126,10 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Of a complete checkpoint."""
-        return self.directory / name_of(step)
+        """Of a complete checkpoint: also if a run died while it put another one in its place."""
+        path = self.directory / name_of(step)
+        replaced = self.directory / (_REPLACED + path.name)
+        return replaced if replaced.exists() and not path.exists() else path
 
     def partial(self, step: int) -> Path:
         """Of one that is being written."""
@@ -134,8 +139,7 @@ class Store:
         """Of the complete checkpoints, from the oldest; whether they are sound is not looked at."""
         if not self.directory.is_dir():
             return []
-        self._finish_replacing()
-        found = [step_of(path.name) for path in self.directory.iterdir()]
+        found = {step_of(path.name.removeprefix(_REPLACED)) for path in self.directory.iterdir()}
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
     def lock(self) -> IO[bytes]:
@@ -163,13 +167,11 @@ class Store:
         self._finish_replacing()
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
             shutil.rmtree(path)
+        for path in self.directory.glob(f"{MARK}*"):
+            path.unlink()
         partial = self.partial(step)
         partial.mkdir()
         return partial
-
-    def discard(self, step: int) -> None:
-        """Remove what was begun, as far as that goes."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> None:
         """Make what was begun a complete checkpoint: its files are on the disk.
@@ -177,7 +179,7 @@ class Store:
         Takes the place of a complete one of the same step, which stays until the new one is there.
         """
         text = manifest.to_json()
-        partial, final = self.partial(manifest.step), self.path(manifest.step)
+        partial, final = self.partial(manifest.step), self.directory / name_of(manifest.step)
         write_durably(partial / MANIFEST, text)
         write_durably(partial / MARKER, _marker(text))
         flush_directory(partial)

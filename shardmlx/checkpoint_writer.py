@@ -7,6 +7,7 @@ of CheckFreq, Mohan et al., FAST 2021), so a checkpoint takes no memory of its o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import threading
@@ -89,6 +90,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._arrays_free = threading.Event()
         self._arrays_free.set()
+        self._files: list[Path] = []
         self._saved: Saved | None = None
         self._error: Exception | None = None
 
@@ -100,7 +102,8 @@ class CheckpointWriter:
         self.wait()
         if self._transport.rank not in self._taking_part:
             return
-        self._arrays_free.clear()
+        if parts:
+            self._arrays_free.clear()
         self._thread = threading.Thread(
             target=self._run, args=(manifest, step, list(parts)), name="checkpoint", daemon=True
         )
@@ -146,8 +149,10 @@ class CheckpointWriter:
                 f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "
                 f"{step} to {self._store.directory}: {_reason(error)}"
             )
-            # The disk may be full: what is left needs the room.
-            self._store.discard(step)
+            # The disk may be full. What others write there is theirs, until the next is begun.
+            with contextlib.suppress(OSError):
+                for path in self._files:
+                    path.unlink(missing_ok=True)
             self._transport.fail(self._error)
         finally:
             self._arrays_free.set()
@@ -156,6 +161,7 @@ class CheckpointWriter:
         self, manifest: Manifest | None, step: int, parts: list[Snapshot]
     ) -> tuple[FileInfo, ...]:
         rank = self._transport.rank
+        self._files.clear()
         self._begin(step)
         mine: list[FileInfo] = []
         # All in one order of owners, so that nobody waits for one who waits for him.
@@ -257,7 +263,8 @@ class CheckpointWriter:
             yield info
 
     def _path(self, step: int, name: str) -> Path:
-        return self._store.partial(step) / name
+        self._files.append(self._store.partial(step) / name)
+        return self._files[-1]
 
     def _send(self, value: Any, peer: int) -> None:
         self._transport.send_object(value, peer, "writing a checkpoint", CHECKPOINT_TAG)

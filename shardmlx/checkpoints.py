@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Checkpoints:
         self._point: Point | None = None
         self._saved_step = 0
         self._is_written = True
+        self._is_complete = True
         self._exposed = 0.0
         self._exposed_seconds: list[float] = []
         self._saved: list[Saved] = []
@@ -91,7 +92,8 @@ class Checkpoints:
                 versions=self._job.versions,
             )
         self._writer.start(manifest, point.step, self._parts())
-        self._saved_step, self._is_written = point.step, False
+        self._saved_step = point.step
+        self._is_written = self._is_complete = False
         self._exposed = time.monotonic() - start
         return point.step
 
@@ -99,24 +101,29 @@ class Checkpoints:
         """Before weights change: wait until what is being saved of them is written."""
         if self._is_written or self._writer is None:
             return
-        start = time.monotonic()
-        self._writer.release()
+        self._exposed_seconds.append(self._exposed + self._longest(self._writer.release))
         self._is_written = True
-        exposed = self._exposed + time.monotonic() - start
-        # Together, so that a rank with a slow disk is not taken for one that is lost.
-        with self._transport.patient(SECONDS_TO_WRITE):
-            everyone = self._transport.all_gather(exposed, "waiting for the checkpoint")
-        self._exposed_seconds.append(max(everyone))
 
     def finish(self) -> None:
         """Wait until what is being saved is complete."""
-        if self._writer is None or not self._saved_step:
+        if self._is_complete or self._writer is None:
             return
         self.release()
-        with self._transport.patient(SECONDS_TO_WRITE):
-            self._writer.wait()
-            self._transport.barrier("waiting for the checkpoint")
+        self._exposed_seconds[-1] += self._longest(self._writer.wait)
+        self._is_complete = True
         self.report()
+
+    def _longest(self, wait: Callable[[], None]) -> float:
+        """Seconds that ``wait()`` took on the rank on which it took longest.
+
+        All wait for it, so that a rank with a slow disk is not taken for one that is lost.
+        """
+        start = time.monotonic()
+        with self._transport.patient(SECONDS_TO_WRITE):
+            wait()
+            seconds = time.monotonic() - start
+            longest: float = max(self._transport.all_gather(seconds, "waiting for the checkpoint"))
+        return longest
 
     def report(self) -> None:
         """Tell of a checkpoint that was completed since the last call."""

@@ -226,6 +226,8 @@ class TrainConfig:
         check_options(self)
         if not self.test:
             object.__setattr__(self, "train", True)
+        if not self.train and self.resume not in ("auto", "never"):
+            raise OptionError("resume", f"is {self.resume} with --test alone: nothing is trained")
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
         check_optimizer_config(self.optimizer_config)

@@ -299,8 +299,7 @@ class Launcher:
 
     def _may_resume(self) -> bool:
         """Not where the user wants no older run's checkpoint, and there is none of this one yet."""
-        has_none = all(attempt.gained is False for attempt in self.attempts)
-        return self.launch.config.resume == "auto" or not has_none
+        return self.launch.config.resume == "auto" or any(a.gained for a in self.attempts)
 
     def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
         """(step, when it was committed) of those there are; None where that cannot be seen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ def after(attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None
         return Verdict(0)
     if stopped_by is not None:
         return Verdict(128 + stopped_by)
+    if last.status == 128 + signal.SIGUSR1:  # somebody asked mpirun itself to stop in order
+        return Verdict(last.status)
     if last.status == BAD_INPUT:
         return Verdict(BAD_INPUT)
     if max_restarts == 0:

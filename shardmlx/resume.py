@@ -40,6 +40,15 @@ class Resumption:
         """The last step that was done before."""
         return 0 if self.found is None else self.found.manifest.step
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what the run goes on from is one of its own checkpoints."""
+        return (
+            self.place is not None
+            and self.found is not None
+            and self.found.store is self.place.store
+        )
+
 
 def prepare_resumption(
     config: TrainConfig,
@@ -64,7 +73,9 @@ def prepare_resumption(
     if resume is None:
         assert place is not None
         store, disks = place.store, place.storage.disks
-    elif place is not None and resume.absolute().parent == place.store.directory.absolute():
+    elif place is not None and transport.broadcast(
+        _is_same(resume.parent, place.store.directory), what="comparing directories"
+    ):
         store, disks = place.store, place.storage.disks
     else:
         _refuse_mixture(config, transport, place)
@@ -95,6 +106,14 @@ def prepare_resumption(
     if place is not None and store is place.store:
         _set_aside(transport, place, found.manifest.step, search.faults)
     return Resumption(place, found)
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    """As rank 0 sees it: the others may work elsewhere, and all must do the same."""
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False
 
 
 def _named_step(path: Path) -> int:

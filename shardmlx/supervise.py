@@ -16,6 +16,9 @@ ASK_TO_STOP = signal.SIGUSR1
 """mpirun passes it on to all ranks, on all hosts, and goes on. At SIGTERM and SIGINT it would kill
 them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later, with nothing to set that time by."""
 
+LAUNCHED = "SHARDMLX_LAUNCHED"
+"""Set for what is launched: it need not say how to stop it."""
+
 SECONDS_TO_SAVE = 120
 """For the ranks to save and leave in order, before they are killed."""
 
@@ -52,7 +55,12 @@ class Supervisor:
         self._is_starting = True
         # In a session of its own: a terminal sends Ctrl-C to all processes of a group, and this
         # one alone shall have it.
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        with subprocess.Popen(
+            command,
+            env=os.environ | {LAUNCHED: "1"},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
             self._process = process
             self._is_starting = False
             if self.stopped_by is not None:  # while it started

@@ -155,7 +155,9 @@ class Trainer:
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
-        self._checkpoints.resumed(manifest.step)
+        self._checkpoints.mark(self._point(manifest.step))
+        if self._job.resumption.is_in_place:
+            self._checkpoints.resumed(manifest.step)
         where = found.store.path(manifest.step)
         left = self._config.iters - manifest.step
         self._reporter.go_on()
@@ -235,9 +237,10 @@ class Trainer:
         found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
         _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
         if self._config.on_nonfinite == "stop":
+            kept = self._keep()
             self._save(None)
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
-            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
+            raise AgreedFailure(f"step {step}: {what}: {kept}; {advice}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._updater.forget()
         self._report.pass_over(self._config.grad_accumulation_steps)
@@ -269,8 +272,8 @@ class Trainer:
     def _leave(self, number: int) -> None:
         """Save everything, then end in order."""
         self._reporter.say(f"{signal.Signals(number).name}: saving, then leaving")
-        self._save(None)
         kept = self._keep()
+        self._save(None)
         self._meter.write_trace()
         raise Stopped(number, f"stopped by {signal.Signals(number).name}: {kept}")
 

@@ -75,7 +75,6 @@ def test_a_full_disk(
     assert f"to {store.directory}: the disk is full: free some of it" in line
     steps = sound_steps(store)
     assert steps
-    assert not list(store.directory.glob("partial-*")), "what was begun is gone: the room is free"
     # With room it goes on.
     for step in steps[:-1]:
         shutil.rmtree(store.path(step))

@@ -321,6 +321,28 @@ def test_an_older_checkpoint_may_be_asked_for(saved: tuple[list[str], Result]) -
     assert (result.checkpoints / "superseded-step-0000010").exists()
 
 
+def test_a_directory_is_the_same_by_another_name(saved: tuple[list[str], Result]) -> None:
+    flags, result = saved
+    name = result.checkpoints.parent / "out" / ".." / "checkpoints" / "step-0000010"
+    (result.checkpoints.parent / "out").mkdir()
+    job = train(2, *flags, "--resume", name)
+    assert job.returncode == 0, job.output
+    assert "step-0000010: 2 of 12 steps are left" in job.stdout
+
+
+def test_another_runs_checkpoint_begins_a_directory_of_its_own(
+    saved: tuple[list[str], Result], tmp_path: Path
+) -> None:
+    """Also if nothing is left to train."""
+    flags, result = saved
+    new = tmp_path / "new"
+    flags += ["--checkpoint-dir", str(new), "--iters", "10"]
+    job = train(2, *flags, "--resume", result.checkpoints / "step-0000010")
+    assert job.returncode == 0, job.output
+    assert (new / "step-0000010" / "COMMITTED").exists()
+    assert not list(result.checkpoints.glob("superseded-*"))
+
+
 def test_an_unfinished_checkpoint_is_none(saved: tuple[list[str], Result]) -> None:
     flags, result = saved
     newest = result.checkpoints / "step-0000010"

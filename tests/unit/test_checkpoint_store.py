@@ -87,15 +87,6 @@ def test_saving_a_step_again_takes_the_place_of_the_old_one(tmp_path: Path) -> N
     assert names(store) == {"step-0000001"}
 
 
-def test_what_is_discarded_is_gone_and_may_never_have_been(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    put(store, 1, OLD)
-    (store.begin(2) / "weights-00.safetensors").write_bytes(b"half")
-    store.discard(2)
-    store.discard(3)
-    assert names(store) == {"step-0000001"}
-
-
 @pytest.mark.parametrize("keep", range(5))
 @pytest.mark.parametrize("present", range(5))
 def test_pruning_keeps_the_newest_and_never_deletes_the_only_one(
