@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from shardmlx.errors import one_line
+from shardmlx.processes import find_launcher
 
 SECONDS_OF_A_TURN = 0.2
 """Between the ranks that see the same failure: the lowest speaks first, and the others hear it."""
@@ -34,6 +33,8 @@ class Ending:
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
         self.announce: Callable[[], None] = lambda: None
         """Tells the peers that this rank has spoken. The transport sets it once it can."""
+        # Now: after mpirun's end this process is the child of whoever adopts it.
+        self.launcher = find_launcher()
         self._lock = threading.Lock()
         self._said = threading.Event()
 
@@ -46,10 +47,14 @@ class Ending:
         """A peer has said what went wrong."""
         self._said.set()
 
+    def wait_to_hear(self, seconds: float) -> bool:
+        """Whether somebody says what went wrong within ``seconds``."""
+        return self._said.wait(seconds)
+
     def say(self, text: str, turn: float = 0.0) -> bool:
         """Print ``shardmlx: TEXT`` unless the job's end has been explained, also by a peer within
         ``turn`` seconds. Whether it did."""
-        if self._said.wait(turn):
+        if self.wait_to_hear(turn):
             return False
         with self._lock:
             if self._said.is_set():
@@ -71,28 +76,56 @@ class Ending:
             text = f"{self.name}: {type(error).__name__}: {text}"
         return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
 
-    @contextmanager
-    def bounded(self, seconds: float, what: str) -> Iterator[None]:
-        """End this process, with a line, if the block lasts longer: for calls that wait for all
-        ranks and know no timeout. The call must release the GIL."""
+    def bounded(self, seconds: float, what: str) -> Deadline:
+        """End this process, with a line, if the ``with`` block lasts longer: for calls that wait
+        for all ranks and know no timeout. The call must release the GIL."""
+        return Deadline(self, seconds, what)
 
-        def expire() -> None:
-            # Only mpirun can tell the others, and ends them: the next rank waits for that.
-            self.say(
-                f"failed: {self.name}: {what}: not all ranks came within {seconds:g} s "
-                "(see --timeout)",
-                SECONDS_TO_KILL * min(self.rank, 8),
+    def launched(self) -> bool:
+        """False once the mpirun of this process, or its daemon, has ended."""
+        return self.launcher is None or self.launcher.runs()
+
+    def see_off_launcher(self) -> None:
+        """See to it that mpirun, or its daemon on this host, ends too."""
+        if self.launcher is not None:
+            self.launcher.see_off()
+
+
+class Deadline:
+    """Of one ``with`` block. Its thread starts here: it may be for the interpreter's exit, when
+    Python starts none."""
+
+    def __init__(self, ending: Ending, seconds: float, what: str) -> None:
+        self._ending = ending
+        self._seconds = seconds
+        self._what = what
+        self._entered = threading.Event()
+        self._left = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name="deadline", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._entered.set()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._left.set()
+
+    def _watch(self) -> None:
+        self._entered.wait()
+        if self._left.wait(self._seconds):
+            return
+        # Only mpirun can tell the others, and ends them: the next rank waits for that.
+        self._ending.wait_to_hear(SECONDS_TO_KILL * min(self._ending.rank, 8))
+        with self._lock:
+            if self._left.is_set():
+                return  # late, but before its turn
+            self._ending.say(
+                f"failed: {self._ending.name}: {self._what}: not all ranks came within "
+                f"{self._seconds:g} s (see --timeout)"
             )
-            see_off_launcher()
+            self._ending.see_off_launcher()
             os._exit(1)
-
-        timer = threading.Timer(seconds, expire)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def exit_within(seconds: float, code: int) -> None:
@@ -109,29 +142,3 @@ def on_several_hosts() -> bool:
     """Whether mpirun has started ranks on other hosts too."""
     ranks, here = (os.environ.get(f"OMPI_COMM_WORLD_{what}SIZE") for what in ("", "LOCAL_"))
     return ranks != here
-
-
-def see_off_launcher() -> None:
-    """Leave a process behind for some seconds that ends this host's mpirun, or its daemon.
-
-    They may wait for ever, having killed the ranks: for a host that does not answer, or for a rank
-    that died while it came to them. Nothing is done where the launcher is there for other jobs too.
-    """
-    if not os.environ.get("PMIX_NAMESPACE", "").startswith("prterun-"):
-        return
-    with contextlib.suppress(OSError):
-        subprocess.Popen(
-            ["sh", "-c", _SEE_OFF, "sh", str(os.getppid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # mpirun kills what is in the rank's process group
-        )
-
-
-_SEE_OFF = """
-gone() { [ "$1" -le 1 ] || ! kill -0 "$1"; }
-for i in 1 2 3 4 5 6 7 8; do gone "$1" && exit; sleep 0.5; done
-for signal in TERM TERM TERM KILL; do kill -"$signal" "$1"; sleep 0.2; gone "$1" && exit; done
-"""
-"""mpirun leaves at once after the third signal; its daemons do not."""

@@ -6,7 +6,6 @@ and no threads; ``Heartbeat`` is the thread that feeds it.
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import threading
@@ -14,13 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from pathlib import Path
 from typing import Protocol
 
 from shardmlx.signals import STOPS, Signals
 
 PERIOD = 0.5
 """Seconds between two signs of life."""
+
+SHORTEST_SILENCE = 3.0
+"""A few signs of life may be late, as on a machine that is short of memory."""
 
 LONGEST_SILENCE = 60.0
 """After which a rank is lost, whatever the time that a message may take."""
@@ -236,20 +237,9 @@ class Monitor:
         return None
 
 
-def process_state(pid: int) -> str | None:
-    """Of a process on this machine: ``gone``, ``stopped`` (known on Linux only), or None."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "gone"
-    except PermissionError:
-        return None
-    try:
-        # The name in brackets may hold anything, also brackets.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state)
+def silence_limit(timeout: float) -> float:
+    """Seconds after which a silent rank is lost, where a message may take ``timeout``."""
+    return min(max(timeout, SHORTEST_SILENCE), LONGEST_SILENCE)
 
 
 class Mail(Protocol):
@@ -274,6 +264,7 @@ class Heartbeat:
         activity: Callable[[], str],
         act: Callable[[Verdict], None],
         hush: Callable[[], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self.monitor = monitor
         self._all = tuple(peers)
@@ -283,6 +274,7 @@ class Heartbeat:
         self._activity = activity
         self._act = act
         self._hush = hush
+        self._fail = fail
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -300,6 +292,12 @@ class Heartbeat:
         self.spread(State.LEFT)
 
     def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:
+            self._fail(error)  # else the others would find this rank silent
+
+    def _listen(self) -> None:
         last_beat = -float("inf")
         while not self._closed:
             numbers = self._signals.wait(HURRY if self.monitor.in_hurry else PERIOD)

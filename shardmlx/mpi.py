@@ -17,22 +17,23 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import mpi4py
 
-from shardmlx.ending import Ending, exit_within, on_several_hosts, see_off_launcher
+from shardmlx.ending import Deadline, Ending, exit_within, on_several_hosts
 from shardmlx.environment import launched_rank
 from shardmlx.heartbeat import (
-    LONGEST_SILENCE,
+    OWN_SLEEP,
     Fate,
     Heartbeat,
     Monitor,
     State,
     Verdict,
-    process_state,
+    silence_limit,
 )
+from shardmlx.processes import process_state, under_mpirun
 from shardmlx.signals import Signals
 from shardmlx.transport import Array, Handle, PeerLost, Transport, buffer_of, check_sum
 
@@ -89,6 +90,7 @@ class MPITransport(Transport):
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._closed = False
+        self._last_activity: Callable[[int], str | None] = lambda peer: None
         self._thread = threading.Thread(target=self._keep_moving, name="mpi-progress", daemon=True)
         self._thread.start()
         host = self._ending.name.rpartition(" ")[2]
@@ -106,14 +108,13 @@ class MPITransport(Transport):
             for peer in watched
             if self.hosts[peer] == self.hosts[self.rank] and process_state(pids[peer]) != "gone"
         }
-        launcher = os.getppid()
         heartbeat = Heartbeat(
             Monitor(
                 self.rank,
                 {peer: self.name(peer) for peer in watched},
-                min(self.timeout, LONGEST_SILENCE),
+                silence_limit(self.timeout),
                 lambda peer: process_state(seen[peer]) if peer in seen else None,
-                lambda: os.getppid() == launcher,
+                self._ending.launched,
             ),
             [peer for peer in range(self.size) if peer != self.rank],
             mail,
@@ -121,7 +122,9 @@ class MPITransport(Transport):
             activity=lambda: self.activity,
             act=self._act,
             hush=self._ending.hush,
+            fail=self.fail,
         )
+        self._last_activity = heartbeat.monitor.last_activity
         self._ending.announce = lambda: heartbeat.spread(State.SPOKEN)
         return heartbeat
 
@@ -178,7 +181,7 @@ class MPITransport(Transport):
     def _broken(self, peer: int | None) -> str:
         """What it means that MPI cannot end a message."""
         who = "a rank" if peer is None else self.name(peer)
-        last = None if peer is None else self._heartbeat.monitor.last_activity(peer)
+        last = None if peer is None else self._last_activity(peer)
         return f"{who} died, or the link to it broke" + (f"; it was last in {last}" if last else "")
 
     def _keep_moving(self) -> None:
@@ -191,20 +194,25 @@ class MPITransport(Transport):
                 self._work.clear()
 
     def progress(self, handle: Handle, seconds: float) -> bool:
-        end = time.monotonic() + seconds
+        looked = time.monotonic()
+        end = looked + seconds
         for pause in _pauses():
             self._poll()
             if handle.error is not None:
                 raise handle.error
             if handle.done:
                 return True
-            if self.failure is not None or time.monotonic() > end:
+            now = time.monotonic()
+            if now - looked > OWN_SLEEP:
+                end += now - looked  # the job was stopped in the shell, or the machine slept
+            looked = now
+            if self.failure is not None or now > end:
                 return False
             time.sleep(pause)
         raise AssertionError("pauses never end")
 
     def abort(self, code: int) -> None:
-        abort(code)
+        abort(code, self._ending)
 
     def fail(self, error: Exception) -> None:
         if self.failure is None:
@@ -217,7 +225,7 @@ class MPITransport(Transport):
             self.check(self.where)
         except Exception as error:
             self._ending.report(error)
-            abort(1)
+            self.abort(1)
 
     def _act(self, verdict: Verdict) -> None:
         """On the thread of the heartbeat."""
@@ -228,12 +236,12 @@ class MPITransport(Transport):
                 # mpirun leaves no time for more.
                 self.failure = PeerLost(verdict.text)
                 self._ending.say(f"failed: {self.where()}: {verdict.text}")
-                abort(1)
+                self.abort(1)
             case Fate.INTERRUPTED:
                 self._ending.say(verdict.text)
-                abort(128 + (verdict.signal or 0))
+                self.abort(128 + (verdict.signal or 0))
             case Fate.ENDED:
-                see_off_launcher()
+                self._ending.see_off_launcher()
                 os._exit(1)
 
     def stop_requested(self) -> int | None:
@@ -242,11 +250,21 @@ class MPITransport(Transport):
         self._heartbeat.monitor.expects_stop = True
         return self._heartbeat.monitor.stop()
 
+    def stop_command(self) -> str | None:
+        if "SHARDMLX_LAUNCHED" in os.environ:
+            return None
+        launcher = self._ending.launcher
+        if launcher is not None and launcher.is_mpirun:
+            # To mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
+            return f"kill -USR1 {launcher.pid}"
+        return None if under_mpirun() else f"kill -TERM {os.getpid()}"
+
     def close(self) -> None:
         # Ranks that leave first would miss one that fails after them.
         with self.patient(SECONDS_TO_LEAVE):
             self.barrier("leaving")
         self._heartbeat.close()
+        self._ending.announce = lambda: None
         self._signals.close()
         self._closed = True
         self._work.set()
@@ -297,19 +315,19 @@ def start(timeout: float, ending: Ending) -> None:
         _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-    atexit.register(_finish, timeout, ending)
+    atexit.register(_finish, ending.bounded(timeout, "ending MPI"))
 
 
-def _finish(timeout: float, ending: Ending) -> None:
+def _finish(deadline: Deadline) -> None:
     if not MPI.Is_finalized():
-        with ending.bounded(timeout, "ending MPI"):
+        with deadline:
             _library().MPI_Finalize()
 
 
-def abort(code: int) -> None:
+def abort(code: int, ending: Ending) -> None:
     """End the job on all ranks, also where no transport could be made. Does not return."""
     exit_within(SECONDS_TO_ABORT, code)
-    see_off_launcher()
+    ending.see_off_launcher()
     if MPI.Is_initialized() and not MPI.Is_finalized():
         world = ctypes.c_void_p(MPI._handleof(MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)

@@ -68,7 +68,7 @@ def run_ranks(
         # The other ranks know nothing of it and would wait.
         if not ending.report(error):
             time.sleep(SECONDS_FOR_THE_SPEAKER)
-        mpi.abort(2 if isinstance(error, UserError) else 1)
+        mpi.abort(2 if isinstance(error, UserError) else 1, ending)
     return status
 
 

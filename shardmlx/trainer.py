@@ -7,7 +7,6 @@ validation draws its own, how gradients of several steps make one update.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -93,9 +92,10 @@ class Trainer:
         config = self._config
         by_rank_0(self._transport, "opening the output", self._open_output)
         self._resume()
-        if self._job.resumption.place is not None:
-            # At Ctrl-C mpirun leaves its ranks half a second; this signal it passes on.
-            self._reporter.say(f"To stop with a checkpoint: kill -USR1 {os.getppid()}")
+        how = self._transport.stop_command()
+        if how is not None and self._job.resumption.place is not None:
+            # At Ctrl-C mpirun leaves its ranks half a second.
+            self._reporter.say(f"To stop with a checkpoint: {how}")
         start = time.monotonic()
         try:
             with self._reporter.bar("training", config.iters, self._start) as bar:

@@ -131,6 +131,11 @@ class Transport(ABC):
         the other ranks."""
         return None
 
+    def stop_command(self) -> str | None:
+        """What to type on this host so that the run stops in order; None where it is not known,
+        or where Ctrl-C does."""
+        return None
+
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for."""
         self.check(what)
@@ -150,9 +155,11 @@ class Transport(ABC):
         # What a thread in the background waits for holds nobody up. After an error it stays as it
         # is: that is where this rank came to.
         on_main = threading.current_thread() is threading.main_thread()
-        self._waiting = what if on_main else self._waiting
+        if on_main:
+            self._waiting = what
         yield
-        self._waiting = None if on_main else self._waiting
+        if on_main:
+            self._waiting = None
 
     def check(self, what: Callable[[], str]) -> None:
         """Raise ``failure`` if there is one; a lost peer with ``what`` this rank does."""

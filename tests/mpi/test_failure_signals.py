@@ -88,3 +88,17 @@ def test_a_rank_that_is_continued_goes_on(tmp_path: Path) -> None:
 
     job = run("training", tmp_path, pause)
     assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
+
+
+def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Path) -> None:
+    """As by Ctrl-Z, or a laptop that is closed."""
+
+    def pause(mpirun: int, ranks: dict[int, int]) -> None:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks.values():
+                os.kill(pid, number)
+            time.sleep(5.0 if number == signal.SIGSTOP else 1.5)
+        os.kill(mpirun, signal.SIGUSR1)
+
+    job = run("training", tmp_path, pause)
+    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]

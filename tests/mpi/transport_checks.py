@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -47,6 +48,11 @@ def check_every_rank_knows_itself_and_the_others(transport: Transport) -> None:
     assert transport.all_gather(transport.rank) == list(range(transport.size))
     assert len(transport.hosts) == transport.size
     assert transport.name(1) == f"rank 1 on {transport.hosts[1]}"
+
+
+def check_it_says_how_to_stop_the_run_that_mpirun_started(transport: Transport) -> None:
+    mpirun = f"kill -USR1 {os.getppid()}" if "PMIX_NAMESPACE" in os.environ else None
+    assert transport.stop_command() == mpirun
 
 
 def check_messages_of_one_tag_arrive_in_the_order_of_sending(transport: Transport) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardmlx.ending import Ending
-from shardmlx.heartbeat import Beat, Fate, Heartbeat, Monitor, State, Verdict, process_state
+from shardmlx.heartbeat import Beat, Fate, Heartbeat, Monitor, State, Verdict, silence_limit
 from shardmlx.signals import Signals
 
 
@@ -181,12 +181,10 @@ def test_a_process_without_its_mpirun_ends(clock: Clock) -> None:
     assert monitor.look() == Verdict(Fate.ENDED, "")
 
 
-def test_the_state_of_a_process() -> None:
-    assert process_state(os.getpid()) is None
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    child.kill()
-    child.wait()
-    assert process_state(child.pid) == "gone"
+@pytest.mark.parametrize(("timeout", "limit"), [(0.4, 3.0), (20.0, 20.0), (600.0, 60.0)])
+def test_how_long_a_rank_may_be_silent(timeout: float, limit: float) -> None:
+    """Several signs of life, and no more than a minute."""
+    assert silence_limit(timeout) == limit
 
 
 class Mail:
@@ -207,6 +205,7 @@ class Mail:
 
 def test_the_thread_sends_receives_and_acts(clock: Clock) -> None:
     mail, signals, verdicts = Mail(), Signals(), []
+    errors: list[Exception] = []
     acted = threading.Event()
 
     def act(verdict: Verdict) -> None:
@@ -214,7 +213,7 @@ def test_the_thread_sends_receives_and_acts(clock: Clock) -> None:
         acted.set()
 
     heartbeat = Heartbeat(
-        rank_0(clock), (1, 2), mail, signals, lambda: "loading", act, hush=lambda: None
+        rank_0(clock), (1, 2), mail, signals, lambda: "loading", act, lambda: None, errors.append
     )
     assert mail.all_posted.wait(10)
     assert acted.wait(10)
@@ -226,6 +225,30 @@ def test_the_thread_sends_receives_and_acts(clock: Clock) -> None:
         (2, Beat("loading", (), State.LEFT)),
     ]
     assert verdicts[0].fate is Fate.INTERRUPTED
+    assert errors == []
+
+
+def test_an_error_on_the_thread_is_this_rank_s_failure(clock: Clock) -> None:
+    """The others would find it silent."""
+    signals, errors = Signals(), []
+    failed = threading.Event()
+
+    def activity() -> str:
+        if not failed.is_set():
+            raise KeyError("stage 1")
+        return "leaving"
+
+    def fail(error: Exception) -> None:
+        errors.append(error)
+        failed.set()
+
+    heartbeat = Heartbeat(
+        rank_0(clock), (1, 2), Mail(), signals, activity, lambda verdict: None, lambda: None, fail
+    )
+    assert failed.wait(10)
+    heartbeat.close()
+    signals.close()
+    assert [repr(error) for error in errors] == ["KeyError('stage 1')"]
 
 
 def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> None:
@@ -256,3 +279,39 @@ def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixtu
     threading.Timer(0.05, ending.hush).start()
     assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""
+
+
+def ends_late(program: str) -> subprocess.CompletedProcess[str]:
+    """Of a process whose MPI is given a tenth of a second."""
+    setup = "import atexit, time; from shardmlx.ending import Ending"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{setup}\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
+    done = ends_late("with Ending(0).bounded(0.1, 'starting MPI'): time.sleep(60)")
+    assert done.returncode == 1
+    assert done.stderr.endswith(": starting MPI: not all ranks came within 0.1 s (see --timeout)\n")
+
+
+def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
+    done = ends_late(
+        "ending = Ending(8)\n"
+        "with ending.bounded(0.1, 'starting MPI'): time.sleep(0.3)\n"
+        "ending.hush(); time.sleep(0.5); print('goes on')"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+def test_the_end_of_mpi_is_bounded_when_python_starts_no_more_threads() -> None:
+    done = ends_late(
+        "def finish(deadline):\n"
+        "    with deadline: time.sleep(60)\n"
+        "atexit.register(finish, Ending(0).bounded(0.1, 'ending MPI'))"
+    )
+    assert done.returncode == 1
+    assert "ending MPI: not all ranks came within 0.1 s" in done.stderr
