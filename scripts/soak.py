@@ -142,7 +142,12 @@ class Soak:
         options += ["--checkpoint-dir", directory / "checkpoints", "--checkpoint-every", "2"]
         options += ["--metrics-file", directory / f"metrics-{attempt}.jsonl"]
         options += ["--timeout", f"{TIMEOUT:g}", *layout]
-        return Running.ranks(n, "-m", "shardmlx.train", *options)
+        # An mpirun that is killed leaves files behind, on which a later one with the same process
+        # number would fail to start.
+        temporary = directory / f"tmp-{attempt}"
+        temporary.mkdir()
+        environment = {"TMPDIR": str(temporary)}
+        return Running.ranks(n, "-m", "shardmlx.train", *options, env=environment)
 
     def case(self, number: int) -> None:
         """One run, broken off again and again."""
