@@ -1,54 +1,84 @@
 """How the decoder layers of each model family are called: all that differs between them.
 
 The layers themselves are mlx-lm's. A family is a function of the model's arguments and the hidden
-states (rows, T, D) of one micro-batch, which returns how to call one of its layers on them.
+states (rows, T, D) of one micro-batch, which returns how to call one of its layers on them. To
+generate it is also given the layers and their caches, which say how many tokens came before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ministral3
 from mlx_lm.models.base import create_attention_mask
 
-LayerCall = Callable[[nn.Module, mx.array], mx.array]
-Family = Callable[[Any, mx.array], LayerCall]
+
+class LayerCall(Protocol):
+    """How to call one layer on its input; its cache takes the new keys and values."""
+
+    def __call__(self, layer: nn.Module, x: mx.array, cache: Any = None) -> mx.array: ...
 
 
-def full_attention(args: Any, hidden: mx.array) -> LayerCall:
+class Cached(NamedTuple):
+    """Layers that are called in turn, and mlx-lm's cache of each."""
+
+    layers: Sequence[nn.Module]
+    caches: Sequence[Any]
+
+    def cache(self, use_sliding: bool) -> Any:
+        """That of one layer which sees a window, or all; None where there is no such layer."""
+        pairs = zip(self.layers, self.caches, strict=True)
+        return next((c for layer, c in pairs if _is_sliding(layer) == use_sliding), None)
+
+
+class Family(Protocol):
+    def __call__(self, args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall: ...
+
+
+def full_attention(args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall:
     """Every layer sees all positions before its own: qwen2, qwen3, mixtral."""
-    mask = create_attention_mask(hidden)
-    return lambda layer, x: layer(x, mask, None)
+    mask = create_attention_mask(hidden, cached and cached.cache(use_sliding=False))
+    return lambda layer, x, cache=None: layer(x, mask, cache)
 
 
-def sliding_attention(args: Any, hidden: mx.array) -> LayerCall:
+def sliding_attention(args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall:
     """Layers marked ``use_sliding`` see only a window: llama, mistral."""
-    masks = _masks(args, hidden)
-    return lambda layer, x: layer(x, masks[layer.use_sliding], None)
+    masks = _masks(args, hidden, cached)
+    return lambda layer, x, cache=None: layer(x, masks[layer.use_sliding], cache)
 
 
-def scaled_sliding_attention(args: Any, hidden: mx.array) -> LayerCall:
+def scaled_sliding_attention(
+    args: Any, hidden: mx.array, cached: Cached | None = None
+) -> LayerCall:
     """As ``sliding_attention``, with queries scaled by position: ministral3."""
-    masks = _masks(args, hidden)
+    masks = _masks(args, hidden, cached)
     rope = args.rope_parameters
     scale = ministral3._get_llama_4_attn_scale(
         hidden.shape[1],
-        0,
+        cached.caches[0].offset if cached else 0,
         rope["llama_4_scaling_beta"],
         rope["original_max_position_embeddings"],
     ).astype(hidden.dtype)
-    return lambda layer, x: layer(x, scale, masks[layer.use_sliding], None)
+    return lambda layer, x, cache=None: layer(x, scale, masks[layer.use_sliding], cache)
 
 
-def _masks(args: Any, hidden: mx.array) -> dict[bool, Any]:
-    full = create_attention_mask(hidden)
+def _masks(args: Any, hidden: mx.array, cached: Cached | None) -> dict[bool, Any]:
+    full = create_attention_mask(hidden, cached and cached.cache(use_sliding=False))
     if "sliding_attention" not in args.layer_types:
         return {False: full}
-    return {False: full, True: create_attention_mask(hidden, window_size=args.sliding_window)}
+    cache = cached and cached.cache(use_sliding=True)
+    return {
+        False: full,
+        True: create_attention_mask(hidden, cache, window_size=args.sliding_window),
+    }
+
+
+def _is_sliding(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "use_sliding", False))
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

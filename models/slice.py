@@ -7,6 +7,7 @@ LoRA weights are then those of one machine, and what the slice leaves behind was
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.dropout import key_every_dropout, set_keys
-from shardmlx.models.families import FAMILIES
+from shardmlx.models.families import FAMILIES, Cached, LayerCall
 
 EMBEDDING = "model.embed_tokens"
+
+KEPT_TOKENS = 4
+"""At the beginning of a text, in a cache of limited size: as in mlx-lm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Slice:
             self._embedding_dropouts if self.tied else key_every_dropout(model.lm_head)
         )
         self._dtype = self._hidden_dtype(model.layers[0])
+        self._empty_caches = make_prompt_cache(model)[start:stop]
+        self.chooses_caches = hasattr(model, "make_cache")
         self.trainable: tuple[str, ...] = tuple(
             _backward_order(name for name, _ in self._named("trainable_parameters"))
         )
@@ -182,10 +189,34 @@ class Slice:
         logits: mx.array = self._head(self._norm(x))
         return logits
 
+    def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
+        """mlx-lm's empty cache for each layer, for one text.
+
+        A family that ``chooses_caches`` by itself passes over ``max_kv_size``, as in mlx-lm.
+        """
+        if max_kv_size is None or self.chooses_caches:
+            return deepcopy(self._empty_caches)
+        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._layers]
+
+    def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The next T tokens of each text: ids (rows, T) on the first slice, hidden states
+        (rows, T, D) on the others, to hidden states (rows, T, D). ``caches`` grow by T."""
+        if self.is_first:
+            x = self._embedding(x)
+        call = self._family(self._args, x, Cached(self._layers, caches))
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x = call(layer, x, cache)
+        return x
+
+    def last_logits(self, x: mx.array) -> mx.array:
+        """Of the last position, (rows, V), from hidden states (rows, T, D) of the last layer."""
+        logits: mx.array = self._head(self._norm(x[:, -1:, :]))
+        return logits[:, -1, :]
+
     def _run_layer(
         self,
         i: int,
-        call: Callable[[nn.Module, mx.array], mx.array],
+        call: LayerCall,
         key: tuple[int, ...],
         first_row: int,
         x: mx.array,

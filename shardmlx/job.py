@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from shardmlx.agreement import AgreedError, by_rank_0, together
-from shardmlx.cluster import Cluster, read_profiles
+from shardmlx.agreement import by_rank_0, together
+from shardmlx.cluster import Cluster
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
-from shardmlx.hostfile import Machine, read_hostfile, same_host
 from shardmlx.loading import build_model, count_parameters, find_model
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import build_optimizer
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
-from shardmlx.profile_file import Profile
+from shardmlx.preparation import SETUP_SECONDS, cluster_of, compare_plans, model_digest
 from shardmlx.report import Reporter, check_writable
 from shardmlx.resume import Resumption, prepare_resumption
 from shardmlx.run_identity import identity_of
@@ -40,11 +36,7 @@ from shardmlx.tables import gigabytes
 from shardmlx.transport import Transport
 from shardmlx.workload import Workload
 
-PACKAGES = ("shardmlx", "mlx", "mlx-lm")
-"""Whose versions must be the same on all ranks."""
-
-SETUP_SECONDS = 12 * 3600.0
-"""One rank may download a large model, or tokenise much data, for hours while others wait."""
+__all__ = ["SETUP_SECONDS", "Job", "optimizer_of", "prepare_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +79,21 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
     workload = together(
         transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
     )
-    cluster = _cluster(config, transport, workload)
+    cluster = cluster_of(transport, config.hosts, config.profile)
+    # A profile of other work or other machines is found before anything is loaded.
+    together(
+        transport,
+        "checking the profile",
+        lambda: [
+            cluster.clock(rank, workload, config.grad_checkpoint) for rank in range(cluster.size)
+        ],
+    )
     plan, slices = together(
         transport,
         "planning",
         lambda: _plan(config, transport.hosts, workload, cluster, model, model_config),
     )
-    versions = {package: version(package) for package in PACKAGES}
-    _compare_plans(transport, plan, versions)
+    versions = compare_plans(transport, plan.digest)
     optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
     by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
@@ -192,70 +191,9 @@ def _plan(
         rows=rows,
         micro_batch_size=micro_batch_size,
         trainable=tuple(bool(part.trainable) for part in slices),
-        model=hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest(),
+        model=model_digest(model_config),
     )
     return plan, slices
-
-
-def _cluster(config: TrainConfig, transport: Transport, workload: Workload) -> Cluster:
-    """The machines that the ranks run on: their memory, and what rank 0's files say of them."""
-
-    def read() -> tuple[tuple[Machine, ...], Profile | None]:
-        machines = () if config.hosts is None else read_hostfile(config.hosts)
-        return machines, None if config.profile is None else read_profiles(config.profile)
-
-    known, profile = transport.broadcast(
-        by_rank_0(transport, "reading what the machines have", read), what="machines"
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    everyone = transport.all_gather(memory, "comparing machines")
-    hosts = transport.hosts
-    cluster = Cluster(
-        machines=tuple(
-            _machine(host, has // hosts.count(host), known, hosts.count(host))
-            for host, has in zip(hosts, everyone, strict=True)
-        ),
-        profile=profile,
-        backend="cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal",
-    )
-    # A profile of other work or other machines is found before anything is loaded.
-    together(
-        transport,
-        "checking the profile",
-        lambda: [
-            cluster.clock(rank, workload, config.grad_checkpoint) for rank in range(cluster.size)
-        ],
-    )
-    return cluster
-
-
-def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
-    """A rank's share of a host, with what the hostfile says of it."""
-    entry = next((each for each in known if same_host(each.host, host)), None)
-    if entry is None:
-        return Machine(host=host, memory=memory)
-    flops = None if entry.flops is None else entry.flops / ranks
-    return replace(entry, host=host, slots=1, memory=memory, flops=flops)
-
-
-def _compare_plans(transport: Transport, plan: Plan, versions: Mapping[str, str]) -> None:
-    """Before the first message of the engine: all ranks mean the same run."""
-    mine = {**versions, "plan": plan.digest}
-    everyone = transport.all_gather(mine, "comparing plans")
-    for rank, theirs in enumerate(everyone):
-        for what, value in theirs.items():
-            if value == everyone[0][what]:
-                continue
-            where = f"{transport.name(rank)}, unlike {transport.name(0)},"
-            if what == "plan":
-                raise AgreedError(
-                    f"{where} plans another run: give all ranks the same stage map and the same "
-                    "model config.json"
-                )
-            raise AgreedError(
-                f"{where} has {what} {value} instead of {everyone[0][what]}: install the same "
-                "version on all machines"
-            )
 
 
 def _data(

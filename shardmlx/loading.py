@@ -61,25 +61,46 @@ def build_model(path: Path, config: TrainConfig) -> nn.Module:
 
     The same names and the same initial LoRA weights as mlx-lm has on one machine.
     """
-    read_config(path)
-    check_model_files(path)
-    try:
-        model, _ = load_model(path, lazy=True)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: mlx-lm cannot build this model: {one_line(error)}") from None
-    if config.dtype is not None:
-        model.set_dtype(getattr(mx, config.dtype))
-    _check_experts(model)
+    model = _build_whole(path, config.dtype)
     if config.test and not config.train:
         # As mlx-lm: an empty adapter path tests the model as it is.
         if config.adapter_path:
-            _load_adapters(model, config.adapter_path)
+            _load_adapters(model, config.adapter_path, 'use --adapter-path "" to test')
         model.freeze()
         return model
     mx.random.seed(config.seed)
     unfreeze(model, config)
     if config.resume_adapter_file is not None:
         _resume(model, Path(config.resume_adapter_file))
+    return model
+
+
+def build_to_generate(
+    path: Path, *, dtype: str | None, adapter_path: str | None, seed: int | None
+) -> nn.Module:
+    """The whole model, lazily, with its adapters: nothing is read yet.
+
+    Leaves MLX's random state, which ``seed`` begins, as mlx-lm does that builds the same.
+    """
+    if seed is not None:
+        mx.random.seed(seed)
+    model = _build_whole(path, dtype)
+    if adapter_path:
+        _load_adapters(model, adapter_path, "leave it out to generate")
+    model.eval()
+    return model
+
+
+def _build_whole(path: Path, dtype: str | None) -> nn.Module:
+    read_config(path)
+    check_model_files(path)
+    try:
+        model, _ = load_model(path, lazy=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: mlx-lm cannot build this model: {one_line(error)}") from None
+    if dtype is not None:
+        model.set_dtype(getattr(mx, dtype))
+    _check_experts(model)
     return model
 
 
@@ -124,13 +145,13 @@ def unfreeze(model: nn.Module, config: TrainConfig) -> None:
         raise UserError(f"{config.fine_tune_type}: {one_line(error)}") from None
 
 
-def _load_adapters(model: nn.Module, adapter_path: str) -> None:
+def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
     try:
         load_adapters(model, adapter_path)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         raise UserError(
             f"--adapter-path {adapter_path} holds no adapters of this model: {one_line(error)}; "
-            'use --adapter-path "" to test the model without'
+            f"{remedy} the model without"
         ) from None
 
 

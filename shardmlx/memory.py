@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardmlx.actions import Action, Kind
-from shardmlx.layer_memory import FLOAT32, LayerMemory, TrainingSetup, layer_memory
+from shardmlx.layer_memory import BACKENDS, FLOAT32, LayerMemory, TrainingSetup, layer_memory
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
@@ -26,6 +26,12 @@ __all__ = ["StageMemory", "TrainingSetup", "inference_memory", "rank_peak", "sta
 
 PREPOSTED = 2
 """Inputs that the engine receives ahead."""
+
+PREFILL = 2048
+"""Tokens of a prompt that mlx-lm computes at a time."""
+
+CACHE_STEP = 256
+"""Tokens by which mlx-lm's caches grow at a time."""
 
 BUCKET_BYTES = 32 << 20
 """Replicas sum gradients in parts of this size."""
@@ -220,22 +226,39 @@ def inference_memory(
     rows: int,
     context: int,
     dtype_bytes: int,
+    *,
+    chunk: int = PREFILL,
+    max_kv_size: int | None = None,
+    backend: str = BACKENDS[0],
 ) -> int:
     """Bytes of a stage that generates ``rows`` texts of ``context`` tokens, prompt included.
 
-    Parameters; keys and values of each token, in the window of sliding layers; logits; and a
-    few arrays of one layer for a chunk of the prompt.
+    Parameters; keys and values; logits; and a few arrays of one layer for ``chunk`` tokens of one
+    prompt: on the CPU also the scores of its attention, which Metal's kernel does not keep.
     """
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(weight_sizes.layers[start:stop]) + is_last * weight_sizes.head
     weights += (is_first or (is_last and shape.tied)) * weight_sizes.embedding
-    tokens = sum(min(context, shape.windows[i] or context) for i in range(start, stop))
-    cache = 2 * shape.num_kv_heads * shape.head_dim * tokens
-    chunk = min(context, PREFILL)
+    cache = cache_memory(shape, start, stop, context, dtype_bytes, max_kv_size)
+    chunk = min(context, chunk)
     width = 7 * shape.hidden_size + 2 * shape.intermediate_size * max(1, shape.experts_per_token)
-    passing = chunk * (width + shape.num_heads * shape.head_dim) + is_last * shape.vocab_size
-    return round(weights + rows * dtype_bytes * (cache + passing))
+    passing = chunk * (width + shape.num_heads * shape.head_dim)
+    if backend == "cpu":
+        passing += 2 * shape.num_heads * chunk * min(context, max_kv_size or context)
+    logits = is_last * rows * shape.vocab_size
+    return round(weights + rows * cache + dtype_bytes * (passing + logits))
 
 
-PREFILL = 2048
-"""Tokens of a prompt that mlx-lm computes at a time."""
+def cache_memory(
+    shape: ModelShape,
+    start: int,
+    stop: int,
+    context: int,
+    dtype_bytes: int,
+    max_kv_size: int | None = None,
+) -> int:
+    """Bytes of keys and values of one text of ``context`` tokens in layers ``start`` to ``stop``:
+    those of a window in sliding layers, at most of ``max_kv_size`` tokens in all."""
+    limit = min(context + CACHE_STEP, max_kv_size or context + CACHE_STEP)
+    tokens = sum(min(limit, shape.windows[i] or limit) for i in range(start, stop))
+    return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens

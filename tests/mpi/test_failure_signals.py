@@ -94,10 +94,12 @@ def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Pat
     """As by Ctrl-Z, or a laptop that is closed."""
 
     def pause(mpirun: int, ranks: dict[int, int]) -> None:
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in ranks.values():
-                os.kill(pid, number)
-            time.sleep(5.0 if number == signal.SIGSTOP else 1.5)
+        # Rank 0 first and last, so that the others wait for it.
+        for number, order in ((signal.SIGSTOP, (0, 1, 2)), (signal.SIGCONT, (2, 1, 0))):
+            for rank in order:
+                os.kill(ranks[rank], number)
+                time.sleep(0.3)
+            time.sleep(4.0)
         os.kill(mpirun, signal.SIGUSR1)
 
     job = run("training", tmp_path, pause)

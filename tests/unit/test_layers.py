@@ -11,25 +11,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS: dict[str, set[str]] = {
-    "commands": {"train", "profile", "plan", "inspect", "launch", "mpi_command"},
-    "run": {"trainer", "job", "profiling", "training_report", "checkpoints", "resume"},
+    "commands": {"train", "generate", "profile", "plan", "inspect", "launch", "mpi_command"},
+    "run": {
+        "trainer", "job", "preparation", "profiling", "generation", "training_report",
+        "checkpoints", "resume",
+    },
     "engine": {
-        "engine", "reduce", "loading", "saving", "optimizer", "measure", "agreement",
+        "engine", "inference", "reduce", "loading", "saving", "optimizer", "measure", "agreement",
         "checkpoint_writer", "checkpoint_reader", "checkpoint_storage",
     },
     "mlx": {
-        "transport", "mpi", "stage", "data", "byte_stream",
+        "transport", "mpi", "stage", "data", "byte_stream", "sampling", "text_caches",
         "models.slice", "models.families", "models.dropout",
     },
     "pure": {
         "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "picture",
         "run_plan", "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
         "safetensors_header", "batches", "trace", "report", "environment", "command",
-        "ending", "signals", "heartbeat",
+        "ending", "signals", "heartbeat", "token_schedule", "generate_config", "inference_plan",
+        "prompts", "processes",
         "hosts_check", "restarts", "mpirun_command", "supervise", "replan",
         "hostfile", "model_source", "hub", "sources", "inspection", "inspection_report", "tables",
         "shards", "verify", "layer_memory", "memory", "timing", "profile_file", "workload",
-        "cluster", "predict", "problems", "durable", "checkpoint_store", "run_identity", "planner", "remedies", "plan_report",
+        "cluster", "predict", "problems", "durable", "checkpoint_store", "run_identity",
+        "planner", "remedies", "plan_report",
         "schedule_report", "comparison", "stragglers", "rebalance",
         "models", "models.shape", "models.tensors",
         "partitioners", "partitioners.problem", "partitioners.costs", "partitioners.plugins",

@@ -1,0 +1,90 @@
+"""What all runs need before they load, on every rank: the machines, and that all mean the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+
+from shardmlx.agreement import AgreedError, by_rank_0
+from shardmlx.cluster import Cluster, read_profiles
+from shardmlx.hostfile import Machine, read_hostfile, same_host
+from shardmlx.profile_file import Profile
+from shardmlx.transport import Transport
+
+PACKAGES = ("shardmlx", "mlx", "mlx-lm")
+"""Whose versions must be the same on all ranks."""
+
+SETUP_SECONDS = 12 * 3600.0
+"""One rank may download a large model, or tokenise much data, for hours while others wait."""
+
+
+def model_digest(model_config: Mapping[str, Any]) -> str:
+    """Which model this is, by its config.json."""
+    return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+
+
+def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
+    """The machines that the ranks run on: their memory, and what rank 0's files say of them.
+
+    Collective.
+    """
+
+    def read() -> tuple[tuple[Machine, ...], Profile | None]:
+        machines = () if hosts_file is None else read_hostfile(hosts_file)
+        return machines, None if profiles is None else read_profiles(profiles)
+
+    known, profile = transport.broadcast(
+        by_rank_0(transport, "reading what the machines have", read), what="machines"
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    everyone = transport.all_gather(memory, "comparing machines")
+    hosts = transport.hosts
+    return Cluster(
+        machines=tuple(
+            _machine(host, has // hosts.count(host), known, hosts.count(host))
+            for host, has in zip(hosts, everyone, strict=True)
+        ),
+        profile=profile,
+        backend="cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal",
+    )
+
+
+def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
+    """A rank's share of a host, with what the hostfile says of it."""
+    entry = next((each for each in known if same_host(each.host, host)), None)
+    if entry is None:
+        return Machine(host=host, memory=memory)
+    flops = None if entry.flops is None else entry.flops / ranks
+    return replace(entry, host=host, slots=1, memory=memory, flops=flops)
+
+
+def compare_plans(transport: Transport, digest: str) -> dict[str, str]:
+    """Before the first message of the engine: all ranks mean the same run. Collective.
+
+    ``digest`` is that of this rank's plan. Returns the versions of packages, alike on all ranks.
+    """
+    versions = {package: version(package) for package in PACKAGES}
+    mine = {**versions, "plan": digest}
+    everyone = transport.all_gather(mine, "comparing plans")
+    for rank, theirs in enumerate(everyone):
+        for what, value in theirs.items():
+            if value == everyone[0][what]:
+                continue
+            where = f"{transport.name(rank)}, unlike {transport.name(0)},"
+            if what == "plan":
+                raise AgreedError(
+                    f"{where} plans another run: give all ranks the same stage map and the same "
+                    "model config.json"
+                )
+            raise AgreedError(
+                f"{where} has {what} {value} instead of {everyone[0][what]}: install the same "
+                "version on all machines"
+            )
+    return versions

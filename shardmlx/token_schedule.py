@@ -1,0 +1,193 @@
+"""Which piece of which text a pipeline computes next. Pure.
+
+The first rank decides, one ``Item`` at a time, and every stage computes the items in that order::
+
+    stage 0   a0 a1 a2 b0 b1 .  A  B  A  B  A       a0 a1 a2: a prompt in chunks
+    stage 1      a0 a1 a2 b0 b1 .  A  B  A  B       A, B: a token for every text of a group
+
+A chunk of a prompt needs nothing but the chunk before it on the same stage, so that chunks follow
+each other through the stages. A token of a text needs the one before, which the last stage
+chooses: a stage has work all the time if as many groups of texts as there are stages take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Kind(Enum):
+    PROMPT = "prompt"
+    """Tokens of one prompt; with its last token the text's first token is chosen."""
+    TOKEN = "token"
+    """One token of every text in a group, and the choice of their next."""
+    STOP = "stop"
+    """There will be no more items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One piece of work for every stage of the pipeline.
+
+    ``texts`` are the texts it is of, in the order of its rows: one for a prompt. ``length`` tokens
+    of each enter. ``dropped`` are texts whose caches are not needed any more, from before the item.
+    ``opened`` says, with the first piece of a prompt, how its tokens are to be chosen.
+    """
+
+    kind: Kind
+    texts: tuple[int, ...] = ()
+    length: int = 1
+    chooses: bool = True
+    group: int | None = None
+    dropped: tuple[int, ...] = ()
+    opened: Any = None
+
+    def __str__(self) -> str:
+        match self.kind:
+            case Kind.PROMPT:
+                return f"prompt of text {self.texts[0]}, {self.length} tokens"
+            case Kind.TOKEN:
+                return f"token of text{'s' * (len(self.texts) > 1)} {_listed(self.texts)}"
+            case Kind.STOP:
+                return "stop"
+
+
+def _listed(texts: Sequence[int]) -> str:
+    shown = ", ".join(map(str, texts[:4]))
+    return shown + ", ..." * (len(texts) > 4)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    text: int
+    left: int
+    opened: Any
+
+
+@dataclass(slots=True)
+class _Group:
+    """Texts that advance together. ``in_flight`` while a token of them is being computed."""
+
+    texts: list[int] = field(default_factory=list)
+    joining: list[int] = field(default_factory=list)
+    in_flight: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.texts) + len(self.joining)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.size > 0 and not self.in_flight
+
+
+class Scheduler:
+    """The order of items for texts that come and go.
+
+    At most ``most`` texts are under way at a time; others wait in order. Prompts go
+    first, in chunks of ``chunk`` tokens, so that groups are full when they take their turns; but
+    with ``patience`` at most so many chunks come between two tokens of groups that are ready.
+    """
+
+    def __init__(self, groups: int, most: int, chunk: int, patience: int | None = None) -> None:
+        if min(groups, most, chunk) < 1 or (patience is not None and patience < 1):
+            raise ValueError(f"groups {groups}, most {most}, chunk {chunk}, patience {patience}")
+        self._most = most
+        self._chunk = chunk
+        self._patience = patience
+        self._chunks_since = 0
+        self._groups = [_Group() for _ in range(groups)]
+        self._turns = deque(range(groups))
+        self._waiting: deque[_Prompt] = deque()
+        self._current: _Prompt | None = None
+        self._open: set[int] = set()
+        self._dropped: list[int] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and nothing waits."""
+        return not self._open and not self._waiting
+
+    def add(self, text: int, tokens: int, opened: Any = None) -> None:
+        """A prompt of so many tokens."""
+        if tokens < 1:
+            raise ValueError(f"a prompt of {tokens} tokens")
+        self._waiting.append(_Prompt(text, tokens, opened))
+
+    def next(self) -> Item | None:
+        """What the pipeline computes next; None while that depends on items under way."""
+        prompt = self._prompt()
+        ready = next((g for g in self._turns if self._groups[g].is_ready), None)
+        patient = self._patience is None or self._chunks_since < self._patience
+        if prompt is not None and (ready is None or patient):
+            self._chunks_since += 1
+            return self._chunk_of(prompt)
+        if ready is None:
+            return None
+        self._chunks_since = 0
+        self._turns.remove(ready)
+        self._turns.append(ready)
+        group = self._groups[ready]
+        group.texts += group.joining
+        group.joining = []
+        group.in_flight = True
+        return Item(Kind.TOKEN, tuple(group.texts), group=ready, dropped=self._take_dropped())
+
+    def foreseen(self) -> Item | None:
+        """The next item, most likely, where ``next`` has none: the turn of the group that has been
+        under way longest, if nobody joins or leaves it."""
+        if self._prompt() is not None:
+            return None
+        longest = next((g for g in self._turns if self._groups[g].in_flight), None)
+        if longest is None:
+            return None
+        group = self._groups[longest]
+        return None if group.joining else Item(Kind.TOKEN, tuple(group.texts), group=longest)
+
+    def returned(self, item: Item) -> None:
+        """The tokens of an item have been chosen: its texts go on, unless ``finish`` is called."""
+        if item.kind is Kind.TOKEN and item.group is not None:
+            self._groups[item.group].in_flight = False
+        elif item.kind is Kind.PROMPT and item.chooses:
+            smallest = min(self._groups, key=lambda group: group.size)
+            smallest.joining.append(item.texts[0])
+
+    def finish(self, text: int) -> None:
+        """A text whose tokens have ``returned`` has come to its end."""
+        for group in self._groups:
+            for texts in (group.texts, group.joining):
+                if text in texts:
+                    texts.remove(text)
+        self._open.remove(text)
+        self._dropped.append(text)
+
+    def _prompt(self) -> _Prompt | None:
+        if self._current is None and self._waiting and len(self._open) < self._most:
+            self._current = self._waiting.popleft()
+            self._open.add(self._current.text)
+        return self._current
+
+    def _chunk_of(self, prompt: _Prompt) -> Item:
+        # The last token by itself, as mlx-lm does it: it makes the first choice.
+        is_last = prompt.left == 1
+        length = 1 if is_last else min(self._chunk, prompt.left - 1)
+        item = Item(
+            Kind.PROMPT,
+            (prompt.text,),
+            length,
+            chooses=is_last,
+            dropped=self._take_dropped(),
+            opened=prompt.opened,
+        )
+        prompt.left -= length
+        prompt.opened = None
+        if is_last:
+            self._current = None
+        return item
+
+    def _take_dropped(self) -> tuple[int, ...]:
+        taken, self._dropped = tuple(self._dropped), []
+        return taken

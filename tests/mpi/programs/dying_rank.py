@@ -1,0 +1,34 @@
+"""``shardmlx.generate`` in which rank 1 dies at its fifth item: argv[1] is "kill" or "raise"."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+how = sys.argv.pop(1)
+
+from shardmlx import generate  # noqa: E402 - argv first
+
+
+def failing() -> Any:
+    from shardmlx.generation import run
+    from shardmlx.inference import Pipeline
+
+    compute = Pipeline._compute
+    seen = []
+
+    def spoiled(self: Pipeline, step: Any) -> None:
+        seen.append(step)
+        if self.transport.rank == 1 and len(seen) == 5:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("Insufficient Memory")
+        compute(self, step)
+
+    Pipeline._compute = spoiled  # type: ignore[method-assign]
+    return run
+
+
+if __name__ == "__main__":
+    generate._load = failing
+    raise SystemExit(generate.main())

@@ -1,0 +1,10 @@
+"""mlx_lm.generate's own main, in one process, in the environment of this project."""
+
+from shardmlx.environment import prepare
+
+prepare()
+
+from mlx_lm.generate import main  # noqa: E402 - after prepare()
+
+if __name__ == "__main__":
+    main()

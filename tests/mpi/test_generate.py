@@ -1,0 +1,166 @@
+"""``mpirun -n N python -m shardmlx.generate`` says what mlx_lm.generate says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpirun import PROGRAMS, ROOT, Job, mpirun, train_well
+
+PROMPT = "What is the colour of the sea, and who sails on it?"
+
+
+def generate(n: int, *args: str | Path) -> Job:
+    return mpirun(n, "-m", "shardmlx.generate", *args)
+
+
+def generate_well(n: int, *args: str | Path) -> str:
+    """The text alone."""
+    job = generate(n, *args, "--no-verbose")
+    assert job.returncode == 0, job.output
+    return job.stdout
+
+
+def mlx_lm(*args: str | Path) -> str:
+    """What mlx_lm.generate says, in one process."""
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "mlx_lm_generate.py", *args, "--verbose", "False"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def refused(n: int, *args: str | Path) -> str:
+    """The one line with which a job must end."""
+    job = generate(n, *args)
+    assert job.returncode == 2, job.output
+    assert "Traceback" not in job.output
+    assert len(job.error_lines) == 1, job.output
+    return job.error_lines[0].removeprefix("shardmlx: error: ")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_text_of_mlx_lm(ranks: int, small: Path) -> None:
+    how: Sequence[str | Path] = ("--model", small, "--prompt", PROMPT, "--max-tokens", "30")
+    assert generate_well(ranks, *how) == mlx_lm(*how)
+
+
+def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
+    how: Sequence[str | Path] = (
+        *("--model", small_quantised, "--prompt", PROMPT, "--max-tokens", "20"),
+        *("--temp", "0.9", "--top-p", "0.95", "--seed", "3"),
+        *("--system-prompt", "Be brief.", "--prefill-response", "Aye"),
+    )
+    assert generate_well(2, *how) == mlx_lm(*how)
+
+
+def test_adapters_that_train_has_made(small: Path, pirate: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    train_well(
+        2,
+        *("--model", small, "--data", pirate, "--adapter-path", adapters, "--num-layers", "-1"),
+        *("--iters", "3", "--batch-size", "2", "--learning-rate", "0.05", "--val-batches", "0"),
+    )
+    how: Sequence[str | Path] = ("--model", small, "--prompt", PROMPT, "--max-tokens", "20")
+    plain = generate_well(2, *how)
+    tuned = generate_well(2, *how, "--adapter-path", adapters)
+    assert tuned == mlx_lm(*how, "--adapter-path", adapters)
+    assert tuned != plain
+
+
+def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
+    questions = ["Who are you?", PROMPT, "Why?", "Tell me of the moon, the stars and the tide."]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows: list[dict[str, object]] = [{"prompt": question} for question in questions]
+    rows[2] = {"messages": [{"role": "user", "content": questions[2]}], "max_tokens": 5}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how: Sequence[str | Path] = ("--model", small, "--max-tokens", "16")
+    job = generate(2, *how, "--prompts", prompts, "--output", output, "--batch-size", "3")
+    assert job.returncode == 0, job.output
+    assert re.search(r"^4 texts in .* s: \d+ prompt tokens, \d+ generated, ", job.stdout, re.M)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    alone = [
+        mlx_lm(*how[:2], "--prompt", question, "--max-tokens", "5" if i == 2 else "16")
+        for i, question in enumerate(questions)
+    ]
+    assert [answer["text"] + "\n" for answer in answers] == alone
+    assert all(
+        set(answer) == {"text", "prompt_tokens", "generation_tokens", "finish_reason"}
+        for answer in answers
+    )
+    assert answers[2]["finish_reason"] in ("length", "stop")
+    # To stdout, and nothing else.
+    lines = generate_well(1, *how, "--prompts", prompts).splitlines()
+    assert [json.loads(line) for line in lines] == answers
+
+
+def test_what_it_says(small: Path) -> None:
+    job = generate(2, "--model", small, "--prompt", PROMPT, "--max-tokens", "8")
+    assert job.returncode == 0, job.output
+    assert re.search(r"^Prompt: \d+ tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
+    assert re.search(r"^Generation: \d tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
+    assert re.search(r"^Peak memory: [\d.]+ GB$", job.stdout, re.M)
+    table = job.stdout.splitlines()[-3:]
+    assert table[0].split() == [
+        "rank",
+        "host",
+        "layers",
+        "weights",
+        *("peak", "memory"),
+        "predicted",
+    ]
+    assert [line.split()[0] for line in table[1:]] == ["0", "1"]
+
+
+def test_bad_input(small: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n{"promt": "hello"}\n')
+    assert refused(2, "--model", small, "--prompts", prompts) == (
+        f"{prompts}:2: unknown key 'promt': did you mean prompt?"
+    )
+    line = refused(2, "--model", small, "--max-tokens", "1000000000000")
+    assert re.fullmatch(
+        r"the model does not fit.*|rank 0 \(.*\) would hold .* keys and values of a text of "
+        r"10000000000\d\d tokens: lower --max-tokens, try --partitioner memory, or use more "
+        r"machines",
+        line,
+    )
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("stages:\n  - num_layers: 4\n  - num_layers: 4\n")
+    assert refused(1, "--model", small, "--stage-map", stages) == (
+        f"stage map {stages} needs 2 ranks, and there are 1: start mpirun with -n 2"
+    )
+    line = refused(2, "--model", small, "--adapter-path", tmp_path / "none")
+    assert "none holds no adapters of this model" in line
+    assert refused(2, "--temp", "-1") == "--temp is -1.0: give 0 or more"
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_dies(how: str, small: Path) -> None:
+    job = mpirun(
+        3,
+        *(PROGRAMS / "dying_rank.py", how, "--model", small, "--prompt", PROMPT),
+        *("--max-tokens", "50", "--timeout", "5"),
+    )
+    assert job.returncode not in (0, 2), job.output
+    assert "Traceback" not in job.output
+    (line,) = replace(job, stdout="").error_lines  # it may follow unfinished text
+    if how == "raise":
+        assert re.search(
+            r"failed: rank 1 on \S+, stage 1, token of text 0: RuntimeError: Insufficient Memory",
+            line,
+        )
+    else:
+        assert "rank 1 on" in line
+        assert "died" in line

@@ -1,0 +1,111 @@
+"""The order of items: chunks of prompts, then groups of texts by turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmlx.token_schedule import Item, Kind, Scheduler
+
+
+def play(
+    scheduler: Scheduler, steps: int, delay: int = 1, lengths: dict[int, int] | None = None
+) -> list[str]:
+    """What is issued when the tokens of an item return ``delay`` steps after it, as text.
+
+    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its last token; ``AB`` a token of texts a
+    and b; a dot is a step without work. Text ends after ``lengths`` tokens.
+    """
+    left = dict(lengths or {})
+    under_way: list[tuple[int, Item]] = []
+    out = []
+    for now in range(steps):
+        for at, item in list(under_way):
+            if at <= now:
+                under_way.remove((at, item))
+                scheduler.returned(item)
+                for text in item.texts:
+                    left[text] = left.get(text, 10**9) - 1
+                    if left[text] == 0:
+                        scheduler.finish(text)
+        issued = scheduler.next()
+        out.append("." if issued is None else show(issued))
+        if issued is not None and issued.chooses:
+            under_way.append((now + delay, issued))
+    return out
+
+
+def show(item: Item) -> str:
+    names = "".join(chr(ord("a") + text) for text in item.texts)
+    if item.kind is Kind.TOKEN:
+        return names.upper()
+    return names + ("!" if item.chooses else str(item.length))
+
+
+def test_a_prompt_in_chunks_then_its_last_token_alone() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=3)
+    scheduler.add(0, 8)
+    assert " ".join(play(scheduler, 9, delay=2)) == "a3 a3 a1 a! . A . A ."
+
+
+@pytest.mark.parametrize(
+    ("tokens", "items"), [(1, "a! A"), (2, "a1 a! A"), (4, "a3 a! A"), (5, "a3 a1 a! A")]
+)
+def test_sizes_of_prompts(tokens: int, items: str) -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=3)
+    scheduler.add(0, tokens)
+    assert " ".join(play(scheduler, len(items.split()))) == items
+
+
+def test_two_groups_take_turns() -> None:
+    scheduler = Scheduler(groups=2, most=4, chunk=8)
+    for text in range(4):
+        scheduler.add(text, 1)
+    assert " ".join(play(scheduler, 10, delay=2)) == "a! b! c! d! AC BD AC BD AC BD"
+
+
+def test_a_text_that_ends_makes_room_for_one_that_waits() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=4)
+    for text in range(3):
+        scheduler.add(text, 2)
+    played = play(scheduler, 10, lengths={0: 2, 1: 4, 2: 2})
+    assert " ".join(played) == "a1 a! b1 b! AB c1 c! BC B ."
+    assert scheduler.is_idle
+
+
+def test_with_patience_prompts_do_not_hold_up_texts() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=2, patience=1)
+    scheduler.add(0, 1)
+    scheduler.add(1, 7)
+    assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 A b!"
+
+
+def test_a_dropped_text_is_announced_once_with_the_next_item() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4)
+    scheduler.add(0, 1)
+    scheduler.add(1, 1)
+    first = scheduler.next()
+    assert first is not None
+    scheduler.returned(first)
+    scheduler.finish(0)
+    second = scheduler.next()
+    assert second == Item(Kind.PROMPT, (1,), 1, chooses=True, dropped=(0,))
+
+
+def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4)
+    scheduler.add(0, 1)
+    first = scheduler.next()
+    assert first is not None
+    assert scheduler.foreseen() is None
+    scheduler.returned(first)
+    token = scheduler.next()
+    assert token is not None
+    assert scheduler.next() is None
+    assert scheduler.foreseen() == token
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="groups 0"):
+        Scheduler(groups=0, most=1, chunk=1)
+    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+        Scheduler(groups=1, most=1, chunk=1).add(0, 0)
