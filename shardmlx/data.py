@@ -37,12 +37,12 @@ class DataSets:
         return {"train": len(self.train), "valid": len(self.valid), "test": len(self.test)}
 
 
-def read_tokenizer(model_path: Path, config: TrainConfig, eos: Any) -> TokenizerWrapper:
+def read_tokenizer(model_path: Path, trust_remote_code: bool, eos: Any) -> TokenizerWrapper:
     """The model's tokenizer, as mlx-lm sets it up."""
     try:
         return load_tokenizer(
             model_path,
-            {"trust_remote_code": config.trust_remote_code},
+            {"trust_remote_code": trust_remote_code},
             eos_token_ids=eos,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:

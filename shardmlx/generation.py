@@ -13,10 +13,11 @@ from typing import IO, Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer, maybe_set_recommended_wired_limit
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0, together
 from shardmlx.config import TrainConfig
+from shardmlx.data import read_tokenizer
 from shardmlx.environment import Blas
 from shardmlx.errors import UserError, one_line
 from shardmlx.generate_config import GenerateConfig
@@ -172,14 +173,7 @@ def read_requests(config: GenerateConfig, path: Path, eos: Any) -> Prompts:
 
 
 def _tokenizer(config: GenerateConfig, path: Path, eos: Any) -> TokenizerWrapper:
-    try:
-        tokenizer = load_tokenizer(
-            path, {"trust_remote_code": config.trust_remote_code}, eos_token_ids=eos
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{path} holds no tokenizer that transformers can read: {one_line(error)}"
-        ) from None
+    tokenizer = read_tokenizer(path, config.trust_remote_code, eos)
     for token in (config.extra_eos_token or "").split():
         try:
             tokenizer.add_eos_token(token)

@@ -199,7 +199,7 @@ def _plan(
 def _data(
     config: TrainConfig, path: Path, model_config: dict[str, Any], reporter: Reporter
 ) -> DataSets:
-    tokenizer = read_tokenizer(path, config, model_config.get("eos_token_id"))
+    tokenizer = read_tokenizer(path, config.trust_remote_code, model_config.get("eos_token_id"))
     data = read_data(config, tokenizer, model_config.get("max_position_embeddings"), reporter.track)
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
     reporter.say(f"Data: {counts} samples from {config.data}")

@@ -347,7 +347,7 @@ def test_the_tokenizer_is_the_one_that_mlx_lm_loads(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
-    tokenizer = read_tokenizer(tmp_path, TrainConfig(), eos=1)
+    tokenizer = read_tokenizer(tmp_path, False, eos=1)
 
     assert tokenizer.encode("a b c") == [2, 3, 0]
     assert tokenizer.eos_token_ids == {1}
@@ -356,7 +356,7 @@ def test_the_tokenizer_is_the_one_that_mlx_lm_loads(tmp_path: Path) -> None:
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError) as error:
-        read_tokenizer(tmp_path, TrainConfig(), eos=1)
+        read_tokenizer(tmp_path, False, eos=1)
     assert str(error.value).startswith(
         f"{tmp_path} holds no tokenizer that transformers can read: "
     )
