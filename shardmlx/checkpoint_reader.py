@@ -19,7 +19,7 @@ from shardmlx.checkpoint_store import Manifest, Store, name_of
 from shardmlx.errors import UserError
 from shardmlx.safetensors_header import Header, read_header
 from shardmlx.saving import SAFETENSORS_NAMES
-from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
+from shardmlx.transport import OBJECT_TAG, Transport, buffer_of, new_buffer
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
@@ -209,9 +209,7 @@ def _read(path: Path, header: Header, name: str) -> mx.array:
 
 def _empty(header: Header, name: str) -> mx.array:
     tensor = header.tensors[name]
-    array = mx.zeros(tensor.shape, _DTYPES[tensor.dtype])
-    mx.eval(array)
-    return array
+    return new_buffer(tensor.shape, _DTYPES[tensor.dtype])
 
 
 def _plain(header: Header) -> tuple[Any, ...]:

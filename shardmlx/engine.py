@@ -21,7 +21,7 @@ from shardmlx.reduce import GradientReducer
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
-from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportError
+from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportError, new_buffer
 
 PREPOSTED = 2
 """Inputs received ahead: one waited for, one on its way while the stage computes."""
@@ -215,9 +215,7 @@ class Engine:
         if run.to_receive:
             action = run.to_receive.popleft()
             shape, dtype = self._expected(action, run)
-            array = mx.zeros(shape, dtype)
-            mx.eval(array)
-            run.posted[action] = self._post(action, array)
+            run.posted[action] = self._post(action, new_buffer(shape, dtype))
 
     def _post(self, action: Action, array: mx.array) -> Handle:
         return self.transport.receive(array, self._peer(action), _tag(action))

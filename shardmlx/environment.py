@@ -23,6 +23,9 @@ _MALLOC_OPTIONS = {
 }
 """glibc's ``malloc.h``."""
 
+LAUNCHED = "SHARDMLX_LAUNCHED"
+"""Set by ``shardmlx.launch`` for what it starts, which then need not say how to stop it."""
+
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
 

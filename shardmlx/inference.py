@@ -23,7 +23,14 @@ from shardmlx.models.slice import Slice
 from shardmlx.sampling import Choice, Chooser
 from shardmlx.text_caches import Snapshot, TextCaches
 from shardmlx.token_schedule import Item, Kind, Scheduler
-from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportError, buffer_of
+from shardmlx.transport import (
+    FIRST_ENGINE_TAG,
+    Handle,
+    Transport,
+    TransportError,
+    buffer_of,
+    new_buffer,
+)
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
 HIDDEN_TAG = FIRST_ENGINE_TAG + 1
@@ -273,12 +280,12 @@ class Leader(Pipeline):
                 return step
             if step.snapshot is not None:
                 step.snapshot.restore()
-        return self._build(item, _zeros((len(item.texts), item.length), mx.int32))
+        return self._build(item, new_buffer((len(item.texts), item.length), mx.int32))
 
     def _foresee(self) -> None:
         """Build the next graph while there is nothing else to do."""
         if self._foreseen is None and (item := self._scheduler.foreseen()) is not None:
-            inputs = _zeros((len(item.texts), 1), mx.int32)
+            inputs = new_buffer((len(item.texts), 1), mx.int32)
             self._foreseen = self._build(item, inputs, may_fail=True)
 
     def _fill(self, step: _Step) -> None:
@@ -369,7 +376,7 @@ class Follower(Pipeline):
             self._announced.append((item, mx.zeros(0), None))
             self._next = (Handle(buffer), buffer)  # nothing will come any more
             return
-        inputs = _zeros((len(item.texts), item.length, self.part.hidden_size), self.part.dtype)
+        inputs = new_buffer((len(item.texts), item.length, self.part.hidden_size), self.part.dtype)
         handle = self.transport.receive(inputs, self._stage - 1, HIDDEN_TAG)
         self._announced.append((item, inputs, handle))
         self._next = self._post_announcement()
@@ -387,9 +394,3 @@ def _packed(item: Item) -> list[np.ndarray]:
     first[: len(whole)] = whole[:ANNOUNCEMENT_BYTES]
     rest = whole[ANNOUNCEMENT_BYTES:].copy()
     return [first, rest] if rest.size else [first]
-
-
-def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    array = mx.zeros(shape, dtype)
-    mx.eval(array)
-    return array

@@ -23,7 +23,7 @@ import mlx.core as mx
 import mpi4py
 
 from shardmlx.ending import Deadline, Ending, exit_within, on_several_hosts
-from shardmlx.environment import launched_rank
+from shardmlx.environment import LAUNCHED, launched_rank
 from shardmlx.heartbeat import (
     OWN_SLEEP,
     Fate,
@@ -251,7 +251,7 @@ class MPITransport(Transport):
         return self._heartbeat.monitor.stop()
 
     def stop_command(self) -> str | None:
-        if "SHARDMLX_LAUNCHED" in os.environ:
+        if LAUNCHED in os.environ:
             return None
         launcher = self._ending.launcher
         if launcher is not None and launcher.is_mpirun:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from shardmlx.durable import flush_directory, replace_durably
 from shardmlx.models.slice import Slice
 from shardmlx.run_plan import Plan
-from shardmlx.transport import OBJECT_TAG, Transport, buffer_of
+from shardmlx.transport import OBJECT_TAG, Transport, buffer_of, new_buffer
 
 ADAPTER_FILE = "adapters.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -104,8 +104,7 @@ class Collector:
                     handle = self._transport.send(array, 0, OBJECT_TAG)
                     self._transport.wait(handle, lambda s=spec: self._what(s, 0, "sending to"))  # type: ignore[misc]
             elif self._transport.rank == 0:
-                array = mx.zeros(spec.shape, spec.dtype)
-                mx.eval(array)
+                array = new_buffer(spec.shape, spec.dtype)
                 handle = self._transport.receive(array, rank, OBJECT_TAG)
                 self._transport.wait(handle, lambda s=spec: self._what(s, rank, "waiting for"))  # type: ignore[misc]
             else:

@@ -9,15 +9,13 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardmlx.environment import LAUNCHED
 from shardmlx.errors import Stopped
 from shardmlx.restarts import status_of
 
 ASK_TO_STOP = signal.SIGUSR1
 """mpirun passes it on to all ranks, on all hosts, and goes on. At SIGTERM and SIGINT it would kill
 them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later, with nothing to set that time by."""
-
-LAUNCHED = "SHARDMLX_LAUNCHED"
-"""Set for what is launched: it need not say how to stop it."""
 
 SECONDS_TO_SAVE = 120
 """For the ranks to save and leave in order, before they are killed."""

@@ -68,6 +68,13 @@ def buffer_of(array: Array) -> memoryview:
     return view.cast("B")
 
 
+def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An evaluated array of its own, to be filled by a message or from a file."""
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
+
+
 def check_sum(array: mx.array) -> None:
     """Raise ``ValueError`` unless transports sum arrays of this type."""
     if array.dtype != mx.float32:
