@@ -64,9 +64,13 @@ class Running:
             tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
             for _ in range(2)
         ]
+        # An mpirun that was killed leaves files there, on which a later one with the same process
+        # number would fail to start.
+        self._temporary = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
+        environment = _environment(self._mark) | {"TMPDIR": self._temporary.name}
         self.process = subprocess.Popen(
             list(map(str, command)),
-            env=_environment(self._mark) | dict(env or {}),
+            env=environment | dict(env or {}),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
@@ -95,6 +99,7 @@ class Running:
         self.process.wait()
         for file in self._files:
             file.close()
+        self._temporary.cleanup()
 
     def wait(self, seconds: float) -> int | None:
         """The exit status, or None if it has not ended within ``seconds``."""
