@@ -16,10 +16,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0, together
+from shardmlx.choice import Choice
 from shardmlx.config import TrainConfig
 from shardmlx.data import read_tokenizer
 from shardmlx.environment import Blas
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError
 from shardmlx.generate_config import GenerateConfig
 from shardmlx.inference import Follower, Leader
 from shardmlx.inference_plan import (
@@ -34,9 +35,10 @@ from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.preparation import SETUP_SECONDS, cluster_of, compare_plans, model_digest
+from shardmlx.prompt_reader import PromptReader
 from shardmlx.prompts import Request, read_prompts, read_stdin
 from shardmlx.report import Bar, Reporter, check_writable
-from shardmlx.sampling import Choice, random_state
+from shardmlx.sampling import random_state
 from shardmlx.tables import gigabytes
 from shardmlx.token_schedule import Scheduler
 from shardmlx.transport import Transport
@@ -169,7 +171,13 @@ def read_requests(config: GenerateConfig, path: Path, eos: Any) -> Prompts:
     if config.output is not None:
         check_writable(Path(config.output), "--output")
     tokenizer = _tokenizer(config, path, eos)
-    return Prompts(tokenizer, requests, [_tokenise(config, tokenizer, each) for each in requests])
+    reader = PromptReader(
+        tokenizer=tokenizer,
+        system_prompt=config.system_prompt,
+        prefill_response=config.prefill_response,
+        template_arguments=config.template_arguments,
+    )
+    return Prompts(tokenizer, requests, [_tokenise(config, reader, each) for each in requests])
 
 
 def _tokenizer(config: GenerateConfig, path: Path, eos: Any) -> TokenizerWrapper:
@@ -184,39 +192,13 @@ def _tokenizer(config: GenerateConfig, path: Path, eos: Any) -> TokenizerWrapper
     return tokenizer
 
 
-def _tokenise(config: GenerateConfig, tokenizer: TokenizerWrapper, request: Request) -> list[int]:
-    has_template = tokenizer.has_chat_template and not config.ignore_chat_template
-    if not has_template:
-        if request.prompt is None:
-            raise UserError(
-                f"{request.where}: messages need a chat template, and there is none: give prompt"
-            )
-        return _checked(tokenizer.encode(request.prompt), request)
-    messages = list(request.messages)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    is_begun = config.prefill_response is not None
-    if is_begun:
-        messages.append({"role": "assistant", "content": config.prefill_response})
+def _tokenise(config: GenerateConfig, reader: PromptReader, request: Request) -> tuple[int, ...]:
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=is_begun,
-            add_generation_prompt=not is_begun,
-            **config.template_arguments,
-        )
-    except Exception as error:  # a template may raise whatever it likes
-        raise UserError(
-            f"{request.where}: the chat template does not take it: {one_line(error)}"
-        ) from None
-    return _checked(tokenizer.encode(text, add_special_tokens=False), request)
-
-
-def _checked(tokens: list[int], request: Request) -> list[int]:
-    if not tokens:
-        raise UserError(f"{request.where}: the prompt has no tokens: give a longer text")
-    return tokens
+        if request.prompt is not None and (config.ignore_chat_template or not reader.has_template):
+            return reader.text(request.prompt)
+        return reader.chat(request.messages)
+    except UserError as error:
+        raise UserError(f"{request.where}: {error}") from None
 
 
 def _build(config: GenerateConfig, path: Path, start: int, stop: int) -> tuple[Slice, int]:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.choice import Choice
 from shardmlx.engine import EngineError
 from shardmlx.errors import one_line
 from shardmlx.models.slice import Slice
-from shardmlx.sampling import Choice, Chooser
+from shardmlx.sampling import Chooser
 from shardmlx.text_caches import Snapshot, TextCaches
 from shardmlx.token_schedule import Item, Kind, Scheduler
 from shardmlx.transport import (

@@ -5,48 +5,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler, make_sampler
 
+from shardmlx.choice import Choice
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """How the tokens of one text are chosen, in the words of ``mlx_lm.sample_utils``.
 
-    ``stream`` numbers the random streams of one run, each with ``seed`` or else with the run's own.
-    """
-
-    temp: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    min_tokens_to_keep: int = 1
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    xtc_special_tokens: tuple[int, ...] = ()
-    seed: int | None = None
-    stream: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temp == 0
-
-    def sampler(self) -> Sampler:
-        """Log-probabilities (1, V) to a token (1,)."""
-        return make_sampler(
-            self.temp,
-            self.top_p,
-            self.min_p,
-            self.min_tokens_to_keep,
-            top_k=self.top_k,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            xtc_special_tokens=list(self.xtc_special_tokens),
-        )
+def sampler_of(choice: Choice) -> Sampler:
+    """Log-probabilities (1, V) to a token (1,)."""
+    return make_sampler(
+        choice.temp,
+        choice.top_p,
+        choice.min_p,
+        choice.min_tokens_to_keep,
+        top_k=choice.top_k,
+        xtc_probability=choice.xtc_probability,
+        xtc_threshold=choice.xtc_threshold,
+        xtc_special_tokens=list(choice.xtc_special_tokens),
+    )
 
 
 def random_state() -> int:
@@ -76,7 +55,7 @@ class Chooser:
 
     def open(self, text: int, choice: Choice) -> None:
         """A new text."""
-        self._samplers[text] = None if choice.is_greedy else choice.sampler()
+        self._samplers[text] = None if choice.is_greedy else sampler_of(choice)
         start = self._start if choice.seed is None else choice.seed
         self._states[text] = _stream(start, choice.stream)
 

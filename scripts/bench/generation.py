@@ -98,10 +98,10 @@ def stages(model_path: str, answers: IO[str], chunk: int, sizes: Sequence[int] |
     from shardmlx.environment import prepare
 
     prepare()
+    from shardmlx.choice import Choice
     from shardmlx.inference import Follower, Leader
     from shardmlx.loading import build_to_generate
     from shardmlx.models.slice import Slice
-    from shardmlx.sampling import Choice
     from shardmlx.token_schedule import Scheduler
 
     from shardmlx import mpi  # isort: skip

@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.choice import Choice
 from shardmlx.engine import EngineError
 from shardmlx.inference import Follower, Leader
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.slice import Slice
-from shardmlx.sampling import Choice
 from shardmlx.token_schedule import Scheduler
 from shardmlx.transport import LocalNetwork, Transport, TransportTimeout
 from tests.support import VOCABULARY, tiny_model

@@ -22,14 +22,15 @@ LAYERS: dict[str, set[str]] = {
     },
     "mlx": {
         "transport", "mpi", "stage", "data", "byte_stream", "sampling", "text_caches",
+        "prompt_reader",
         "models.slice", "models.families", "models.dropout",
     },
     "pure": {
         "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "picture",
         "run_plan", "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
         "safetensors_header", "batches", "trace", "report", "environment", "command",
-        "ending", "signals", "heartbeat", "token_schedule", "generate_config", "inference_plan",
-        "prompts", "processes",
+        "ending", "signals", "heartbeat", "token_schedule", "choice", "text_service",
+        "generate_config", "inference_plan", "prompts", "processes",
         "hosts_check", "restarts", "mpirun_command", "supervise", "replan",
         "hostfile", "model_source", "hub", "sources", "inspection", "inspection_report", "tables",
         "shards", "verify", "layer_memory", "memory", "timing", "profile_file", "workload",

@@ -1,0 +1,49 @@
+"""How the tokens of a text are chosen. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How the tokens of one text are chosen, in the words of ``mlx_lm.sample_utils``.
+
+    ``stream`` numbers the random streams of one run, each with ``seed`` or else with the run's own.
+    A penalty looks back ``*_context_size`` tokens, of which those of the prompt are in ``context``.
+    With ``logprobs`` not None a token comes with its log-probability, and so many of the likeliest.
+    """
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    context: tuple[int, ...] = ()
+    seed: int | None = None
+    stream: int = 0
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temp == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A token that was chosen. ``logprob`` and ``top``, the likeliest (token, log-probability)
+    first, only where the ``Choice`` wants them."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
