@@ -299,8 +299,8 @@ def _stream(text: Text, leader: Leader, reporter: Reporter) -> None:
     reporter.say(RULE)
     try:
         while not leader.is_idle:
-            for number, token in leader.step():
-                segment = text.take(token)
+            for number, chosen in leader.step():
+                segment = text.take(chosen.token)
                 if text.finish_reason is not None:
                     leader.finish(number)
                 print(segment, end="", flush=True)
@@ -323,9 +323,9 @@ def _write(texts: Sequence[Text], leader: Leader, answers: IO[str], bar: Bar) ->
     """All texts, as lines in the order of their prompts."""
     written = 0
     while not leader.is_idle:
-        for number, token in leader.step():
+        for number, chosen in leader.step():
             text = texts[number]
-            text.take(token)
+            text.take(chosen.token)
             if text.finish_reason is None:
                 continue
             leader.finish(number)

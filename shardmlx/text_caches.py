@@ -2,18 +2,19 @@
 
 A text has caches of its own while its prompt is computed; those of a group are merged, with
 mlx-lm's means, and texts join and leave them. A text that is alone keeps its plain caches, which
-need no masks.
+need no masks. One that has ended may be kept, for texts that begin like it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from shardmlx.prefix_cache import Beginning
 from shardmlx.token_schedule import Item, Kind
 
 Caches = list[Any]
@@ -24,6 +25,7 @@ Caches = list[Any]
 class _Group:
     texts: tuple[int, ...]
     caches: Caches
+    ended: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class TextCaches:
 
     def of(self, item: Item) -> Caches:
         """The caches that the item's tokens enter, one row for each of its texts, in order."""
-        self.drop(item.dropped)
+        self.hear(item)
         if item.kind is Kind.PROMPT or item.group is None:
             (text,) = item.texts
             return self._alone.setdefault(text, self._new())
@@ -69,13 +71,40 @@ class TextCaches:
             self._groups[item.group] = group
         return group.caches
 
-    def drop(self, texts: Sequence[int]) -> None:
-        """Forget these texts: at once, or, where a group goes on without them, at its next item."""
-        for text in texts:
+    def hear(self, item: Item) -> None:
+        """What an item says of texts that have ended, and of one that begins like one of them."""
+        for text in item.kept:
+            self._keep(text)
+        if item.begins is not None:
+            self._begin(item.texts[0], item.begins)
+        self._end([*item.kept, *item.dropped])
+        for text in item.dropped:
             self._alone.pop(text, None)
-        gone = [index for index, group in self._groups.items() if {*group.texts} <= {*texts}]
-        for index in gone:
-            del self._groups[index]
+
+    def _keep(self, text: int) -> None:
+        """Take a text out of its group, if it has come to one."""
+        for group in self._groups.values():
+            if text in group.texts:
+                caches = list(group.caches)
+                if len(group.texts) > 1:
+                    row = group.texts.index(text)
+                    for layer, cache in enumerate(group.caches):
+                        caches[layer] = one = cache.extract(row)
+                        mx.eval(one.keys, one.values)
+                self._alone[text] = caches
+
+    def _begin(self, text: int, beginning: Beginning) -> None:
+        # The arrays are shared until one of the texts writes: MLX copies them then.
+        caches = [copy.copy(cache) for cache in self._alone[beginning.text]]
+        for cache in caches:
+            cache.trim(cache.offset - beginning.length)
+        self._alone[text] = caches
+
+    def _end(self, texts: Sequence[int]) -> None:
+        """A group forgets texts at its next item, or at once if none of it goes on."""
+        for group in self._groups.values():
+            group.ended.update(text for text in texts if text in group.texts)
+        self._groups = {i: g for i, g in self._groups.items() if g.ended != {*g.texts}}
 
     def _regroup(self, group: _Group, texts: tuple[int, ...]) -> _Group:
         kept = [row for row, text in enumerate(group.texts) if text in texts]

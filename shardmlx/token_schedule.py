@@ -13,10 +13,12 @@ chooses: a stage has work all the time if as many groups of texts as there are s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from shardmlx.prefix_cache import Beginning, held
 
 
 class Kind(Enum):
@@ -24,6 +26,8 @@ class Kind(Enum):
     """Tokens of one prompt; with its last token the text's first token is chosen."""
     TOKEN = "token"
     """One token of every text in a group, and the choice of their next."""
+    REST = "rest"
+    """Nothing to compute, but news of texts, and of the first rank's being alive."""
     STOP = "stop"
     """There will be no more items."""
 
@@ -33,8 +37,9 @@ class Item:
     """One piece of work for every stage of the pipeline.
 
     ``texts`` are the texts it is of, in the order of its rows: one for a prompt. ``length`` tokens
-    of each enter. ``dropped`` are texts whose caches are not needed any more, from before the item.
-    ``opened`` says, with the first piece of a prompt, how its tokens are to be chosen.
+    of each enter. ``opened`` says, with the first piece of a prompt, how its tokens are to be
+    chosen, and ``begins`` what its caches begin with. Texts that have ended are ``kept``, out of
+    their groups, before that, and ``dropped`` after it.
     """
 
     kind: Kind
@@ -42,7 +47,9 @@ class Item:
     length: int = 1
     chooses: bool = True
     group: int | None = None
+    kept: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
+    begins: Beginning | None = None
     opened: Any = None
 
     def __str__(self) -> str:
@@ -51,8 +58,8 @@ class Item:
                 return f"prompt of text {self.texts[0]}, {self.length} tokens"
             case Kind.TOKEN:
                 return f"token of text{'s' * (len(self.texts) > 1)} {_listed(self.texts)}"
-            case Kind.STOP:
-                return "stop"
+            case Kind.REST | Kind.STOP:
+                return str(self.kind.value)
 
 
 def _listed(texts: Sequence[int]) -> str:
@@ -64,7 +71,9 @@ def _listed(texts: Sequence[int]) -> str:
 class _Prompt:
     text: int
     left: int
+    context: int
     opened: Any
+    begins: Beginning | None = None
 
 
 @dataclass(slots=True)
@@ -87,14 +96,26 @@ class _Group:
 class Scheduler:
     """The order of items for texts that come and go.
 
-    At most ``most`` texts are under way at a time; others wait in order. Prompts go
-    first, in chunks of ``chunk`` tokens, so that groups are full when they take their turns; but
-    with ``patience`` at most so many chunks come between two tokens of groups that are ready.
+    At most ``most`` texts are under way at a time, and with ``capacity`` only as many as it has
+    room for, all as long as the longest may become; others wait in order. Prompts go first, in
+    chunks of ``chunk`` tokens, so that groups are full when they take their turns; but with
+    ``patience`` at most so many chunks come between two tokens of groups that are ready.
+
+    ``begin`` is asked, when a text's turn has come, what of its prompt is there already.
     """
 
-    def __init__(self, groups: int, most: int, chunk: int, patience: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: int,
+        most: int,
+        chunk: int,
+        patience: int | None = None,
+        capacity: int | None = None,
+    ) -> None:
         if min(groups, most, chunk) < 1 or (patience is not None and patience < 1):
             raise ValueError(f"groups {groups}, most {most}, chunk {chunk}, patience {patience}")
+        self.begin: Callable[[int], Beginning | None] = lambda text: None
+        self.capacity = capacity
         self._most = most
         self._chunk = chunk
         self._patience = patience
@@ -103,7 +124,8 @@ class Scheduler:
         self._turns = deque(range(groups))
         self._waiting: deque[_Prompt] = deque()
         self._current: _Prompt | None = None
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}
+        self._kept: list[int] = []
         self._dropped: list[int] = []
 
     @property
@@ -111,11 +133,23 @@ class Scheduler:
         """Nothing is under way, and nothing waits."""
         return not self._open and not self._waiting
 
-    def add(self, text: int, tokens: int, opened: Any = None) -> None:
-        """A prompt of so many tokens."""
+    @property
+    def has_news(self) -> bool:
+        """The stages have not been told of all texts that have ended."""
+        return bool(self._kept or self._dropped)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of caches for the texts under way: in a group all are as long as the longest."""
+        return len(self._open) * held(max(self._open.values(), default=0))
+
+    def add(self, text: int, tokens: int, opened: Any = None, context: int = 0) -> None:
+        """A prompt of so many tokens, which may become a text of ``context`` tokens."""
         if tokens < 1:
             raise ValueError(f"a prompt of {tokens} tokens")
-        self._waiting.append(_Prompt(text, tokens, opened))
+        if self.capacity is not None and held(context) > self.capacity:
+            raise ValueError(f"a text of {context} tokens, where {self.capacity} are kept")
+        self._waiting.append(_Prompt(text, tokens, context, opened))
 
     def next(self) -> Item | None:
         """What the pipeline computes next; None while that depends on items under way."""
@@ -134,7 +168,13 @@ class Scheduler:
         group.texts += group.joining
         group.joining = []
         group.in_flight = True
-        return Item(Kind.TOKEN, tuple(group.texts), group=ready, dropped=self._take_dropped())
+        kept, dropped = self._take_ended()
+        return Item(Kind.TOKEN, tuple(group.texts), group=ready, kept=kept, dropped=dropped)
+
+    def rest(self) -> Item:
+        """An item without work, to be issued while there is none."""
+        kept, dropped = self._take_ended()
+        return Item(Kind.REST, kept=kept, dropped=dropped)
 
     def foreseen(self) -> Item | None:
         """The next item, most likely, where ``next`` has none: the turn of the group that has been
@@ -155,39 +195,65 @@ class Scheduler:
             smallest = min(self._groups, key=lambda group: group.size)
             smallest.joining.append(item.texts[0])
 
-    def finish(self, text: int) -> None:
-        """A text whose tokens have ``returned`` has come to its end."""
+    def finish(self, text: int, *, keep: bool = False) -> None:
+        """A text of which no token is under way has come to its end, perhaps before its beginning.
+        Its caches are to be kept or dropped."""
         for group in self._groups:
             for texts in (group.texts, group.joining):
                 if text in texts:
                     texts.remove(text)
-        self._open.remove(text)
-        self._dropped.append(text)
+        if self._open.pop(text, None) is None:
+            self._waiting = deque(prompt for prompt in self._waiting if prompt.text != text)
+            return
+        if self._current is not None and self._current.text == text:
+            self._current = None
+        if keep:
+            self._kept.append(text)
+        else:
+            self._dropped.append(text)
+
+    def forget(self, texts: Sequence[int]) -> None:
+        """Texts that were kept are not needed any more."""
+        self._dropped += texts
 
     def _prompt(self) -> _Prompt | None:
-        if self._current is None and self._waiting and len(self._open) < self._most:
-            self._current = self._waiting.popleft()
-            self._open.add(self._current.text)
+        if self._current is None and self._waiting and self._has_room(self._waiting[0]):
+            prompt = self._current = self._waiting.popleft()
+            self._open[prompt.text] = prompt.context
+            prompt.begins = self.begin(prompt.text)
+            if prompt.begins is not None:
+                prompt.left -= prompt.begins.length
         return self._current
+
+    def _has_room(self, prompt: _Prompt) -> bool:
+        texts = len(self._open) + 1
+        longest = max(prompt.context, *self._open.values(), 0)
+        return texts <= self._most and (
+            self.capacity is None or texts * held(longest) <= self.capacity
+        )
 
     def _chunk_of(self, prompt: _Prompt) -> Item:
         # The last token by itself, as mlx-lm does it: it makes the first choice.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)
+        kept, dropped = self._take_ended()
         item = Item(
             Kind.PROMPT,
             (prompt.text,),
             length,
             chooses=is_last,
-            dropped=self._take_dropped(),
+            kept=kept,
+            dropped=dropped,
+            begins=prompt.begins,
             opened=prompt.opened,
         )
         prompt.left -= length
-        prompt.opened = None
+        prompt.opened = prompt.begins = None
         if is_last:
             self._current = None
         return item
 
-    def _take_dropped(self) -> tuple[int, ...]:
-        taken, self._dropped = tuple(self._dropped), []
-        return taken
+    def _take_ended(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ended = tuple(self._kept), tuple(self._dropped)
+        self._kept, self._dropped = [], []
+        return ended

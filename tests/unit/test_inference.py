@@ -118,8 +118,8 @@ def generate(
         for number, tokens in enumerate(prompts):
             leader.add(number, tokens, choices[number] if choices else Choice())
         while not leader.is_idle:
-            for number, token in leader.step():
-                texts[number].append(token)
+            for number, chosen in leader.step():
+                texts[number].append(chosen.token)
                 if len(texts[number]) == counts[number]:
                     leader.finish(number)
         leader.stop()
