@@ -39,16 +39,17 @@ class Snapshot:
     def of(cls, caches: Sequence[Any]) -> Snapshot:
         """To be forgotten before the step is evaluated: MLX writes only into an array that nobody
         else holds, and copies it otherwise."""
-        return cls(caches, [{k: _alias(v) for k, v in vars(c).items()} for c in caches])
+        return cls(caches, [_state(cache) for cache in caches])
 
     def restore(self) -> None:
         for cache, state in zip(self.caches, self.states, strict=True):
             vars(cache).update(state)
 
 
-def _alias(value: Any) -> Any:
-    # Assigning to a part of an array changes what its name means, not what the alias means.
-    return copy.copy(value) if isinstance(value, mx.array) else value
+def _state(cache: Any) -> dict[str, Any]:
+    # Assigning to a part of an array changes what its name means, not what a copy of it means;
+    # MLX copies the numbers themselves only where both are still used.
+    return {k: copy.copy(v) if isinstance(v, mx.array) else v for k, v in vars(cache).items()}
 
 
 class TextCaches:
@@ -94,10 +95,12 @@ class TextCaches:
                 self._alone[text] = caches
 
     def _begin(self, text: int, beginning: Beginning) -> None:
-        # The arrays are shared until one of the texts writes: MLX copies them then.
-        caches = [copy.copy(cache) for cache in self._alone[beginning.text]]
-        for cache in caches:
+        caches = []
+        for kept in self._alone[beginning.text]:
+            cache = copy.copy(kept)
+            vars(cache).update(_state(kept))
             cache.trim(cache.offset - beginning.length)
+            caches.append(cache)
         self._alone[text] = caches
 
     def _end(self, texts: Sequence[int]) -> None:

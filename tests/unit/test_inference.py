@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.choice import Choice
+from shardmlx.choice import Choice, Chosen
 from shardmlx.engine import EngineError
 from shardmlx.inference import Follower, Leader
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.slice import Slice
+from shardmlx.prefix_cache import PrefixCache
 from shardmlx.token_schedule import Scheduler
 from shardmlx.transport import LocalNetwork, Transport, TransportTimeout
 from tests.support import VOCABULARY, tiny_model
@@ -178,6 +180,205 @@ def test_a_cache_of_limited_size(variant: str, cut: list[int]) -> None:
     tokens = prompt(30)
     texts = generate(variant, cut, [tokens], [25], chunk=8, max_kv_size=16)
     assert texts == [expected(variant, tokens, 25, chunk=8, max_kv_size=16)]
+
+
+def serve(
+    variant: str,
+    cut: Sequence[int],
+    work: Callable[[Leader], Any],
+    *,
+    capacity: int = 4096,
+    trimmable: int | None = None,
+    **how: int,
+) -> Any:
+    """What ``work`` makes of a leader that keeps texts."""
+    bounds = [sum(cut[:i]) for i in range(len(cut) + 1)]
+
+    def run(transport: Transport) -> Any:
+        rank = transport.rank
+        part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
+        if rank > 0:
+            return Follower(transport, part, random_state=7).run()
+        scheduler = Scheduler(len(cut), how.get("most", 8), how.get("chunk", 8), capacity=capacity)
+        prefixes = PrefixCache(trimmable, shortest=4)
+        leader = Leader(transport, part, scheduler, random_state=7, prefixes=prefixes)
+        result = work(leader)
+        leader.stop()
+        return result
+
+    return LocalNetwork(len(cut)).run(run)[0]
+
+
+def finish_all(leader: Leader, counts: dict[int, int]) -> dict[int, list[int]]:
+    """The tokens of texts that end after so many."""
+    texts: dict[int, list[int]] = {number: [] for number in counts}
+    while not leader.is_idle:
+        for number, chosen in leader.step():
+            texts[number].append(chosen.token)
+            if len(texts[number]) == counts[number]:
+                leader.finish(number)
+    return texts
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "llama with windows"])
+def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: list[int]) -> None:
+    first, more = prompt(20), prompt(9)
+
+    def work(leader: Leader) -> tuple[list[int], list[int], int]:
+        leader.add(0, first, Choice(), context=40)
+        answer = finish_all(leader, {0: 6})[0]
+        leader.add(1, [*first, *answer, *more], Choice(), context=60)
+        cached = 0
+        texts: list[int] = []
+        while not leader.is_idle:
+            for _, chosen in leader.step():
+                texts.append(chosen.token)
+                cached = leader.cached(1)
+                if len(texts) == 5:
+                    leader.finish(1)
+        return answer, texts, cached
+
+    answer, second, cached = serve(variant, cut, work, trimmable=WINDOW)
+    assert answer == expected(variant, first, 6)
+    assert second == expected(variant, [*first, *answer, *more], 5)
+    # All but the answer's last token, which never entered the pipeline.
+    assert cached == len(first) + 5
+
+
+@pytest.mark.parametrize("cut", [[6], [3, 3]], ids=str)
+def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
+    """While the text that was there first lives on in a group, or is kept, or has been taken."""
+    common = prompt(30)
+    prompts = [[*common, *prompt(3 + i, seed=i)] for i in range(5)]
+
+    def work(leader: Leader) -> tuple[dict[int, list[int]], list[int]]:
+        leader.add(0, prompts[0], Choice(), context=64)
+        texts = finish_all(leader, {0: 4})
+        for number in range(1, 5):
+            leader.add(number, prompts[number], Choice(), context=64)
+        cached: dict[int, int] = {}
+        counts = {1: 3, 2: 9, 3: 5, 4: 7}
+        texts |= {number: [] for number in counts}
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                cached[number] = leader.cached(number)
+                texts[number].append(chosen.token)
+                if len(texts[number]) == counts[number]:
+                    leader.finish(number)
+        leader.rest()
+        return texts, [cached[number] for number in counts]
+
+    texts, cached = serve("llama", cut, work)
+    counts = {0: 4, 1: 3, 2: 9, 3: 5, 4: 7}
+    assert texts == {n: expected("llama", prompts[n], count) for n, count in counts.items()}
+    assert cached == [30, 30, 30, 30]
+
+
+def test_kept_texts_make_room_for_new_ones() -> None:
+    prompts = [prompt(20, seed=i) for i in range(4)]
+
+    def work(leader: Leader) -> list[int]:
+        kept = []
+        for number, tokens in enumerate(prompts):
+            leader.add(number, tokens, Choice(), context=256)
+            assert finish_all(leader, {number: 3})[number] == expected("llama", tokens, 3)
+            kept.append(leader.kept_tokens)
+        return kept
+
+    assert serve("llama", [3, 3], work, capacity=768) == [256, 512, 768, 768]
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
+    """Before it begins, in its prompt, and while a token of it is under way: the others go on, and
+    what had been computed is kept."""
+    prompts = [prompt(length) for length in (5, 40, 9, 12)]
+
+    def work(leader: Leader) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
+        came: list[tuple[int, int]] = []
+        texts: dict[int, list[int]] = {}
+        for after in range(14):
+            base = 10 * after
+            for i, tokens in enumerate(prompts):
+                leader.add(base + i, tokens, Choice(), context=64)
+            counts = {base: 6, base + 3: 8}
+            texts |= {number: [] for number in counts}
+            steps = 0
+            cancelled = False
+            while not leader.is_idle:
+                if steps >= after and not cancelled:
+                    leader.cancel(base + 1)
+                    leader.cancel(base + 2)
+                    cancelled = True
+                steps += 1
+                for number, chosen in leader.step():
+                    if number in counts:
+                        texts[number].append(chosen.token)
+                        if len(texts[number]) == counts[number]:
+                            leader.finish(number)
+                    elif cancelled:
+                        came.append((after, number))
+            leader.rest()
+        return came, texts
+
+    came, texts = serve("qwen2", cut, work, most=3)
+    assert came == []
+    assert all(
+        tokens == expected("qwen2", prompts[number % 10], 6 if number % 10 == 0 else 8)
+        for number, tokens in texts.items()
+    )
+
+
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    tokens = prompt(9)
+    steps = generate_step(mx.array(tokens), models("llama")[-1], max_tokens=4)
+    wanted = [(token, np.array(logprobs)) for token, logprobs in steps]
+
+    def work(leader: Leader) -> dict[int, list[Chosen]]:
+        leader.add(0, tokens, Choice(logprobs=3), context=64)
+        leader.add(1, tokens, Choice(), context=64)
+        leader.add(2, tokens, Choice(logprobs=0), context=64)
+        texts: dict[int, list[Chosen]] = {0: [], 1: [], 2: []}
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                texts[number].append(chosen)
+                if len(texts[number]) == 4:
+                    leader.finish(number)
+        return texts
+
+    texts = serve("llama", [3, 3], work)
+    for chosen, (token, logprobs) in zip(texts[0], wanted, strict=True):
+        assert chosen.token == token
+        assert chosen.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+        best = np.argsort(-logprobs)[:3]
+        assert [each for each, _ in chosen.top] == best.tolist()
+        assert [p for _, p in chosen.top] == pytest.approx(logprobs[best].tolist(), abs=1e-4)
+    assert texts[1] == [Chosen(token) for token, _ in wanted]
+    assert [(each.logprob, each.top) for each in texts[2]] == [
+        (each.logprob, ()) for each in texts[0]
+    ]
+
+
+def test_biases_and_penalties_are_those_of_mlx_lm() -> None:
+    tokens = prompt(12)
+    greedy = expected("llama", tokens, 12)
+    how: dict[str, Any] = {
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    }
+    bias = {greedy[0]: -100.0, 5: 1.0}
+    processors = make_logits_processors(bias, **how)
+    steps = generate_step(
+        mx.array(tokens), models("llama")[-1], max_tokens=12, logits_processors=processors
+    )
+    wanted = [token for token, _ in steps]
+    choice = Choice(logit_bias=tuple(bias.items()), context=tuple(tokens), **how)
+    choices = [choice, Choice(stream=1)]
+    texts = generate("llama", [3, 3], [tokens, tokens], [12, 12], choices=choices)
+    assert texts == [wanted, greedy]
+    assert wanted != greedy
 
 
 def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
