@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 
 from shardmlx.cluster import Cluster
 from shardmlx.errors import UserError
-from shardmlx.generate_config import GenerateConfig
-from shardmlx.memory import cache_memory, inference_memory
+from shardmlx.inference_config import InferenceConfig
+from shardmlx.memory import cache_memory, inference_memory, kept_memory
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.partitioners.memory import gib
@@ -28,12 +28,14 @@ OpenBLAS: all weights are read for it."""
 @dataclass(frozen=True, slots=True)
 class Load:
     """The texts of a run: how many, the tokens of the longest prompt, and of the longest answer,
-    and of the longest of both together."""
+    and of the longest of both together. With ``capacity`` no more tokens than these are kept at a
+    time, of all texts together."""
 
     texts: int
     prompt: int
     answer: int
     context: int
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class InferencePlan:
 
 
 def plan_inference(
-    config: GenerateConfig, load: Load, workload: Workload, cluster: Cluster, model: str
+    config: InferenceConfig, load: Load, workload: Workload, cluster: Cluster, model: str
 ) -> InferencePlan:
     """The plan of a run on the ranks of ``cluster``; ``model`` is the model's digest.
 
@@ -101,9 +103,18 @@ class _Memory:
             chunk=self.chunk,
             max_kv_size=self.max_kv_size,
             backend=self.backend,
+            capacity=self.load.capacity,
         )
 
     def caches(self, start: int, stop: int) -> int:
+        if self.load.capacity is not None:
+            return kept_memory(
+                self.workload.shape,
+                start,
+                stop,
+                self.load.capacity,
+                DTYPE_BYTES[self.workload.dtype],
+            )
         return self.most * cache_memory(
             self.workload.shape,
             start,
@@ -120,7 +131,9 @@ def predicted_memory(plan: InferencePlan, workload: Workload, backend: str) -> l
     return [memory.total(start, stop) for start, stop in plan.stage_map.partition.ranges]
 
 
-def _given_map(config: GenerateConfig, path: str, workload: Workload, cluster: Cluster) -> StageMap:
+def _given_map(
+    config: InferenceConfig, path: str, workload: Workload, cluster: Cluster
+) -> StageMap:
     stage_map = read_stage_map(path)
     stage_map.check_layers(workload.shape.num_layers)
     if stage_map.model not in (None, config.model):
@@ -200,14 +213,23 @@ def _check_memory(stage_map: StageMap, cluster: Cluster, memory: _Memory) -> Non
     for rank, (start, stop) in enumerate(ranges):
         needed, has = memory.total(start, stop), cluster.capacity(rank)
         if needed > has:
-            texts = "a text" if memory.most == 1 else f"{memory.most} texts"
             raise UserError(
                 f"rank {rank} ({cluster.machines[rank].host}) would hold {gib(needed)} of its "
                 f"{gib(has)} for layers {start}-{stop - 1}, {gib(memory.caches(start, stop))} of "
-                f"it keys and values of {texts} of {memory.load.context} tokens: {_remedy(memory)}"
+                f"it keys and values of {_texts(memory)}: {_remedy(memory)}"
             )
 
 
+def _texts(memory: _Memory) -> str:
+    if memory.load.capacity is not None:
+        return f"{memory.load.capacity} tokens"
+    texts = "a text" if memory.most == 1 else f"{memory.most} texts"
+    return f"{texts} of {memory.load.context} tokens"
+
+
 def _remedy(memory: _Memory) -> str:
-    fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
+    if memory.load.capacity is not None:
+        fewer = "lower --cache-tokens"
+    else:
+        fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
     return f"{fewer}, try --partitioner memory, or use more machines"

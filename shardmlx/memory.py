@@ -230,8 +230,10 @@ def inference_memory(
     chunk: int = PREFILL,
     max_kv_size: int | None = None,
     backend: str = BACKENDS[0],
+    capacity: int | None = None,
 ) -> int:
-    """Bytes of a stage that generates ``rows`` texts of ``context`` tokens, prompt included.
+    """Bytes of a stage that generates ``rows`` texts of ``context`` tokens, prompt included; with
+    ``capacity`` it keeps no more tokens than these, of all texts together.
 
     Parameters; keys and values; logits; and a few arrays of one layer for ``chunk`` tokens of one
     prompt: on the CPU also the scores of its attention, which Metal's kernel does not keep.
@@ -239,14 +241,17 @@ def inference_memory(
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(weight_sizes.layers[start:stop]) + is_last * weight_sizes.head
     weights += (is_first or (is_last and shape.tied)) * weight_sizes.embedding
-    cache = cache_memory(shape, start, stop, context, dtype_bytes, max_kv_size)
+    if capacity is None:
+        caches = rows * cache_memory(shape, start, stop, context, dtype_bytes, max_kv_size)
+    else:
+        caches = kept_memory(shape, start, stop, capacity, dtype_bytes)
     chunk = min(context, chunk)
     width = 7 * shape.hidden_size + 2 * shape.intermediate_size * max(1, shape.experts_per_token)
     passing = chunk * (width + shape.num_heads * shape.head_dim)
     if backend == "cpu":
         passing += 2 * shape.num_heads * chunk * min(context, max_kv_size or context)
     logits = is_last * rows * shape.vocab_size
-    return round(weights + rows * cache + dtype_bytes * (passing + logits))
+    return round(weights + caches + dtype_bytes * (passing + logits))
 
 
 def cache_memory(
@@ -262,3 +267,9 @@ def cache_memory(
     limit = min(context + CACHE_STEP, max_kv_size or context + CACHE_STEP)
     tokens = sum(min(limit, shape.windows[i] or limit) for i in range(start, stop))
     return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens
+
+
+def kept_memory(shape: ModelShape, start: int, stop: int, tokens: int, dtype_bytes: int) -> int:
+    """Bytes of keys and values of so many tokens, of whatever texts, in layers ``start`` to
+    ``stop``. Of long texts sliding layers keep less."""
+    return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens * (stop - start)

@@ -11,11 +11,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from shardmlx.choice import Choice, Chosen
-
-FinishReason = Literal["stop", "length"]
+from shardmlx.text_stream import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,224 @@
+"""What all commands do that generate text, before they generate: prepare, load, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from shardmlx.agreement import by_rank_0, together
+from shardmlx.choice import Choice
+from shardmlx.config import TrainConfig
+from shardmlx.data import read_tokenizer
+from shardmlx.errors import UserError
+from shardmlx.inference import Follower, Leader
+from shardmlx.inference_config import InferenceConfig
+from shardmlx.inference_plan import (
+    CHOOSE_CACHES,
+    InferencePlan,
+    Load,
+    plan_inference,
+    predicted_memory,
+)
+from shardmlx.loading import build_to_generate, find_model
+from shardmlx.model_source import open_model
+from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.slice import Slice
+from shardmlx.prefix_cache import PrefixCache
+from shardmlx.preparation import SETUP_SECONDS, cluster_of, compare_plans, model_digest
+from shardmlx.prompt_reader import PromptReader
+from shardmlx.report import Reporter
+from shardmlx.sampling import random_state
+from shardmlx.tables import gigabytes
+from shardmlx.text_stream import TextStream
+from shardmlx.token_schedule import Scheduler
+from shardmlx.transport import Transport
+from shardmlx.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is ready to start. ``reader`` on rank 0 only."""
+
+    config: InferenceConfig
+    transport: Transport
+    plan: InferencePlan
+    workload: Workload
+    part: Slice
+    reader: PromptReader | None
+    random_state: int
+    backend: str
+    """What MLX computes with."""
+
+    def follower(self) -> Follower:
+        """On all ranks but the first."""
+        return Follower(
+            self.transport,
+            self.part,
+            max_kv_size=self.config.max_kv_size,
+            random_state=self.random_state,
+        )
+
+    def leader(self, patience: int | None = None, prefixes: PrefixCache | None = None) -> Leader:
+        """On the first rank."""
+        plan = self.plan
+        return Leader(
+            self.transport,
+            self.part,
+            Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
+            max_kv_size=self.config.max_kv_size,
+            random_state=self.random_state,
+            prefixes=prefixes,
+        )
+
+
+def prepare(
+    config: InferenceConfig,
+    transport: Transport,
+    reporter: Reporter,
+    read: Callable[[PromptReader, ModelShape], Load],
+) -> Prepared:
+    """Check everything, then load this rank's part. Collective.
+
+    ``read``, on rank 0, says how much is to be generated. Raises ``AgreedError`` on all ranks alike
+    for what the user can mend, before weights are read.
+    """
+    maybe_set_recommended_wired_limit()
+    transport.activity = "loading"
+    with transport.patient(SETUP_SECONDS):
+        path = together(transport, "looking for the model", lambda: find_model(config.model))
+    model_config = together(transport, "reading config.json", lambda: read_config(path))
+    shape = together(
+        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
+    )
+
+    def read_prompts() -> tuple[PromptReader, Load]:
+        reader = PromptReader(
+            tokenizer=_tokenizer(config, path, model_config.get("eos_token_id")),
+            template_arguments=config.template_arguments,
+        )
+        return reader, read(reader, shape)
+
+    found = by_rank_0(transport, "reading the prompts", read_prompts)
+    load = transport.broadcast(found and found[1], what="prompts")
+    workload = together(
+        transport,
+        "reading the headers",
+        lambda: Workload.of(
+            open_model(str(path)),
+            TrainConfig(model=config.model, dtype=config.dtype, num_layers=-1, test=True),
+        ),
+    )
+    cluster = cluster_of(transport, config.hosts, None)
+    digest = model_digest(model_config)
+    plan = together(
+        transport,
+        "planning",
+        lambda: plan_inference(config, load, workload, cluster, digest),
+    )
+    compare_plans(transport, plan.digest)
+    start, stop = plan.stage_map.partition.ranges[transport.rank]
+    part, state = together(
+        transport, "building the model", lambda: _build(config, path, start, stop)
+    )
+    reporter.say(_headline(config, plan))
+    if config.max_kv_size is not None and workload.shape.model_type in CHOOSE_CACHES:
+        reporter.warn(
+            f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
+            f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
+        )
+    with transport.patient(SETUP_SECONDS):
+        part.load()
+        transport.barrier("loading")
+    mx.reset_peak_memory()
+    reader = found[0] if found is not None else None
+    return Prepared(config, transport, plan, workload, part, reader, state, cluster.backend)
+
+
+def _tokenizer(config: InferenceConfig, path: Path, eos: Any) -> TokenizerWrapper:
+    tokenizer = read_tokenizer(path, config.trust_remote_code, eos)
+    for token in (config.extra_eos_token or "").split():
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError:
+            raise UserError(
+                f"--extra-eos-token {token}: the tokenizer knows no such token: name one of its own"
+            ) from None
+    return tokenizer
+
+
+def _build(config: InferenceConfig, path: Path, start: int, stop: int) -> tuple[Slice, int]:
+    model = build_to_generate(
+        path, dtype=config.dtype, adapter_path=config.adapter_path, seed=config.seed
+    )
+    return Slice(model, start, stop), random_state()
+
+
+def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
+    sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
+    stages = plan.stage_map.num_stages
+    return (
+        f"{config.model}: {stages} stage{'s' if stages > 1 else ''} of {sizes} layers, prompts in "
+        f"chunks of {plan.chunk} tokens"
+    )
+
+
+def choice_of(config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0) -> Choice:
+    """How the tokens of a text are chosen, with a random stream of its own."""
+    return Choice(
+        temp=config.temp,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        top_k=config.top_k,
+        min_tokens_to_keep=config.min_tokens_to_keep,
+        xtc_probability=config.xtc_probability,
+        xtc_threshold=config.xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens(tokenizer),
+        stream=stream,
+    )
+
+
+def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
+    """That XTC never leaves out, as in mlx-lm."""
+    return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+
+
+def text_stream(
+    tokenizer: TokenizerWrapper, max_tokens: int, stop: tuple[str, ...] = ()
+) -> TextStream:
+    """For one more text."""
+    return TextStream(
+        tokenizer.detokenizer, frozenset(tokenizer.eos_token_ids), max_tokens, stop=stop
+    )
+
+
+def report_memory(prepared: Prepared, reporter: Reporter) -> None:
+    """A line for each rank: its layers, and what it held. Collective."""
+    transport, plan = prepared.transport, prepared.plan
+    mine = (prepared.part.nbytes, mx.get_peak_memory())
+    everyone = transport.gather(mine, what="memory")
+    if everyone is None:
+        return
+    reporter.say(f"Peak memory: {max(peak for _, peak in everyone) / 1e9:.3f} GB")
+    predicted = predicted_memory(plan, prepared.workload, prepared.backend)
+    reporter.table(
+        ("rank", "host", "layers", "weights", "peak memory", "predicted"),
+        [
+            (
+                str(rank),
+                transport.hosts[rank],
+                f"{start}-{stop - 1}",
+                gigabytes(weights),
+                gigabytes(peak),
+                gigabytes(predicted[rank]),
+            )
+            for rank, ((weights, peak), (start, stop)) in enumerate(
+                zip(everyone, plan.stage_map.partition.ranges, strict=True)
+            )
+        ],
+    )

@@ -1,0 +1,71 @@
+"""A text as it comes: tokens to characters, and where it ends. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class TextStream:
+    """An answer of at most ``max_tokens``. It ends with a token of ``eos``, or before any of the
+    strings ``stop``. ``finish_reason`` is None until it is complete.
+
+    ``detokenizer`` is a fresh one of mlx-lm.
+    """
+
+    detokenizer: Any
+    eos: frozenset[int]
+    max_tokens: int
+    stop: Sequence[str] = ()
+    count: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    finish_reason: FinishReason | None = None
+    _given: list[str] = field(default_factory=list)
+    _held: str = ""
+
+    def take(self, token: int) -> str:
+        """The text that a token adds, as far as no stop string may begin with it."""
+        self.last = time.perf_counter()
+        if self.count == 0:
+            self.first = self.last
+        self.count += 1
+        if token in self.eos:
+            self.finish_reason = "stop"
+        else:
+            self.detokenizer.add_token(token)
+            if self.count == self.max_tokens:
+                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self.detokenizer.finalize()
+        segment = self._until_stop(self._held + self.detokenizer.last_segment)
+        self._given.append(segment)
+        return segment
+
+    @property
+    def text(self) -> str:
+        """All that has been given out."""
+        return "".join(self._given)
+
+    def _until_stop(self, text: str) -> str:
+        self._held = ""
+        found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.finish_reason = "stop"
+            return text[: min(found)]
+        if self.finish_reason is None:
+            held = max((_overlap(text, stop) for stop in self.stop), default=0)
+            self._held = text[len(text) - held :]
+        return text[: len(text) - len(self._held)]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
