@@ -85,6 +85,7 @@ class MPITransport(Transport):
         self.rank = self._world.rank
         self.size = self._world.size
         self.timeout = timeout
+        self.library = MPI.Get_library_version().split(",")[0]
         self._groups: dict[tuple[int, ...], MPI.Intracomm] = {}
         self._pending: list[_Message] = []
         self._lock = threading.Lock()
@@ -236,9 +237,11 @@ class MPITransport(Transport):
                 # mpirun leaves no time for more.
                 self.failure = PeerLost(verdict.text)
                 self._ending.say(f"failed: {self.where()}: {verdict.text}")
+                self.last_words(verdict.text)
                 self.abort(1)
             case Fate.INTERRUPTED:
                 self._ending.say(verdict.text)
+                self.last_words(verdict.text)
                 self.abort(128 + (verdict.signal or 0))
             case Fate.ENDED:
                 self._ending.see_off_launcher()

@@ -92,10 +92,16 @@ class Transport(ABC):
     size: int
     hosts: tuple[str, ...]
     timeout: float
+    library: str | None = None
+    """What carries the messages, such as ``Open MPI v5.0.11``."""
+
     failure: Exception | None = None
     activity: str = "starting"
     """What this rank does now, such as ``step 12, stage 1, 1F3``: its peers name it if they lose
     sight of the rank."""
+
+    last_words: Callable[[str], None] = staticmethod(lambda reason: None)
+    """Called, on any thread and if there is time, before this process is ended for ``reason``."""
 
     _waiting: Callable[[], str] | None = None
 

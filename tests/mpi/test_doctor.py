@@ -1,0 +1,65 @@
+"""``shardmlx.doctor`` under mpirun, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmlx.hostfile import read_hostfile
+from tests.mpi.mpirun import mpirun
+
+DOCTOR = ("-m", "shardmlx.doctor", "--seconds", "0.1")
+
+
+def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.write_text("# here\nlocalhost slots=2  # memory=1GiB link=1Gbps\n")
+    job = mpirun(
+        2,
+        *DOCTOR,
+        *("--hostfile", given, "--write-hostfile", "written", "--json", "found.json"),
+        cwd=tmp_path,
+    )
+    assert job.returncode == 0, job.output
+    for word in ("Open MPI", "matmul fp32", "no copy, data right", "free memory"):
+        assert word in job.stdout
+    assert "doctor: multiplying matrices" in job.stderr
+
+    found = json.loads((tmp_path / "found.json").read_text())
+    (host,) = found["hosts"]
+    assert host["ranks"] == [0, 1]
+    assert host["copies"] is None
+    assert host["flops"]["fp32"] > 0
+    assert all(host["versions"].values())
+    assert found["links"] == []
+
+    (machine,) = read_hostfile(tmp_path / "written")
+    assert (machine.host, machine.slots) == ("localhost", 2)
+    assert machine.memory == pytest.approx(host["facts"]["memory"], abs=1 << 20)
+    assert machine.flops == pytest.approx(host["flops"]["fp32"], rel=1e-3)
+    assert machine.link == 125e6  # was not measured
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset, of util-linux")
+def test_strict_json_on_stdout_of_two_ranks_on_one_core() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    command = [
+        *("taskset", "-c", core, Path(sys.executable).with_name("mpirun"), "-n", "2"),
+        *("--oversubscribe", "--bind-to", "none", sys.executable),
+        *(*DOCTOR, "--json", "-", "--strict"),
+    ]
+    job = mpirun(2, command=command)
+    assert job.returncode == 1
+    found = json.loads(job.stdout)
+    me = socket.gethostname().split(".")[0]
+    assert {"host": me, "problem": "2 ranks on 1 core"}.items() <= next(
+        each for each in found["warnings"] if "core" in each["problem"]
+    ).items()
+    (line,) = job.error_lines
+    assert line.endswith("(--strict)")
