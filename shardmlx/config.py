@@ -28,6 +28,9 @@ _CHECKPOINTS = "checkpoints and failures"
 
 REPORTERS = ("wandb", "swanlab")
 
+WEIGHTS = ("auto", "local", "rank0")
+"""Who reads the model: each rank that can, every rank, or rank 0 for all."""
+
 STORAGES = ("auto", "shared", "rank0", "neighbour")
 
 
@@ -50,6 +53,16 @@ class TrainConfig:
 
     model: str = option(
         "Qwen/Qwen3-0.6b", "model directory, or Hugging Face repository", group=_DATA
+    )
+    weights: str = option(
+        "auto",
+        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
+        "others; each its own; or rank 0 for all",
+        choices=WEIGHTS,
+        group=_DATA,
+    )
+    weight_cache: str | None = option(
+        None, "directory in which a rank keeps the part of the model that it was sent", group=_DATA
     )
     data: str = option(
         "mlx-community/WikiSQL",

@@ -16,7 +16,6 @@ from shardmlx.generate_config import GenerateConfig
 from shardmlx.inference import Leader
 from shardmlx.inference_plan import Load
 from shardmlx.inference_setup import Prepared, choice_of, prepare, report_memory, text_stream
-from shardmlx.models.shape import ModelShape
 from shardmlx.prompt_reader import PromptReader
 from shardmlx.prompts import Request, read_prompts, read_stdin
 from shardmlx.report import Bar, Reporter, check_writable
@@ -47,7 +46,7 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     prompts: list[Prompt] = []
 
-    def read(reader: PromptReader, shape: ModelShape) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
         prompts.extend(tokenised(config, reader))
         return load_of(prompts)
 

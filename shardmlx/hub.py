@@ -1,4 +1,5 @@
-"""A model on the Hugging Face hub: its headers by HTTP range requests, its weights never.
+"""A model on the Hugging Face hub: its headers, and of its weights what is asked for, by HTTP
+range requests.
 
 All goes through huggingface-hub, so that its settings hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
 HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT, proxies. It is imported only here and only when needed.
@@ -46,6 +47,10 @@ class Unreachable(UserError):
     """The hub does not answer, or is not to be asked: the cache may have what it would say."""
 
 
+class NoRanges(UserError):
+    """What the hub gives, it gives whole."""
+
+
 def find_repository(name: str, revision: str | None) -> Source:
     """A repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
     try:
@@ -56,7 +61,7 @@ def find_repository(name: str, revision: str | None) -> Source:
             "the hub, is not installed: pip install huggingface-hub"
         ) from None
     try:
-        return _Repository(name, revision, _listing(name, revision))
+        return Repository(name, revision, _listing(name, revision))
     except Unreachable as error:
         snapshot = _cached_snapshot(name, revision)
         if snapshot is None:
@@ -83,7 +88,7 @@ class _Part:
     file_size: int
 
 
-class _Repository:
+class Repository:
     """The files of one commit on the hub."""
 
     is_part = False
@@ -110,11 +115,16 @@ class _Repository:
 
     def read(self, file: str) -> bytes:
         """Through the cache, like any download of huggingface-hub."""
+        with _no_progress_bars():
+            return self.fetch(file).read_bytes()
+
+    def fetch(self, file: str) -> Path:
+        """All of a file, in the cache of huggingface-hub."""
         from huggingface_hub import hf_hub_download
 
-        with _errors(self.name, self.revision), _no_progress_bars():
+        with _errors(self.name, self.revision):
             # By the name that was asked for: so the cache learns which commit it stands for.
-            return Path(hf_hub_download(self.name, file, revision=self._asked)).read_bytes()
+            return Path(hf_hub_download(self.name, file, revision=self._asked))
 
     def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
         guesses = dict.fromkeys(files, FIRST_BYTES)
@@ -141,6 +151,34 @@ class _Repository:
         except UserError as error:
             return error
 
+    def head(self, file: str, header: Header) -> bytes:
+        """The bytes of a file before its tensors."""
+        return self._range(file, 0, header.data_offset).data
+
+    def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes ``start`` to ``stop`` of a file as they come.
+
+        Where a connection breaks, the next one goes on. ``Unreachable`` where none gets further,
+        ``NoRanges`` where the hub gives whole files only.
+        """
+        attempt = 0
+        while start < stop:
+            try:
+                with (
+                    _errors(self.name, self.revision),
+                    self._response(file, start, stop) as (_, chunks),
+                ):
+                    for chunk in chunks:
+                        start, attempt = start + len(chunk), 0
+                        yield chunk
+                if start < stop:
+                    raise Unreachable(self._too_short(file, stop - start))
+            except Unreachable:
+                attempt += 1
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(attempt * _PAUSE)
+
     def _range(self, file: str, start: int, stop: int) -> _Part:
         """The bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
         for attempt in range(1, _ATTEMPTS + 1):
@@ -154,6 +192,24 @@ class _Repository:
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, file: str, start: int, stop: int) -> _Part:
+        with self._response(file, start, stop) as (size, chunks):
+            data = b"".join(chunks)
+        missing = min(stop, size) - start - len(data)
+        if missing > 0:
+            raise Unreachable(self._too_short(file, missing))
+        return _Part(data, size)
+
+    def _too_short(self, file: str, missing: int) -> str:
+        from huggingface_hub import constants
+
+        return (
+            f"{constants.ENDPOINT} ended its answer {missing} bytes too soon in "
+            f"{self.where(file)}: try again"
+        )
+
+    @contextmanager
+    def _response(self, file: str, start: int, stop: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """The size of a file, and its bytes ``start`` to ``stop`` as they come."""
         from huggingface_hub import constants, hf_hub_url
 
         utils = _hub_utils()
@@ -163,29 +219,28 @@ class _Repository:
         }
         url = hf_hub_url(self.name, file, revision=self.revision)
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        data = bytearray()
         # As a stream: a server that sends the whole file is left before it does.
         with utils.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             if response.status_code == 416 and start == 0:
-                return _Part(b"", 0)  # an empty file has no first byte
+                yield 0, iter(())  # an empty file has no first byte
+                return
             utils.hf_raise_for_status(response)
             size = _file_size(response.headers.get("Content-Range", ""), start)
             if response.status_code != 206 or size is None:
-                raise UserError(
+                raise NoRanges(
                     f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for its "
                     "header: use another HF_ENDPOINT, or download the model and inspect that"
                 )
-            for chunk in response.iter_bytes():
-                data += chunk
-                if len(data) >= stop - start:
-                    break
-        wanted = min(stop, size) - start
-        if len(data) < wanted:
-            raise Unreachable(
-                f"{constants.ENDPOINT} sent only {len(data)} of {wanted} bytes of the header of "
-                f"{self.where(file)}: try again"
-            )
-        return _Part(bytes(data[:wanted]), size)
+            yield size, _first(response.iter_bytes(), stop - start)
+
+
+def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
+    """The first ``count`` bytes of ``chunks``."""
+    for chunk in chunks:
+        yield chunk[:count]
+        count -= len(chunk)
+        if count <= 0:
+            return
 
 
 def _file_size(content_range: str, start: int) -> int | None:

@@ -6,12 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from shardmlx.config import WEIGHTS
 from shardmlx.options import OptionError, check_options, option
 from shardmlx.partitioners import partitioner_names
 
-_MODEL = "model"
-_SAMPLING = "choice of tokens"
-_PIPELINE = "pipeline"
+MODEL = "model"
+SAMPLING = "choice of tokens"
+PIPELINE = "pipeline"
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
@@ -31,73 +32,83 @@ class InferenceConfig:
     model: str = option(
         "mlx-community/Llama-3.2-3B-Instruct-4bit",
         "model directory, or Hugging Face repository",
-        group=_MODEL,
+        group=MODEL,
     )
-    adapter_path: str | None = option(None, "directory of trained adapters", group=_MODEL)
-    trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=_MODEL)
+    weights: str = option(
+        "auto",
+        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
+        "others; each its own; or rank 0 for all",
+        choices=WEIGHTS,
+        group=MODEL,
+    )
+    weight_cache: str | None = option(
+        None, "directory in which a rank keeps the part of the model that it was sent", group=MODEL
+    )
+    adapter_path: str | None = option(None, "directory of trained adapters", group=MODEL)
+    trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
     extra_eos_token: str | None = option(
-        None, "tokens, with spaces between, that end a text too", group=_MODEL
+        None, "tokens, with spaces between, that end a text too", group=MODEL
     )
     config: str | None = option(
-        None, "YAML file with any of these options; flags win over it", short="-c", group=_MODEL
+        None, "YAML file with any of these options; flags win over it", short="-c", group=MODEL
     )
     chat_template_config: str | None = option(
-        None, "further arguments of the chat template, as a JSON object", group=_MODEL
+        None, "further arguments of the chat template, as a JSON object", group=MODEL
     )
 
     max_tokens: int = option(
-        100, "tokens to generate at most", minimum=1, short="-m", group=_SAMPLING
+        100, "tokens to generate at most", minimum=1, short="-m", group=SAMPLING
     )
     temp: float = option(
-        0.0, "sampling temperature; 0 takes the likeliest", minimum=0, group=_SAMPLING
+        0.0, "sampling temperature; 0 takes the likeliest", minimum=0, group=SAMPLING
     )
-    top_p: float = option(1.0, "sample from this mass of probability", minimum=0, group=_SAMPLING)
+    top_p: float = option(1.0, "sample from this mass of probability", minimum=0, group=SAMPLING)
     min_p: float = option(
         0.0,
         "leave out what is less likely than this times the likeliest",
         minimum=0,
-        group=_SAMPLING,
+        group=SAMPLING,
     )
-    top_k: int = option(0, "sample from so many tokens; 0 for all", minimum=0, group=_SAMPLING)
-    min_tokens_to_keep: int = option(1, "that --min-p leaves", minimum=1, group=_SAMPLING)
+    top_k: int = option(0, "sample from so many tokens; 0 for all", minimum=0, group=SAMPLING)
+    min_tokens_to_keep: int = option(1, "that --min-p leaves", minimum=1, group=SAMPLING)
     xtc_probability: float = option(
-        0.0, "how often the likeliest tokens are left out (XTC)", minimum=0, group=_SAMPLING
+        0.0, "how often the likeliest tokens are left out (XTC)", minimum=0, group=SAMPLING
     )
     xtc_threshold: float = option(
-        0.1, "from which probability on they are", minimum=0, group=_SAMPLING
+        0.1, "from which probability on they are", minimum=0, group=SAMPLING
     )
-    seed: int | None = option(None, "seed of the choices", minimum=0, group=_SAMPLING)
+    seed: int | None = option(None, "seed of the choices", minimum=0, group=SAMPLING)
 
     stage_map: str | None = option(
-        None, "YAML file that divides the layers; wins over --partitioner", group=_PIPELINE
+        None, "YAML file that divides the layers; wins over --partitioner", group=PIPELINE
     )
     partitioner: str = option(
-        "balanced", "how the layers are divided", choices=partitioner_names(), group=_PIPELINE
+        "balanced", "how the layers are divided", choices=partitioner_names(), group=PIPELINE
     )
     hosts: str | None = option(
-        None, "hostfile that says what the machines have, for the partitioners", group=_PIPELINE
+        None, "hostfile that says what the machines have, for the partitioners", group=PIPELINE
     )
     batch_size: int = option(
-        8, "prompts under way at a time, over all groups together", minimum=1, group=_PIPELINE
+        8, "prompts under way at a time, over all groups together", minimum=1, group=PIPELINE
     )
     prefill_step_size: int | None = option(
         None,
         f"tokens of a prompt computed at a time (default: {PIPELINED_CHUNK}, {WHOLE_CHUNK} on one "
         "rank)",
         minimum=1,
-        group=_PIPELINE,
+        group=PIPELINE,
     )
     max_kv_size: int | None = option(
-        None, "tokens of each text that the cache keeps", minimum=8, group=_PIPELINE
+        None, "tokens of each text that the cache keeps", minimum=8, group=PIPELINE
     )
     dtype: str | None = option(
         None,
         "type of weights and activations (default: as stored)",
         choices=("float32", "bfloat16", "float16"),
-        group=_PIPELINE,
+        group=PIPELINE,
     )
     timeout: float = option(
-        600.0, "seconds a rank may wait for another before the run fails", above=0, group=_PIPELINE
+        600.0, "seconds a rank may wait for another before the run fails", above=0, group=PIPELINE
     )
 
     def __post_init__(self) -> None:

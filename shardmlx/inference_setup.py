@@ -25,7 +25,7 @@ from shardmlx.inference_plan import (
     plan_inference,
     predicted_memory,
 )
-from shardmlx.loading import build_to_generate, find_model
+from shardmlx.loading import build_to_generate
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
@@ -38,7 +38,12 @@ from shardmlx.tables import gigabytes
 from shardmlx.text_stream import TextStream
 from shardmlx.token_schedule import Scheduler
 from shardmlx.transport import Transport
+from shardmlx.weight_finding import find_weights
+from shardmlx.weight_supply import Weights
 from shardmlx.workload import Workload
+
+TYPICAL_PROMPT = 512
+"""Tokens, where the layers are divided before any prompt is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +86,37 @@ def prepare(
     config: InferenceConfig,
     transport: Transport,
     reporter: Reporter,
-    read: Callable[[PromptReader, ModelShape], Load],
+    read: Callable[[PromptReader, int | None], Load],
 ) -> Prepared:
     """Check everything, then load this rank's part. Collective.
 
-    ``read``, on rank 0, says how much is to be generated. Raises ``AgreedError`` on all ranks alike
+    ``read``, on rank 0, says how much is to be generated; it is told the model's own limit of
+    tokens, if that is known. Raises ``AgreedError`` on all ranks alike
     for what the user can mend, before weights are read.
     """
     maybe_set_recommended_wired_limit()
     transport.activity = "loading"
     with transport.patient(SETUP_SECONDS):
-        path = together(transport, "looking for the model", lambda: find_model(config.model))
+        weights = find_weights(
+            transport,
+            reporter,
+            config.model,
+            mode=config.weights,
+            cache=config.weight_cache,
+            adapters=config.adapter_path,
+        )
+    with weights:
+        return _prepare(config, transport, reporter, read, weights)
+
+
+def _prepare(
+    config: InferenceConfig,
+    transport: Transport,
+    reporter: Reporter,
+    read: Callable[[PromptReader, int | None], Load],
+    weights: Weights,
+) -> Prepared:
+    path = weights.path
     model_config = together(transport, "reading config.json", lambda: read_config(path))
     shape = together(
         transport, "checking config.json", lambda: ModelShape.from_config(model_config)
@@ -102,7 +127,7 @@ def prepare(
             tokenizer=_tokenizer(config, path, model_config.get("eos_token_id")),
             template_arguments=config.template_arguments,
         )
-        return reader, read(reader, shape)
+        return reader, read(reader, model_config.get("max_position_embeddings"))
 
     found = by_rank_0(transport, "reading the prompts", read_prompts)
     load = transport.broadcast(found and found[1], what="prompts")
@@ -124,7 +149,7 @@ def prepare(
     compare_plans(transport, plan.digest)
     start, stop = plan.stage_map.partition.ranges[transport.rank]
     part, state = together(
-        transport, "building the model", lambda: _build(config, path, start, stop)
+        transport, "building the model", lambda: _build(config, weights, start, stop)
     )
     reporter.say(_headline(config, plan))
     if config.max_kv_size is not None and workload.shape.model_type in CHOOSE_CACHES:
@@ -133,7 +158,7 @@ def prepare(
             f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
     with transport.patient(SETUP_SECONDS):
-        part.load()
+        weights.load([part], shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
     reader = found[0] if found is not None else None
@@ -152,9 +177,9 @@ def _tokenizer(config: InferenceConfig, path: Path, eos: Any) -> TokenizerWrappe
     return tokenizer
 
 
-def _build(config: InferenceConfig, path: Path, start: int, stop: int) -> tuple[Slice, int]:
+def _build(config: InferenceConfig, weights: Weights, start: int, stop: int) -> tuple[Slice, int]:
     model = build_to_generate(
-        path, dtype=config.dtype, adapter_path=config.adapter_path, seed=config.seed
+        weights.path, dtype=config.dtype, adapter_path=weights.adapters, seed=config.seed
     )
     return Slice(model, start, stop), random_state()
 
@@ -186,6 +211,23 @@ def choice_of(config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int 
 def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
     """That XTC never leaves out, as in mlx-lm."""
     return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+
+
+def typical_load(
+    config: InferenceConfig, texts: int, capacity: int, most_positions: int | None
+) -> Load:
+    """Where no prompt is known yet: what is to be kept is, and how long a text may become."""
+    context = min(capacity, most_positions or capacity)
+    answer = min(config.max_tokens, context // 2)
+    return Load(texts, min(TYPICAL_PROMPT, context), answer, context, capacity)
+
+
+def new_prefixes(prepared: Prepared) -> PrefixCache:
+    """For texts that are kept when they have ended. Caches of limited size forget."""
+    limits = [window for window in prepared.workload.shape.windows if window is not None]
+    if prepared.plan.max_kv_size is not None:
+        limits.append(prepared.plan.max_kv_size)
+    return PrefixCache(trimmable=min(limits, default=None))
 
 
 def text_stream(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
-from shardmlx.loading import build_model, count_parameters, find_model
+from shardmlx.loading import build_model, count_parameters
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
@@ -34,6 +34,8 @@ from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.tables import gigabytes
 from shardmlx.transport import Transport
+from shardmlx.weight_finding import find_weights
+from shardmlx.weight_supply import Weights
 from shardmlx.workload import Workload
 
 __all__ = ["SETUP_SECONDS", "Job", "optimizer_of", "prepare_job"]
@@ -72,10 +74,42 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
     No weight is read before model, plan and data are known to be good on all ranks.
     """
     with transport.patient(SETUP_SECONDS):
-        path = together(transport, "looking for the model", lambda: find_model(config.model))
+        weights = find_weights(
+            transport,
+            reporter,
+            config.model,
+            mode=config.weights,
+            cache=config.weight_cache,
+            adapters=_adapters(config),
+        )
+    with weights:
+        return _prepare(config, transport, reporter, weights)
+
+
+def _adapters(config: TrainConfig) -> str | None:
+    """What the model starts with beside its weights."""
+    return config.resume_adapter_file if config.train else config.adapter_path
+
+
+def _with_adapters(config: TrainConfig, adapters: str | None) -> TrainConfig:
+    """The same, with the place at which this rank has them."""
+    if adapters is None:
+        return config
+    if config.train:
+        return replace(config, resume_adapter_file=adapters)
+    return replace(config, adapter_path=adapters)
+
+
+def _prepare(
+    config: TrainConfig, transport: Transport, reporter: Reporter, weights: Weights
+) -> Job:
+    path = weights.path
+    own = _with_adapters(config, weights.adapters)
     model_config = together(transport, "reading config.json", lambda: read_config(path))
-    together(transport, "checking config.json", lambda: ModelShape.from_config(model_config))
-    model = together(transport, "building the model", lambda: build_model(path, config))
+    shape = together(
+        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
+    )
+    model = together(transport, "building the model", lambda: build_model(path, own))
     workload = together(
         transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
     )
@@ -112,7 +146,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
         if data is not None and (config.checkpoint_dir or config.resume not in ("auto", "never")):
             identity = identity_of(config, path, data.train, data.valid)
         resumption = prepare_resumption(config, transport, reporter, identity, plan.mesh.pp)
-        stages = _load(transport, reporter, plan, slices, config)
+        stages = _load(transport, reporter, plan, slices, config, weights, shape)
     engine = Engine(plan, transport, stages)
     return Job(
         config=config,
@@ -214,24 +248,26 @@ def _load(
     plan: Plan,
     slices: list[Slice],
     config: TrainConfig,
+    weights: Weights,
+    shape: ModelShape,
 ) -> list[Stage]:
     _, pipeline_rank = plan.mesh.coordinates(transport.rank)
     start = time.monotonic()
-    stages = []
-    for index in plan.stage_map.stages_of(pipeline_rank):
-        slices[index].load()
-        stages.append(
-            Stage(
-                index,
-                slices[index],
-                needs_input_gradient=any(plan.trainable[:index]),
-                checkpoint=config.grad_checkpoint,
-            )
+    indices = plan.stage_map.stages_of(pipeline_rank)
+    weights.load([slices[index] for index in indices], shape, reporter)
+    stages = [
+        Stage(
+            index,
+            slices[index],
+            needs_input_gradient=any(plan.trainable[:index]),
+            checkpoint=config.grad_checkpoint,
         )
-    weights = sum(stage.part.nbytes for stage in stages)
+        for index in indices
+    ]
+    nbytes = sum(stage.part.nbytes for stage in stages)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather(
-        (weights, trained, mx.get_active_memory(), time.monotonic() - start), what="loading"
+        (nbytes, trained, mx.get_active_memory(), time.monotonic() - start), what="loading"
     )
     if gathered is not None:
         reporter.table(
@@ -241,12 +277,12 @@ def _load(
                     str(rank),
                     transport.hosts[rank],
                     _describe(plan, rank),
-                    gigabytes(weights),
+                    gigabytes(nbytes),
                     f"{trained / 1e6:.3f}M",
                     gigabytes(memory),
                     f"{seconds:.1f} s",
                 )
-                for rank, (weights, trained, memory, seconds) in enumerate(gathered)
+                for rank, (nbytes, trained, memory, seconds) in enumerate(gathered)
             ],
         )
     return stages

@@ -1,0 +1,161 @@
+"""Only rank 0 has the model, or each rank has its part from a hub: what comes out is the same."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train_well
+from tests.unit.hub_server import File, Hub, serve
+
+PROMPT = "What is the colour of the sea, and who sails on it?"
+SAY = ("--prompt", PROMPT, "--max-tokens", "12")
+TRAIN = (
+    *("--num-layers", "-1", "--iters", "3", "--batch-size", "4", "--learning-rate", "0.01"),
+    *("--val-batches", "0", "--steps-per-report", "1"),
+)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Directories that stand for machines; the model is on the first."""
+
+    homes: list[Path]
+
+    def run(self, module: str, *args: str | Path, env: dict[str, str] | None = None) -> Job:
+        places = ",".join(map(str, self.homes))
+        return mpirun(
+            len(self.homes), PROGRAMS / "apart.py", module, places, *args, env=env, timeout=180
+        )
+
+    def left(self) -> list[Path]:
+        """Of temporary files."""
+        return [path for home in self.homes for path in (home / "tmpdir").glob("shardmlx-*")]
+
+
+def machines(directory: Path, count: int, model: Path | None = None) -> Machines:
+    homes = [directory / f"mac{number}" for number in range(count)]
+    for home in homes:
+        home.mkdir()
+    if model is not None:
+        shutil.copytree(model, homes[0] / "model")
+    return Machines(homes)
+
+
+def text_of(job: Job) -> str:
+    assert job.returncode == 0, job.output
+    return job.stdout.split("==========")[1]
+
+
+@pytest.fixture(scope="module")
+def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tuned") / "adapters"
+    train_well(1, "--model", small, "--data", pirate, "--adapter-path", path, *TRAIN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(small: Path, adapters: Path) -> str:
+    job = mpirun(1, "-m", "shardmlx.generate", "--model", small, "--adapter-path", adapters, *SAY)
+    return text_of(job)
+
+
+def test_generate_with_model_and_adapters_on_the_first_machine_alone(
+    small: Path, adapters: Path, expected: str, tmp_path: Path
+) -> None:
+    group = machines(tmp_path, 3, small)
+    shutil.copytree(adapters, group.homes[0] / "adapters")
+    job = group.run("generate", "--model", "model", "--adapter-path", "adapters", *SAY)
+    assert text_of(job) == expected
+    weights = (small / "model.safetensors").stat().st_size
+    line = re.search(r"^weights: ([\d.]+) GB over MPI in .* s \((rank 1 .*), (rank 2 .*)\)$",
+                     job.stdout, re.M)  # fmt: skip
+    assert line is not None, job.stdout
+    assert float(line[1]) < 0.9 * weights / 1e9
+    assert re.search(r"^adapters: [\d.]+ GB over MPI", job.stdout, re.M)
+    assert group.left() == []
+
+
+def test_train_goes_on_from_adapters_that_are_on_the_first_machine_alone(
+    small: Path, pirate: Path, adapters: Path, tmp_path: Path
+) -> None:
+    start = adapters / "adapters.safetensors"
+    together = tmp_path / "together.jsonl"
+    train_well(
+        2,
+        *("--model", small, "--data", pirate, "--resume-adapter-file", start, *TRAIN),
+        *("--metrics-file", together, "--adapter-path", tmp_path / "out"),
+    )
+    group = machines(tmp_path, 2, small)
+    shutil.copyfile(start, group.homes[0] / "start.safetensors")
+    job = group.run(
+        "train",
+        *("--model", "model", "--data", pirate, "--resume-adapter-file", "start.safetensors"),
+        *(*TRAIN, "--metrics-file", "apart.jsonl", "--weight-cache", "cache"),
+    )
+    assert job.returncode == 0, job.output
+    apart = events(group.homes[0] / "apart.jsonl", "train")
+    assert [e["loss"] for e in apart] == [e["loss"] for e in events(together, "train")]
+    assert len(list((group.homes[1] / "cache").iterdir())) == 1
+    assert group.left() == []
+
+
+def test_what_is_refused_and_what_fails(small: Path, tmp_path: Path) -> None:
+    group = machines(tmp_path, 2, small)
+    job = group.run("generate", "--model", "model", "--weights", "local", *SAY)
+    assert job.returncode == 2, job.output
+    assert len(job.error_lines) == 1
+    assert re.fullmatch(
+        r"shardmlx: error: rank 1 on \S+ lacks --model model: model is not there, or has no "
+        "weights: copy it there, or let the rank have it from rank 0 with --weights auto",
+        job.error_lines[0],
+    )
+    job = group.run("generate", "--model", "model", *SAY, env={"SHARDMLX_TEST_BREAKS": "1"})
+    assert job.returncode not in (0, 2), job.output
+    assert len(job.error_lines) == 1
+    assert re.search(r"rank 1 on \S+: OSError: the disk is gone", job.error_lines[0])
+    assert group.left() == []
+
+
+@pytest.fixture
+def hub(small: Path) -> Iterator[Hub]:
+    with serve(Hub()) as running:
+        running.repositories["me/small"] = {
+            path.name: File(data := path.read_bytes(), len(data), path.suffix == ".safetensors")
+            for path in small.iterdir()
+        }
+        yield running
+
+
+def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_path: Path) -> None:
+    group = machines(tmp_path, 2)
+    environment = {"HF_ENDPOINT": hub.endpoint, "no_proxy": "*", "HF_HUB_DISABLE_XET": "1"}
+    plain = mpirun(1, "-m", "shardmlx.generate", "--model", small, *SAY)
+    job = group.run("generate", "--model", "me/small", *SAY, env=environment)
+    assert text_of(job) == text_of(plain)
+    assert re.search(r"^weights: [\d.]+ GB from the hub in", job.stdout, re.M)
+    size = (small / "model.safetensors").stat().st_size
+    small_files = sum(p.stat().st_size for p in small.iterdir()) - size
+    assert size < hub.bytes_served < size + 2 * small_files + 60_000
+    # What was downloaded is there the next time.
+    hub.requests.clear()
+    job = group.run("generate", "--model", "me/small", *SAY, env=environment)
+    assert text_of(job) == text_of(plain)
+    assert re.search(r"^weights: [\d.]+ GB from caches in", job.stdout, re.M)
+    assert len([r for r in hub.requests if r.startswith("GET /cdn")]) <= 2  # headers
+    # A machine without internet has its part from rank 0.
+    group = machines(tmp_path / "mac0", 2)
+    offline = environment | {"SHARDMLX_TEST_OFFLINE": "1"}
+    job = group.run("generate", "--model", "me/small", *SAY, env=offline)
+    assert text_of(job) == text_of(plain)
+    assert re.search(r"^weights: [\d.]+ GB over MPI, [\d.]+ GB from the hub in", job.stdout, re.M)
+    # A hub that gives whole files only.
+    hub.ignores_ranges = True
+    group = machines(tmp_path / "mac1", 2)
+    job = group.run("generate", "--model", "me/small", *SAY, env=environment)
+    assert text_of(job) == text_of(plain)
