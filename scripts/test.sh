@@ -15,18 +15,26 @@ TEXT
     exit 0
 fi
 
-source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" dev,demo,tokenizer
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" dev,demo,tokenizer,serve
 
-# Network namespaces stand for several hosts in tests/lab, which is skipped without them.
-install_iproute2() {
-    [ "$(uname)" = Linux ] && [ "$(id -u)" = 0 ] && ! command -v ip >/dev/null &&
-        command -v apt-get >/dev/null || return 0
-    echo "Installing iproute2"
-    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-        --no-install-recommends iproute2) >/dev/null 2>&1 || echo "iproute2 is not installed: tests/lab will be skipped"
+# Installs what some tests need, and are skipped without: TESTS PROGRAM PACKAGE...
+install_for() {
+    local tests=$1 program=$2
+    shift 2
+    command -v "$program" >/dev/null && return
+    if [ "$(uname)" = Linux ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing $*"
+        if (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+            --no-install-recommends "$@") >/dev/null 2>&1; then
+            return
+        fi
+    fi
+    echo "$program is not installed: $tests will be skipped. On Debian: sudo apt-get install $*"
 }
 
-install_iproute2
+# Network namespaces stand for several hosts.
+install_for tests/lab ip iproute2
+install_for tests/browser chromedriver chromium chromium-driver
 
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .

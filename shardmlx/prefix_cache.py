@@ -36,7 +36,7 @@ def held(tokens: int) -> int:
 class PrefixCache:
     """Which texts are kept, oldest use first, by their numbers.
 
-    Only texts of at most ``trimmable`` tokens can be cut to a shorter beginning, where that is
+    Only texts of fewer than ``trimmable`` tokens can be cut to a shorter beginning, where that is
     given: the caches of longer ones have forgotten some of it.
     """
 
@@ -62,7 +62,7 @@ class PrefixCache:
         for text, tokens in self._kept.items():
             length = _common(tokens, wanted)
             is_whole = length == len(tokens)
-            can_be_cut = self._trimmable is None or len(tokens) <= self._trimmable
+            can_be_cut = self._trimmable is None or len(tokens) < self._trimmable
             if (
                 length >= self._shortest
                 and (is_whole or can_be_cut)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardmlx.choice import Choice, Chosen
-from shardmlx.text_stream import FinishReason
+from shardmlx.errors import one_line
+from shardmlx.text_stream import FinishReason as FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +199,11 @@ class TextService:
             self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
             self._changed.notify()
 
+    def fail(self, reason: str) -> None:
+        """End all that is open, at once. On any thread; ``run`` returns soon after."""
+        self.close(0.0)
+        self._end(reason)
+
     def _cancel(self, number: int) -> None:
         with self._changed:
             if number in self._open:
@@ -213,7 +219,7 @@ class TextService:
                 for number, request in inbox.requests:
                     generator.add(number, request)
                 for number in inbox.cancelled:
-                    if self._open.pop(number, None) is not None:
+                    if self._close(number):
                         generator.cancel(number)
                 if generator.is_idle:
                     generator.rest()
@@ -221,7 +227,7 @@ class TextService:
                     self._deliver(generator.step())
                 self._kept_tokens = generator.kept_tokens
         except BaseException as error:
-            self._end(" ".join(str(error).split()) or type(error).__name__)
+            self._end(one_line(error))
             raise
         self._end("the server is stopping")
 
@@ -235,6 +241,11 @@ class TextService:
                 return None
             inbox, self._inbox = self._inbox, _Inbox()
             return inbox
+
+    def _close(self, number: int) -> bool:
+        """Whether the text had not ended."""
+        with self._changed:
+            return self._open.pop(number, None) is not None
 
     def _deliver(self, pieces: Sequence[tuple[int, Piece]]) -> None:
         for number, piece in pieces:

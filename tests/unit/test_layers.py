@@ -11,14 +11,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS: dict[str, set[str]] = {
-    "commands": {"train", "generate", "profile", "plan", "inspect", "launch", "mpi_command"},
+    "commands": {
+        "train", "serve", "chat", "generate", "profile", "plan", "inspect", "launch",
+        "doctor", "mpi_command",
+    },
     "run": {
         "trainer", "job", "preparation", "profiling", "generation", "training_report",
-        "checkpoints", "resume",
+        "inference_setup", "serving", "request_server", "chatting",
+        "checkpoints", "resume", "doctor_run",
     },
     "engine": {
-        "engine", "inference", "reduce", "loading", "saving", "optimizer", "measure", "agreement",
+        "engine", "inference", "inference_stage", "reduce", "loading", "saving", "optimizer",
+        "measure", "speed_tests", "agreement",
         "checkpoint_writer", "checkpoint_reader", "checkpoint_storage",
+        "weight_supply", "weight_finding",
     },
     "mlx": {
         "transport", "mpi", "stage", "data", "byte_stream", "sampling", "text_caches",
@@ -29,11 +35,18 @@ LAYERS: dict[str, set[str]] = {
         "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "picture",
         "run_plan", "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
         "safetensors_header", "batches", "trace", "report", "environment", "command",
-        "ending", "signals", "heartbeat", "token_schedule", "choice", "text_service",
+        "ending", "signals", "heartbeat", "token_schedule", "prefix_cache", "choice",
+        "text_service", "text_stream", "inference_config",
+        "serve_config", "chat_config", "typed_lines",
+        "openai_requests", "openai_answers", "openai_errors", "http_app", "http_answer",
+        "http_guard", "http_metrics", "http_packages", "http_server",
         "generate_config", "inference_plan", "prompts", "processes",
+        "doctor_config", "doctor_hostfile", "doctor_report", "doctor_ssh", "examination",
+        "host_facts", "host_probe", "host_readings", "probe_talk",
         "hosts_check", "restarts", "mpirun_command", "supervise", "replan",
         "hostfile", "model_source", "hub", "sources", "inspection", "inspection_report", "tables",
         "shards", "verify", "layer_memory", "memory", "timing", "profile_file", "workload",
+        "weight_source", "weight_cache", "weight_download",
         "cluster", "predict", "problems", "durable", "checkpoint_store", "run_identity",
         "planner", "remedies", "plan_report",
         "schedule_report", "comparison", "stragglers", "rebalance",

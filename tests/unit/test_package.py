@@ -46,7 +46,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
         modules("shardmlx", "shardmlx/")
         | modules("models", "shardmlx/models/")
         | modules("partitioners", "shardmlx/partitioners/")
-        | {"shardmlx/py.typed"}
+        | {"shardmlx/py.typed", "shardmlx/pages/chat.html"}
     )
 
 

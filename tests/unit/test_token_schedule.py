@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardmlx.prefix_cache import Beginning
 from shardmlx.token_schedule import Item, Kind, Scheduler
 
 
@@ -109,3 +110,48 @@ def test_what_cannot_be_is_refused() -> None:
         Scheduler(groups=0, most=1, chunk=1)
     with pytest.raises(ValueError, match="a prompt of 0 tokens"):
         Scheduler(groups=1, most=1, chunk=1).add(0, 0)
+
+
+def test_with_a_capacity_as_many_texts_as_it_has_room_for_padding_counted() -> None:
+    scheduler = Scheduler(groups=1, most=8, chunk=8, capacity=1024)
+    scheduler.add(0, 1, context=200)
+    scheduler.add(1, 1, context=200)
+    scheduler.add(2, 1, context=400)  # three texts as long as this one have no room
+    scheduler.add(3, 1, context=100)  # waits its turn
+    played = play(scheduler, 9, lengths={0: 3, 1: 4})
+    assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
+    with pytest.raises(ValueError, match="a text of 1025 tokens, where 1024 are kept"):
+        scheduler.add(4, 1, context=1025)
+
+
+def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=4)
+    scheduler.begin = lambda text: Beginning(7, 9, is_whole=True) if text == 1 else None
+    scheduler.add(0, 3)
+    scheduler.add(1, 12)
+    items = []
+    for _ in range(4):
+        item = scheduler.next()
+        assert item is not None
+        items.append((show(item), item.begins))
+    assert items == [
+        ("a2", None),
+        ("a!", None),
+        ("b2", Beginning(7, 9, is_whole=True)),
+        ("b!", None),
+    ]
+
+
+def test_a_text_may_be_finished_before_its_beginning_and_within_its_prompt() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=2)
+    scheduler.add(0, 9)
+    scheduler.add(1, 9)
+    scheduler.add(2, 1)
+    first = scheduler.next()
+    assert first is not None
+    scheduler.finish(0, keep=True)
+    scheduler.finish(1)
+    second = scheduler.next()
+    assert second == Item(Kind.PROMPT, (2,), 1, chooses=True, kept=(0,))
+    scheduler.forget([0])
+    assert scheduler.rest() == Item(Kind.REST, dropped=(0,))

@@ -1,0 +1,30 @@
+"""``mpirun -n N python -m shardmlx.chat``: talk with a model through pipeline stages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shardmlx.chat_config import ChatConfig, load_config
+from shardmlx.environment import Blas
+from shardmlx.mpi_command import run_ranks
+
+if TYPE_CHECKING:
+    from shardmlx.transport import Transport
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
+    given = sys.argv[1:] if argv is None else argv
+    return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _load)
+
+
+def _load() -> Callable[[ChatConfig, Transport, Blas], None]:
+    from shardmlx.chatting import run
+
+    return run
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

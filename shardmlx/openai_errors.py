@@ -1,0 +1,54 @@
+"""Errors as OpenAI's API has them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that gets no answer: why, in one line, with the HTTP ``status``.
+
+    ``param`` names what in the body is wrong; ``code`` is for programs to read.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of a response, and of the event that ends a stream."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _type(self.status),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def _type(status: int) -> str:
+    if status == HTTPStatus.UNAUTHORIZED:
+        return "authentication_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """What the request asks for cannot be done."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)

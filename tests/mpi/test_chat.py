@@ -1,0 +1,67 @@
+"""``mpirun -n N python -m shardmlx.chat``: a conversation on rank 0's stdin."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpirun import Job, mpirun
+from tests.mpi.test_generate import mlx_lm
+
+
+def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:
+    """What is said after these lines were typed, and nothing more."""
+    program = shlex.join(
+        [
+            str(Path(sys.executable).with_name("mpirun")),
+            *("-n", str(ranks), "--oversubscribe", "--bind-to", "none", sys.executable),
+            *("-m", "shardmlx.chat", "--timeout", "20", *map(str, args)),
+        ]
+    )
+    typed = shlex.quote("".join(f"{line}\n" for line in lines))
+    return mpirun(ranks, command=["sh", "-c", f"printf %s {typed} | {program}"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_conversation(ranks: int, small: Path) -> None:
+    """The first answer is mlx-lm's; the second computes only what is new; a new conversation
+    answers as the first did. The end of stdin, or silence on a pipe, ends it."""
+    said = "What is the colour of the sea?"
+    job = chat(
+        ranks,
+        [said, "And why?", "h", "r", said],
+        *("--model", small, "--max-tokens", "12"),
+    )
+    assert job.returncode == 0, job.output
+    first = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12").strip()
+    said_text = job.stdout.replace("\r", "")
+    assert said_text.count(first) == 2
+    counts = [
+        tuple(map(int, found))
+        for found in re.findall(r"\[(\d+) of (\d+) prompt tokens computed, 12 gen", said_text)
+    ]
+    assert len(counts) == 3
+    assert counts[0][0] == counts[0][1]
+    # All of the first turn but what its answer reads as, tokenised again, and its last token.
+    assert counts[1][1] - counts[1][0] > counts[0][1] - 4
+    assert "Peak memory" in said_text
+
+
+def test_q_leaves_and_a_conversation_has_an_end(small: Path) -> None:
+    job = chat(
+        2,
+        ["Tell me of " + "ships and " * 60, "q", "Never read"],
+        *("--model", small, "--max-tokens", "8", "--cache-tokens", "256", "--no-verbose"),
+    )
+    assert job.returncode == 0, job.output
+    assert job.stdout.strip() == ""
+
+
+def test_a_model_without_a_template_is_refused(small: Path, tmp_path: Path) -> None:
+    job = chat(1, ["Hello"], "--model", small, "--cache-tokens", "1")
+    assert job.returncode == 2, job.output
+    assert job.error_lines == ["shardmlx: error: --cache-tokens is 1: give 256 or more"]

@@ -1,0 +1,168 @@
+"""``mpirun -n 2 python -m shardmlx.serve``, asked by the ``openai`` package."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.mpi.mpirun import Running, mpirun
+from tests.mpi.test_generate import mlx_lm
+
+SECONDS_TO_START = 60.0
+KEY = "a-key"
+MANY = 32
+
+
+class Served:
+    """A server that answers, and its clients."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.url = self._address()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def _address(self) -> str:
+        end = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < end and self.running.process.poll() is None:
+            if found := re.search(r"^Serving .* at (http://\S+)", self.running.job().stdout, re.M):
+                return found[1]
+            time.sleep(0.1)
+        pytest.fail(f"no server\n{self.running.where_it_hangs().output}")
+
+    def ask(self, said: str, tokens: int = 12) -> str:
+        """The answer, streamed."""
+        pieces = self.client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": said}],
+            max_tokens=tokens,
+            stream=True,
+        )
+        return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        found = re.search(rf"^shardmlx_{name} (\S+)$", text, re.M)
+        assert found, text
+        return float(found[1])
+
+
+def serve(ranks: int, model: Path, *args: str) -> Running:
+    return Running.ranks(
+        ranks,
+        *("-m", "shardmlx.serve", "--model", model, "--port", "0", "--api-key", KEY),
+        *("--timeout", "20", *args),
+    )
+
+
+@pytest.fixture(scope="module")
+def served(small: Path) -> Iterator[Served]:
+    with serve(2, small) as running:
+        yield Served(running)
+
+
+def test_the_text_of_mlx_lm(served: Served, small: Path) -> None:
+    said = "What is the colour of the sea?"
+    wanted = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12")
+    assert served.ask(said) + "\n" == wanted
+
+
+def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> None:
+    sayings = [f"Tell me of the number {i}, and of {'ships ' * (i % 7)}." for i in range(MANY)]
+    alone = [served.ask(said) for said in sayings[:6]]
+    with ThreadPoolExecutor(MANY) as pool:
+        together = list(pool.map(served.ask, sayings))
+    assert together[:6] == alone
+    assert len(together) == MANY
+
+
+def test_a_conversation_that_grows_does_not_pay_for_its_beginning_again(served: Served) -> None:
+    said = "A long beginning, of ships and of the sea, of winds and of sails and of tides."
+    first = served.client.completions.create(model="default", prompt=said, max_tokens=8)
+    assert first.usage is not None
+    again = served.client.completions.create(
+        model="default", prompt=said + first.choices[0].text + " And then", max_tokens=8
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    cached = again.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached > first.usage.prompt_tokens - 4
+
+
+def test_clients_that_vanish_leave_room_for_others(served: Served) -> None:
+    for _ in range(6):
+        with served.client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Count to a million."}],
+            max_tokens=400,
+            stream=True,
+        ) as stream:
+            next(iter(stream))
+    end = time.monotonic() + 20
+    while served.metric("texts_under_way") > 0 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert served.metric("texts_under_way") == 0
+    assert served.ask("Are you there?")
+
+
+def test_what_it_refuses(served: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="together at most"):
+        served.ask("Hello", tokens=10**6)
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        served.client.chat.completions.create(
+            model="another", messages=[{"role": "user", "content": "Hello"}]
+        )
+
+
+def test_it_stops_in_order(small: Path) -> None:
+    """Open requests end as they should; the job ends well."""
+    with serve(1, small) as running, ThreadPoolExecutor(1) as pool:
+        served = Served(running)
+        answer = pool.submit(served.ask, "Hello", 300)
+        while served.metric("texts_under_way") == 0 and not answer.done():
+            time.sleep(0.02)
+        running.process.send_signal(signal.SIGUSR1)
+        assert answer.result(timeout=30)
+        assert running.wait(20) == 0
+        assert running.left_behind() == []
+        assert "Stopping after SIGUSR1" in running.job().stdout
+
+
+def test_a_rank_that_dies_under_load(small: Path) -> None:
+    """Open requests end with an error, and the job with one that names the rank."""
+    with serve(2, small) as running, ThreadPoolExecutor(8) as pool:
+        served = Served(running)
+        answers = [pool.submit(served.ask, f"Count from {i}.", 400) for i in range(8)]
+        while served.metric("texts_under_way") < 4:
+            time.sleep(0.02)
+        pid = running.pid_of(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for answer in answers:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                answer.result(timeout=20)
+        assert running.wait(20) not in (0, None)
+        assert running.left_behind() == []
+        (line,) = running.job().error_lines
+        assert re.search(r"rank 1 on \S+ died", line)
+
+
+def test_a_port_that_is_taken(served: Served, small: Path) -> None:
+    port = served.url.rpartition(":")[2]
+    job = mpirun(2, "-m", "shardmlx.serve", "--model", small, "--port", port)
+    assert job.returncode == 2
+    assert job.error_lines == [
+        f"shardmlx: error: --port {port} of 127.0.0.1 is taken: give another, or 0 for any that is "
+        "free"
+    ]
