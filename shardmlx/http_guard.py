@@ -73,8 +73,8 @@ class Guard:
         if name not in self._hosts:
             raise ApiError(
                 421,
-                f"the request is for host {ascii(given)[:200]}, which this server is not known to "
-                "be: start it with --allow-host if it should be",
+                f"the request is for host {ascii(given)[:200]}, but this server is for its own "
+                "machine only: ask for localhost",
                 code="unknown_host",
             )
 

@@ -88,7 +88,7 @@ class Generator(Protocol):
         """Tokens kept for prompts that begin alike."""
 
     def rest(self) -> None:
-        """Called every few seconds while there is nothing to do; raises if a rank is lost."""
+        """Called every now and then while there is nothing to do; raises if a rank is lost."""
 
 
 class Answer:
@@ -125,7 +125,7 @@ class Answer:
             return  # the loop is closed: nobody reads it
 
 
-SECONDS_OF_REST = 5.0
+SECONDS_OF_REST = 1.0
 """Between two calls of ``Generator.rest``."""
 
 
@@ -229,7 +229,7 @@ class TextService:
         except BaseException as error:
             self._end(one_line(error))
             raise
-        self._end("the server is stopping")
+        self._end(self._ended or "the server is stopping")
 
     def _take(self, is_idle: bool) -> _Inbox | None:
         """What has come in, after a while if there is nothing else to do; None at the end."""

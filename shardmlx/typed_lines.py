@@ -46,6 +46,7 @@ class TypedLines:
 
     def interrupts(self) -> bool:
         """Whether an empty line has come, now that nobody asks for one; others wait."""
+        self.rest()
         line = self.next(0.0)
         if line is not None and line.strip():
             self._lines.appendleft(line)

@@ -13,7 +13,7 @@ from shardmlx.choice import Chosen
 from shardmlx.errors import UserError
 from shardmlx.http_app import make_app
 from shardmlx.http_server import HttpServer, bind, trusted_hosts
-from shardmlx.text_service import Piece, TextRequest, TextService
+from shardmlx.text_service import FinishReason, Piece, TextRequest, TextService
 
 VOCABULARY = 128
 MODEL = "parrot"
@@ -110,7 +110,7 @@ class Parrot:
         if most is not None:
             top = tuple((token + place, -0.5 - place) for place in range(most))
             chosen = Chosen(token, -0.5, top)
-        reason = "length" if text.generated == request.max_tokens else None
+        reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
         return Piece(chr(token), (chosen,), text.generated, cached, reason)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.openai_requests import Defaults
 from tests.unit.http_serving import MODEL, Parrot, Serving, serving
 
-USER = {"role": "user", "content": "hello"}
+USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
 KEY = "sesame"
 
 
@@ -59,7 +60,7 @@ def metric(server: Serving, name: str) -> float:
 
 
 def test_a_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=7)  # type: ignore[list-item]
+    answer = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=7)
     assert answer.choices[0].message.content == "hellohe"
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "length"
@@ -74,7 +75,7 @@ def test_a_chat(client: openai.OpenAI) -> None:
 def test_a_chat_streamed(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
-        messages=[USER],  # type: ignore[list-item]
+        messages=[USER],
         max_tokens=7,
         stream=True,
         stream_options={"include_usage": True},
@@ -88,8 +89,8 @@ def test_a_chat_streamed(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_as_the_package_collects_it(client: openai.OpenAI) -> None:
-    user = {"role": "user", "content": "hello."}
-    with client.chat.completions.stream(model=MODEL, messages=[user]) as stream:  # type: ignore[list-item]
+    user: ChatCompletionUserMessageParam = {"role": "user", "content": "hello."}
+    with client.chat.completions.stream(model=MODEL, messages=[user]) as stream:
         stream.until_done()
         assert stream.get_final_completion().choices[0].message.content == "hello"
 
@@ -126,7 +127,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 def test_logprobs(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL,
-        messages=[USER],  # type: ignore[list-item]
+        messages=[USER],
         max_tokens=1,
         logprobs=True,
         top_logprobs=2,
@@ -237,15 +238,15 @@ def test_of_several_texts_all_are_taken_or_none() -> None:
 
 
 def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
-    async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
+    async def ask(client: openai.AsyncOpenAI, streams: bool) -> str:
         try:
-            if not stream:
+            if not streams:
                 await client.completions.create(model=MODEL, prompt="hello")
                 return "an answer"
             got = ""
             async for chunk in await client.chat.completions.create(
                 model=MODEL,
-                messages=[USER],  # type: ignore[list-item]
+                messages=[USER],
                 stream=True,
             ):
                 got += chunk.choices[0].delta.content or ""

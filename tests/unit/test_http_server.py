@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from shardmlx import http_answer, http_app, http_packages, http_server
 from shardmlx.errors import UserError
 from shardmlx.http_packages import check_packages
-from shardmlx.http_server import HttpServer, address_of, bind, trusted_hosts
+from shardmlx.http_server import LOOPBACK, HttpServer, address_of, bind, trusted_hosts
 from tests.unit.http_serving import Parrot, Serving, serving
 
 
@@ -393,16 +393,18 @@ def test_ipv6() -> None:
         pytest.skip("this machine has no IPv6")
     with listener:
         assert address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
-        assert trusted_hosts(listener) == {"localhost", "127.0.0.1", "::1"}
+        assert trusted_hosts(listener) == frozenset(LOOPBACK)
 
 
 def test_names_are_checked_where_only_this_machine_is_meant() -> None:
     with bind("127.0.0.1", 0) as loopback, bind("0.0.0.0", 0) as everywhere:
-        local = {"localhost", "127.0.0.1", "::1"}
-        assert trusted_hosts(loopback) == local
-        assert trusted_hosts(loopback, ["mac.local"]) == {*local, "mac.local"}
+        assert frozenset(LOOPBACK) == {"localhost", "127.0.0.1", "::1"}
+        assert trusted_hosts(loopback) == frozenset(LOOPBACK)
+        assert trusted_hosts(loopback, ["mac.local"]) == frozenset({*LOOPBACK, "mac.local"})
         assert trusted_hosts(everywhere) is None
-        assert trusted_hosts(everywhere, ["mac.local"]) == {*local, "0.0.0.0", "mac.local"}
+        assert trusted_hosts(everywhere, ["mac.local"]) == frozenset(
+            {*LOOPBACK, "0.0.0.0", "mac.local"}
+        )
 
 
 def test_who_connects_before_the_server_has_started_waits() -> None:

@@ -221,6 +221,32 @@ def test_close_with_a_deadline_ends_what_is_open_then() -> None:
     assert run(session) is None
 
 
+def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
+    """However long the generator takes for its step."""
+
+    async def session(service: TextService, parrot: Parrot) -> None:
+        in_step, goes_on = threading.Event(), threading.Event()
+
+        def step() -> list[tuple[int, Piece]]:
+            in_step.set()
+            goes_on.wait(30)
+            return [(0, Piece("too late", (), 1))]
+
+        parrot.step = step  # type: ignore[method-assign]
+        answer = service.submit(request("a"))
+        await asyncio.to_thread(in_step.wait, 30)
+        service.fail("rank 1 is lost")
+        with pytest.raises(ServiceEnded, match=r"^rank 1 is lost$"):
+            await text_of(answer)
+        goes_on.set()
+        await until(lambda: service.load() == ServiceLoad(0, 0, 7))
+        ended.append(service)
+
+    ended: list[TextService] = []
+    assert run(session) is None
+    assert ended[0].ended == "rank 1 is lost"
+
+
 def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
     async def session(service: TextService, parrot: Parrot) -> None:
         service.close(60)
