@@ -132,6 +132,7 @@ class _Chat:
         tokenizer = self._reader.tokenizer
         answer = _Answer(text_stream(tokenizer, self._max_tokens), len(tokens))
         self._leader.add(number, tokens, choice_of(self._config, tokenizer, number), context)
+        is_stopped = False
         try:
             while not self._leader.is_idle:
                 for _, chosen in self._leader.step():
@@ -140,8 +141,10 @@ class _Chat:
                     if answer.stream.finish_reason is not None:
                         self._leader.finish(number)
                     print(segment, end="", flush=True)
-                if answer.stream.finish_reason is None and self._lines.interrupts():
+                has_ended = is_stopped or answer.stream.finish_reason is not None
+                if not has_ended and self._lines.interrupts():
                     self._leader.cancel(number)
+                    is_stopped = True
         finally:
             print(flush=True)  # what is said of a failure begins a line
         return answer

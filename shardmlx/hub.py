@@ -155,6 +155,10 @@ class Repository:
         """The bytes of a file before its tensors."""
         return self._range(file, 0, header.data_offset).data
 
+    def part(self, file: str, start: int, count: int) -> bytes:
+        """So many bytes of a file, fewer where it ends before."""
+        return self._range(file, start, start + count).data
+
     def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
         """The bytes ``start`` to ``stop`` of a file as they come.
 

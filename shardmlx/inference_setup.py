@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0, together
@@ -41,6 +42,9 @@ from shardmlx.transport import Transport
 from shardmlx.weight_finding import find_weights
 from shardmlx.weight_supply import Weights
 from shardmlx.workload import Workload
+
+SPACES = ("\u2581", "\u0120")
+"""How vocabularies write a space: SentencePiece's, and those of bytes."""
 
 TYPICAL_PROMPT = 512
 """Tokens, where the layers are divided before any prompt is known."""
@@ -231,12 +235,27 @@ def new_prefixes(prepared: Prepared) -> PrefixCache:
 
 
 def text_stream(
-    tokenizer: TokenizerWrapper, max_tokens: int, stop: tuple[str, ...] = ()
+    tokenizer: TokenizerWrapper,
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+    continues: bool = False,
 ) -> TextStream:
-    """For one more text."""
+    """For one more text. One that ``continues`` another keeps a space at its beginning, which
+    mlx-lm's detokenizers take away."""
+    detokenizer = tokenizer.detokenizer
+    trims = getattr(detokenizer, "trim_space", isinstance(detokenizer, BPEStreamingDetokenizer))
     return TextStream(
-        tokenizer.detokenizer, frozenset(tokenizer.eos_token_ids), max_tokens, stop=stop
+        detokenizer,
+        frozenset(tokenizer.eos_token_ids),
+        max_tokens,
+        stop=stop,
+        begins_with_space=partial(_begins_with_space, tokenizer) if continues and trims else None,
     )
+
+
+def _begins_with_space(tokenizer: TokenizerWrapper, token: int) -> bool:
+    piece = tokenizer.convert_ids_to_tokens(token)
+    return isinstance(piece, str) and piece.startswith(SPACES)
 
 
 def report_memory(prepared: Prepared, reporter: Reporter) -> None:

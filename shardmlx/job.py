@@ -142,9 +142,11 @@ def _prepare(
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
         sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
-        identity = None
-        if data is not None and (config.checkpoint_dir or config.resume not in ("auto", "never")):
-            identity = identity_of(config, path, data.train, data.valid)
+        identity = together(
+            transport,
+            "reading which model it is",
+            lambda: None if data is None else _identity(config, weights, data),
+        )
         resumption = prepare_resumption(config, transport, reporter, identity, plan.mesh.pp)
         stages = _load(transport, reporter, plan, slices, config, weights, shape)
     engine = Engine(plan, transport, stages)
@@ -164,6 +166,13 @@ def _prepare(
         identity=identity,
         versions=versions,
     )
+
+
+def _identity(config: TrainConfig, weights: Weights, data: DataSets) -> dict[str, Any] | None:
+    """What checkpoints say of the run, where it has any."""
+    if not config.checkpoint_dir and config.resume in ("auto", "never"):
+        return None
+    return identity_of(config, weights.path, data.train, data.valid, weights.read)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:

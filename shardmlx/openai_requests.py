@@ -390,6 +390,7 @@ def _order(
             or max(1, min(terms.defaults.max_tokens, terms.most_tokens - len(tokens))),
             choice=_choice(body, number, tokens, logprobs, terms),
             stop=body.stop,
+            continues=isinstance(body, CompletionBody),
         )
         for tokens in prompts
         for number in range(n)

@@ -54,7 +54,9 @@ class PipelineGenerator:
         return self._leader.kept_tokens
 
     def add(self, number: int, request: TextRequest) -> None:
-        self._texts[number] = text_stream(self._tokenizer, request.max_tokens, request.stop)
+        self._texts[number] = text_stream(
+            self._tokenizer, request.max_tokens, request.stop, request.continues
+        )
         self._leader.add(
             number,
             request.tokens,
@@ -121,7 +123,7 @@ class RequestServer:
             vocabulary=self._prepared.workload.shape.vocab_size,
             api_key=key,
             defaults=Defaults(
-                max_tokens=self._prepared.plan.load.answer,
+                max_tokens=config.max_tokens,
                 temp=config.temp,
                 top_p=config.top_p,
                 min_p=config.min_p,

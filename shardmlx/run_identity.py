@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,29 @@ SAME_OPTIONS = (
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
+_READERS = 8
 
 _ANEW = "or start anew with another --checkpoint-dir"
 
 
+Read = Callable[[str, int, int], bytes]
+"""So many bytes, or all that are left, of a weight file from an offset on."""
+
+
 def identity_of(
-    config: TrainConfig, model_path: Path, train: Sequence[Sample], valid: Sequence[Sample]
+    config: TrainConfig,
+    model_path: Path,
+    train: Sequence[Sample],
+    valid: Sequence[Sample],
+    read: Read | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run; JSON-able."""
+    """What a checkpoint says of its run; JSON-able.
+
+    ``read`` reads the weights of a model that is not whole at ``model_path``.
+    """
     values = {name: getattr(config, name) for name in SAME_OPTIONS}
     identity = {
-        "model": {"name": config.model, "sha256": _model(model_path)},
+        "model": {"name": config.model, "sha256": _model(model_path, read)},
         "data": {
             "name": config.data,
             "train": {"samples": len(train), "sha256": _samples(train)},
@@ -112,16 +126,23 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
     return f"{optimizer['name']} {optimizer['settings']} with the learning rate {rate}"
 
 
-def _model(path: Path) -> str:
+def _model(path: Path, read: Read | None) -> str:
     """Of configuration, headers and samples of the weights: a large model is not read whole."""
+
+    def read_file(file: str, offset: int, count: int) -> bytes:
+        with (path / file).open("rb") as content:
+            content.seek(offset)
+            return content.read(count)
+
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob(MODEL_FILES)):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as content:
-            for i in range(_PROBES):
-                content.seek(i * max(0, size - _PROBE_BYTES) // (_PROBES - 1))
-                digest.update(content.read(_PROBE_BYTES))
+    with ThreadPoolExecutor(_READERS) as pool:
+        for file in sorted(path.glob(MODEL_FILES)):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            offsets = [i * max(0, size - _PROBE_BYTES) // (_PROBES - 1) for i in range(_PROBES)]
+            probe = partial(read or read_file, file.name)
+            for data in pool.map(probe, offsets, [_PROBE_BYTES] * _PROBES):
+                digest.update(data)
     return digest.hexdigest()
 
 

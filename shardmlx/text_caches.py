@@ -52,6 +52,13 @@ def _state(cache: Any) -> dict[str, Any]:
     return {k: copy.copy(v) if isinstance(v, mx.array) else v for k, v in vars(cache).items()}
 
 
+def _cut(cache: Any, length: int) -> None:
+    """Leave the first so many tokens, and room for no more: what is shared is copied at the next
+    write, with all the room it has."""
+    if cache.trim(cache.offset - length):
+        cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
+
+
 class TextCaches:
     """Finds, for each item, the caches of its texts. ``new`` makes those of one new text."""
 
@@ -99,7 +106,7 @@ class TextCaches:
         for kept in self._alone[beginning.text]:
             cache = copy.copy(kept)
             vars(cache).update(_state(kept))
-            cache.trim(cache.offset - beginning.length)
+            _cut(cache, beginning.length)
             caches.append(cache)
         self._alone[text] = caches
 

@@ -20,12 +20,16 @@ from shardmlx.text_stream import FinishReason as FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """A text to be generated after ``tokens``. It ends before any of the ``stop`` strings."""
+    """A text to be generated after ``tokens``. It ends before any of the ``stop`` strings.
+
+    One that ``continues`` the text of its prompt may begin with a space; an answer does not.
+    """
 
     tokens: tuple[int, ...]
     max_tokens: int
     choice: Choice = field(default_factory=Choice)
     stop: tuple[str, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +205,13 @@ class TextService:
 
     def fail(self, reason: str) -> None:
         """End all that is open, at once. On any thread; ``run`` returns soon after."""
-        self.close(0.0)
-        self._end(reason)
+        with self._changed:
+            self._ended = reason
+            self._deadline = time.monotonic()
+            left, self._open = self._open, {}
+            self._changed.notify()
+        for known in left.values():
+            known.answer._deliver(ServiceEnded(reason))
 
     def _cancel(self, number: int) -> None:
         with self._changed:
@@ -227,9 +236,9 @@ class TextService:
                     self._deliver(generator.step())
                 self._kept_tokens = generator.kept_tokens
         except BaseException as error:
-            self._end(one_line(error))
+            self.fail(one_line(error))
             raise
-        self._end(self._ended or "the server is stopping")
+        self.fail(self._ended or "the server is stopping")
 
     def _take(self, is_idle: bool) -> _Inbox | None:
         """What has come in, after a while if there is nothing else to do; None at the end."""
@@ -257,10 +266,3 @@ class TextService:
                 if piece.finish_reason is not None:
                     del self._open[number]
             known.answer._deliver(piece)
-
-    def _end(self, reason: str) -> None:
-        with self._changed:
-            self._ended = reason
-            left, self._open = self._open, {}
-        for known in left.values():
-            known.answer._deliver(ServiceEnded(reason))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,13 +15,15 @@ class TextStream:
     """An answer of at most ``max_tokens``. It ends with a token of ``eos``, or before any of the
     strings ``stop``. ``finish_reason`` is None until it is complete.
 
-    ``detokenizer`` is a fresh one of mlx-lm.
+    ``detokenizer`` is a fresh one of mlx-lm. ``begins_with_space`` says of the first token whether
+    a space is missing before the text.
     """
 
     detokenizer: Any
     eos: frozenset[int]
     max_tokens: int
     stop: Sequence[str] = ()
+    begins_with_space: Callable[[int], bool] | None = None
     count: int = 0
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -35,6 +37,8 @@ class TextStream:
         self.last = time.perf_counter()
         if self.count == 0:
             self.first = self.last
+            if self.begins_with_space is not None and self.begins_with_space(token):
+                self._held = " "
         self.count += 1
         if token in self.eos:
             self.finish_reason = "stop"

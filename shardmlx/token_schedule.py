@@ -74,6 +74,7 @@ class _Prompt:
     context: int
     opened: Any
     begins: Beginning | None = None
+    is_begun: bool = False
 
 
 @dataclass(slots=True)
@@ -220,9 +221,6 @@ class Scheduler:
         if self._current is None and self._waiting and self._has_room(self._waiting[0]):
             prompt = self._current = self._waiting.popleft()
             self._open[prompt.text] = prompt.context
-            prompt.begins = self.begin(prompt.text)
-            if prompt.begins is not None:
-                prompt.left -= prompt.begins.length
         return self._current
 
     def _has_room(self, prompt: _Prompt) -> bool:
@@ -233,6 +231,12 @@ class Scheduler:
         )
 
     def _chunk_of(self, prompt: _Prompt) -> Item:
+        if not prompt.is_begun:
+            # Now, and not when its turn has come: what is forgotten for it goes with this item.
+            prompt.is_begun = True
+            prompt.begins = self.begin(prompt.text)
+            if prompt.begins is not None:
+                prompt.left -= prompt.begins.length
         # The last token by itself, as mlx-lm does it: it makes the first choice.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)

@@ -47,10 +47,12 @@ class TypedLines:
     def interrupts(self) -> bool:
         """Whether an empty line has come, now that nobody asks for one; others wait."""
         self.rest()
-        line = self.next(0.0)
-        if line is not None and line.strip():
-            self._lines.appendleft(line)
-        return line is not None and not line.strip()
+        if self._open:
+            self._read(0.0)
+        empty = next((line for line in self._lines if not line.strip()), None)
+        if empty is not None:
+            self._lines.remove(empty)
+        return empty is not None
 
     def rest(self) -> None:
         """Silence until now meant nothing: nobody was asked for a line."""

@@ -86,11 +86,6 @@ class PartialCopy:
             }
         return self._complete.keys() & set(present)
 
-    @property
-    def complete(self) -> Collection[str]:
-        """The tensors that are there."""
-        return self._complete.keys()
-
     def nbytes(self, names: Iterable[str]) -> int:
         """Bytes of some tensors."""
         return sum(self._tensors[name].nbytes for name in names)

@@ -95,6 +95,11 @@ class Bundle:
         self._temporary = temporary
         self._present: set[str] = set()
 
+    @property
+    def read(self) -> Callable[[str, int, int], bytes] | None:
+        """So many bytes of a file from an offset on, where it is only partly here."""
+        return None if self._repository is None else self._repository.part
+
     def check(self, start: int, stop: int, shape: ModelShape) -> None:
         """Raise ``RuntimeError`` unless all that a stage reads is here."""
         if self._layout is None or self._state is State.WHOLE:
@@ -369,6 +374,7 @@ class Weights:
     def __init__(self, model: Bundle, adapters: Bundle | None) -> None:
         self._bundles = {"weights": model} | ({"adapters": adapters} if adapters else {})
         self.path = model.path
+        self.read = model.read
         self.adapters = None if adapters is None else str(adapters.path)
 
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:

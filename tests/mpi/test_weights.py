@@ -148,7 +148,8 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     assert text_of(job) == text_of(plain)
     assert re.search(r"^weights: [\d.]+ GB from caches in", job.stdout, re.M)
     assert len([r for r in hub.requests if r.startswith("GET /cdn")]) <= 2  # headers
-    # A machine without internet has its part from rank 0.
+    # A machine without internet has its part from rank 0, to whom the connection breaks off.
+    hub.drops = 2
     group = machines(tmp_path / "mac0", 2)
     offline = environment | {"SHARDMLX_TEST_OFFLINE": "1"}
     job = group.run("generate", "--model", "me/small", *SAY, env=offline)

@@ -199,7 +199,9 @@ def serve(
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
         if rank > 0:
             return Follower(transport, part, random_state=7).run()
-        scheduler = Scheduler(len(cut), how.get("most", 8), how.get("chunk", 8), capacity=capacity)
+        scheduler = Scheduler(
+            len(cut), how.get("most", 8), how.get("chunk", 8), how.get("patience"), capacity
+        )
         prefixes = PrefixCache(trimmable, shortest=4)
         leader = Leader(transport, part, scheduler, random_state=7, prefixes=prefixes)
         result = work(leader)
@@ -273,6 +275,51 @@ def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
     counts = {0: 4, 1: 3, 2: 9, 3: 5, 4: 7}
     assert texts == {n: expected("llama", prompts[n], count) for n, count in counts.items()}
     assert cached == [30, 30, 30, 30]
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> None:
+    """A kept text is there until the prompt that begins like it has its turn."""
+    first = [prompt(20, seed=i) for i in range(3)]
+
+    def work(leader: Leader) -> dict[int, list[int]]:
+        for number, tokens in enumerate(first):
+            leader.add(number, tokens, Choice(), context=64)
+        texts = finish_all(leader, {0: 3, 1: 4, 2: 5})
+        leader.add(9, prompt(7), Choice(), context=64)
+        texts[9] = []
+        while len(texts[9]) < 2:
+            texts[9] += [chosen.token for _, chosen in leader.step()]
+        counts = {10: 6, 11: 6, 12: 6, 9: 30}
+        for number in (10, 11, 12):
+            texts[number] = []
+            more = [*first[number - 10], *texts[number - 10], *prompt(12)]
+            leader.add(number, more, Choice(), context=64)
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                texts[number].append(chosen.token)
+                if len(texts[number]) == counts[number]:
+                    leader.finish(number)
+        return texts
+
+    texts = serve("llama", cut, work, patience=1, chunk=4)
+    assert texts[9] == expected("llama", prompt(7), 30)
+    for i, tokens in enumerate(first):
+        assert texts[10 + i] == expected("llama", [*tokens, *texts[i], *prompt(12)], 6)
+
+
+def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
+    long, short = prompt(600), prompt(5)
+
+    def work(leader: Leader) -> int:
+        leader.add(0, long, Choice(), context=700)
+        finish_all(leader, {0: 2})
+        leader.add(1, [*long[:20], *short], Choice(), context=64)
+        finish_all(leader, {1: 2})
+        leader.rest()
+        return int(leader._caches._alone[1][0].keys.shape[2])
+
+    assert serve("llama", [6], work) <= 20 + 256
 
 
 def test_kept_texts_make_room_for_new_ones() -> None:

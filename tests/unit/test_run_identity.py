@@ -189,6 +189,8 @@ MAY_CHANGE: dict[str, Any] = {
     "steps_per_eval": 7,
     "save_every": 3,
     "adapter_path": "elsewhere",
+    "weights": "rank0",
+    "weight_cache": "elsewhere",
     "grad_checkpoint": True,
     "clear_cache_threshold": 5,
     "stage_map": "map.yaml",

@@ -60,4 +60,7 @@ def test_an_empty_line_interrupts_and_others_wait(pipe: tuple[int, int]) -> None
     assert lines.interrupts()
     os.write(pipe[1], b"next\n")
     assert not lines.interrupts()
+    os.write(pipe[1], b"\n")
+    assert lines.interrupts()
     assert lines.next(1.0) == "next"
+    assert lines.next(0.01) is None
