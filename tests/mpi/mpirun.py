@@ -65,9 +65,10 @@ class Running:
             for _ in range(2)
         ]
         # An mpirun that was killed leaves files there, on which a later one with the same process
-        # number would fail to start.
+        # number would fail to start. Not TMPDIR: in it MLX keeps kernels that it has compiled.
         self._temporary = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
-        environment = _environment(self._mark) | {"TMPDIR": self._temporary.name}
+        environment = _environment(self._mark)
+        environment["PRTE_MCA_prte_tmpdir_base"] = self._temporary.name
         self.process = subprocess.Popen(
             list(map(str, command)),
             env=environment | dict(env or {}),

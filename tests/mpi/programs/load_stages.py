@@ -14,7 +14,6 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
-import numpy.random  # noqa: E402, F401 - else imported while bytes are counted, and large
 
 from shardmlx.config import load_config  # noqa: E402
 from shardmlx.job import prepare_job  # noqa: E402
