@@ -17,7 +17,8 @@ from shardmlx.checkpoint_storage import Storage, choose_storage, find_disks
 from shardmlx.checkpoint_store import FileInfo, Manifest, Store
 from shardmlx.checkpoint_writer import CheckpointWriter, Snapshot
 from shardmlx.durable import write_durably
-from shardmlx.transport import LocalNetwork, LocalTransport, Transport, buffer_of
+from shardmlx.local_transport import LocalNetwork, LocalTransport
+from shardmlx.transport import Transport, buffer_of
 
 Tensors = dict[str, mx.array]
 Bytes = dict[str, tuple[tuple[int, ...], mx.Dtype, bytes]]

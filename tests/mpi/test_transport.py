@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from shardmlx.transport import LocalNetwork, LocalTransport, PeerLost
+from shardmlx.local_transport import LocalNetwork, LocalTransport
+from shardmlx.transport import PeerLost
 from tests.mpi import transport_checks
 from tests.mpi.mpirun import PROGRAMS, SECONDS_TO_END, mpirun, run_checks, verdict
 from tests.mpi.transport_checks import CHECKS

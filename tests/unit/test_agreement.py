@@ -8,7 +8,8 @@ import pytest
 
 from shardmlx.agreement import by_rank_0, together
 from shardmlx.errors import UserError
-from shardmlx.transport import LocalNetwork, LocalTransport, TransportTimeout
+from shardmlx.local_transport import LocalNetwork, LocalTransport
+from shardmlx.transport import TransportTimeout
 
 
 def error_on_each(ranks: int, failing: set[int]) -> list[str]:

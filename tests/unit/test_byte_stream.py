@@ -14,7 +14,7 @@ import pytest
 
 from shardmlx import byte_stream
 from shardmlx.byte_stream import Outgoing, incoming
-from shardmlx.transport import LocalNetwork, LocalTransport
+from shardmlx.local_transport import LocalNetwork, LocalTransport
 
 PIECE = 16
 TAG = 1

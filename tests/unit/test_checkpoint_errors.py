@@ -14,7 +14,7 @@ from shardmlx import byte_stream, checkpoint_writer
 from shardmlx.checkpoint_store import Store
 from shardmlx.checkpoint_writer import CheckpointError
 from shardmlx.durable import flush_to_disk
-from shardmlx.transport import LocalTransport
+from shardmlx.local_transport import LocalTransport
 from tests.checkpoints import (
     begin,
     complete,

@@ -11,7 +11,7 @@ import pytest
 from shardmlx.agreement import AgreedError
 from shardmlx.checkpoint_storage import Disks, Storage, choose_storage, find_disks
 from shardmlx.checkpoint_store import Store
-from shardmlx.transport import LocalTransport
+from shardmlx.local_transport import LocalTransport
 from tests.checkpoints import on_ranks
 
 NAMES = [f"rank {rank} on mac-{rank}" for rank in range(8)]

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from shardmlx import byte_stream, checkpoint_writer
 from shardmlx.checkpoint_store import Store
 from shardmlx.checkpoint_writer import Saved, Snapshot
-from shardmlx.transport import LocalTransport, buffer_of
+from shardmlx.local_transport import LocalTransport
+from shardmlx.transport import buffer_of
 from tests.checkpoints import (
     as_bytes,
     begin,

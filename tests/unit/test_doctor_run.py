@@ -15,8 +15,9 @@ from shardmlx.doctor_config import DoctorConfig
 from shardmlx.environment import Blas
 from shardmlx.errors import AgreedFailure
 from shardmlx.examination import Examination, LinkSpeed
+from shardmlx.local_transport import LocalNetwork, LocalTransport
 from shardmlx.speed_tests import check_copies, matmul_flops, measure_link, shares_memory
-from shardmlx.transport import Array, Handle, LocalNetwork, LocalTransport, Transport
+from shardmlx.transport import Array, Handle, Transport
 
 BLAS = Blas("OpenBLAS 0.3.21", 1)
 

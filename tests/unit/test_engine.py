@@ -14,6 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.actions import Kind
 from shardmlx.batches import split
 from shardmlx.engine import Engine, EngineError
+from shardmlx.local_transport import LocalNetwork, LocalTransport
 from shardmlx.mesh import Mesh
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import Updater, build_optimizer
@@ -21,7 +22,7 @@ from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.stage_map import Partition, StageMap
 from shardmlx.trace import Span, rank_times
-from shardmlx.transport import LocalNetwork, LocalTransport, Transport, TransportTimeout
+from shardmlx.transport import Transport, TransportTimeout
 from tests.support import (
     Expected,
     Layout,

@@ -19,12 +19,12 @@ from shardmlx.batches import MicroBatch
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.job import prepare_job
+from shardmlx.local_transport import LocalNetwork
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import SUPPORTED, ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.report import Reporter
 from shardmlx.stage import Stage
-from shardmlx.transport import LocalNetwork
 from tests.support import (
     Gradients,
     backward,

@@ -18,11 +18,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.choice import Choice, Chosen
 from shardmlx.engine import EngineError
 from shardmlx.inference import Follower, Leader
+from shardmlx.local_transport import LocalNetwork
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.slice import Slice
 from shardmlx.prefix_cache import PrefixCache
 from shardmlx.token_schedule import Scheduler
-from shardmlx.transport import LocalNetwork, Transport, TransportTimeout
+from shardmlx.transport import Transport, TransportTimeout
 from tests.support import VOCABULARY, tiny_model
 
 LAYERS = 6

@@ -27,8 +27,8 @@ LAYERS: dict[str, set[str]] = {
         "weight_supply", "weight_finding",
     },
     "mlx": {
-        "transport", "mpi", "stage", "data", "byte_stream", "sampling", "text_caches",
-        "prompt_reader",
+        "transport", "local_transport", "mpi", "stage", "data", "byte_stream", "sampling",
+        "text_caches", "prompt_reader",
         "models.slice", "models.families", "models.dropout",
     },
     "pure": {

@@ -16,10 +16,11 @@ from shardmlx.agreement import AgreedError
 from shardmlx.config import TrainConfig
 from shardmlx.environment import Blas
 from shardmlx.errors import UserError
+from shardmlx.local_transport import LocalNetwork
 from shardmlx.profile import read_options
 from shardmlx.profile_file import read_profile
 from shardmlx.timing import Sample, Seconds
-from shardmlx.transport import LocalNetwork, Transport, TransportTimeout
+from shardmlx.transport import Transport, TransportTimeout
 from tests.support import tiny_config
 from tests.unit.fake_models import TINY, model_files, write
 

@@ -13,10 +13,10 @@ import pytest
 from shardmlx.agreement import AgreedError
 from shardmlx.checkpoint_store import MARKER, Store
 from shardmlx.config import TrainConfig
+from shardmlx.local_transport import LocalTransport
 from shardmlx.report import Reporter
 from shardmlx.resume import prepare_resumption
 from shardmlx.run_identity import identity_of
-from shardmlx.transport import LocalTransport
 from tests.checkpoints import flip, hosts, on_ranks, save
 from tests.support import save_model_directory, tiny_config
 

@@ -19,10 +19,10 @@ from shardmlx import byte_stream, weight_cache, weight_supply
 from shardmlx.agreement import AgreedError
 from shardmlx.errors import UserError
 from shardmlx.loading import build_to_generate
+from shardmlx.local_transport import LocalNetwork, LocalTransport
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.report import Reporter
-from shardmlx.transport import LocalNetwork, LocalTransport
 from shardmlx.weight_cache import RECORD
 from shardmlx.weight_finding import find_weights
 from shardmlx.weight_source import read_blueprint
