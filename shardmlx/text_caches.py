@@ -8,8 +8,8 @@ need no masks. One that has ended may be kept, for texts that begin like it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,6 @@ Caches = list[Any]
 class _Group:
     texts: tuple[int, ...]
     caches: Caches
-    ended: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +80,15 @@ class TextCaches:
 
     def hear(self, item: Item) -> None:
         """What an item says of texts that have ended, and of one that begins like one of them."""
-        for text in item.kept:
-            self._keep(text)
+        self._groups = {
+            number: rest
+            for number, group in self._groups.items()
+            if (rest := self._without(group, {*item.kept, *item.dropped}, item.kept)) is not None
+        }
         if item.begins is not None:
             self._begin(item.texts[0], item.begins)
-        self._end([*item.kept, *item.dropped])
         for text in item.dropped:
             self._alone.pop(text, None)
-
-    def _keep(self, text: int) -> None:
-        """Take a text out of its group, if it has come to one."""
-        for group in self._groups.values():
-            if text in group.texts:
-                caches = list(group.caches)
-                if len(group.texts) > 1:
-                    row = group.texts.index(text)
-                    for layer, cache in enumerate(group.caches):
-                        caches[layer] = one = cache.extract(row)
-                        mx.eval(one.keys, one.values)
-                self._alone[text] = caches
 
     def _begin(self, text: int, beginning: Beginning) -> None:
         caches = []
@@ -110,46 +99,67 @@ class TextCaches:
             caches.append(cache)
         self._alone[text] = caches
 
-    def _end(self, texts: Sequence[int]) -> None:
-        """A group forgets texts at its next item, or at once if none of it goes on."""
-        for group in self._groups.values():
-            group.ended.update(text for text in texts if text in group.texts)
-        self._groups = {i: g for i, g in self._groups.items() if g.ended != {*g.texts}}
+    def _without(
+        self, group: _Group, ended: Collection[int], keep: Collection[int]
+    ) -> _Group | None:
+        """A group without the texts that have ended, of which some get caches of their own."""
+        rows = [row for row, text in enumerate(group.texts) if text not in ended]
+        if len(rows) == len(group.texts):
+            return group
+        kept = [row for row, text in enumerate(group.texts) if text in keep]
+        for row in kept:
+            self._alone[group.texts[row]] = []
+        caches = []
+        for cache in _taken(group.caches):
+            for row in kept:
+                self._alone[group.texts[row]].append(_row(cache, row, len(group.texts)))
+            if len(rows) > 1:
+                cache.filter(rows)
+                caches.append(_evaluated(cache))
+            elif rows:
+                caches.append(_row(cache, rows[0], len(group.texts)))
+        return _Group(tuple(group.texts[row] for row in rows), caches) if rows else None
 
     def _regroup(self, group: _Group, texts: tuple[int, ...]) -> _Group:
-        kept = [row for row, text in enumerate(group.texts) if text in texts]
-        joining = [text for text in texts if text not in group.texts]
-        if texts != (*(group.texts[row] for row in kept), *joining):
-            raise ValueError(f"texts {texts} of a group of {group.texts}: kept ones come first")
+        joining = texts[len(group.texts) :]
+        if group.texts + joining != texts:
+            raise ValueError(
+                f"texts {texts} of a group of {group.texts}: those that join come last"
+            )
         parts = [self._alone.pop(text) for text in joining]
-        if kept:
+        if group.texts:
             parts.insert(0, group.caches)
-        keeps_batch = len(group.texts) > 1
-        caches = []
-        for layer in range(len(parts[0])):
-            cache = _joined([part[layer] for part in parts], kept if keeps_batch else None)
-            # Each layer before the next, and what it was made of forgotten: a copy of all keys and
-            # values at once might not fit.
-            mx.eval(cache.keys, cache.values)
-            for part in parts:
-                part[layer] = None
-            caches.append(cache)
-        return _Group(texts, caches)
+        layers = zip(*map(_taken, parts), strict=True)
+        return _Group(texts, [_joined(layer, len(group.texts) > 1) for layer in layers])
 
 
-def _joined(parts: list[Any], kept: Sequence[int] | None) -> Any:
-    """One layer's cache of several texts. The first of ``parts`` is a batch of which rows stay, if
-    they are ``kept``; the others are of one text each."""
-    batch = None
-    if kept:
-        batch, *parts = parts
-        if len(kept) == 1:
-            parts.insert(0, batch.extract(kept[0]))
-            batch = None
-        elif len(kept) < len(batch.left_padding):
-            batch.filter(list(kept))
-    if batch is None:
-        return parts[0] if len(parts) == 1 else parts[0].merge(parts)
-    if parts:
-        batch.extend(parts[0].merge(parts))
-    return batch
+# A copy of all keys and values at once might not fit. So what follows is evaluated for each layer
+# before the next, and what a layer was made of is forgotten.
+
+
+def _taken(caches: Caches) -> Iterator[Any]:
+    """The layers; ``caches`` are of no use any more."""
+    caches.reverse()
+    while caches:
+        yield caches.pop()
+
+
+def _row(cache: Any, row: int, count: int) -> Any:
+    """One layer's cache of one text of ``count``."""
+    return _evaluated(cache.extract(row)) if count > 1 else cache
+
+
+def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
+    """One layer's cache of several texts. All ``parts`` are of one text, but perhaps the first."""
+    first, *others = parts
+    if not others:
+        return first
+    if not first_is_batch:
+        return _evaluated(first.merge(parts))
+    first.extend(others[0].merge(others))
+    return _evaluated(first)
+
+
+def _evaluated(cache: Any) -> Any:
+    mx.eval(cache.keys, cache.values)
+    return cache
