@@ -74,7 +74,7 @@ class Guard:
             raise ApiError(
                 421,
                 f"the request is for host {ascii(given)[:200]}, but this server is for its own "
-                "machine only: ask for localhost",
+                "machine only: ask for localhost, or start it with --allow-host NAME",
                 code="unknown_host",
             )
 

@@ -129,7 +129,7 @@ class RequestServer:
                 min_p=config.min_p,
                 top_k=config.top_k,
             ),
-            hosts=trusted_hosts(listener),
+            hosts=trusted_hosts(listener, config.extra_hosts),
             origins=[config.allow_origin] if config.allow_origin else [],
             max_body_bytes=config.max_body,
         )

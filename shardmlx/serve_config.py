@@ -42,6 +42,12 @@ class ServeConfig(InferenceConfig):
     allow_origin: str | None = option(
         None, "web site whose pages may ask, like https://example.org; * for all", group=_SERVER
     )
+    allow_host: str | None = option(
+        None,
+        "names by which requests may call this server beside localhost, with commas between: "
+        "those that a proxy passes on",
+        group=_SERVER,
+    )
     cache_tokens: int = option(
         16384,
         "tokens whose keys and values are kept at a time, of all texts together; a request may "
@@ -69,6 +75,11 @@ class ServeConfig(InferenceConfig):
             object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError("api_key", "is empty or not ASCII: give letters and digits")
+
+    @property
+    def extra_hosts(self) -> list[str]:
+        """The names of ``allow_host``."""
+        return [name.strip().lower() for name in (self.allow_host or "").split(",") if name.strip()]
 
     @property
     def is_open_to_others(self) -> bool:

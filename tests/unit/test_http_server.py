@@ -17,6 +17,7 @@ from shardmlx import http_answer, http_app, http_packages, http_server
 from shardmlx.errors import UserError
 from shardmlx.http_packages import check_packages
 from shardmlx.http_server import LOOPBACK, HttpServer, address_of, bind, trusted_hosts
+from shardmlx.serve_config import ServeConfig
 from tests.unit.http_serving import Parrot, Serving, serving
 
 
@@ -433,3 +434,11 @@ def test_uvicorn_leaves_signals_and_loops_of_others_alone() -> None:
         await asyncio.to_thread(server.stop, 1)
 
     asyncio.run(inside())
+
+
+def test_names_that_a_proxy_passes_on() -> None:
+    assert ServeConfig().extra_hosts == []
+    assert ServeConfig(allow_host="Mac.local, chat.example").extra_hosts == [
+        "mac.local",
+        "chat.example",
+    ]
