@@ -8,24 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 PAD_TO = 32
 """Widths are one more than a multiple of this, as in mlx-lm."""
 
-Sample = tuple[Sequence[int], int]
+Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
+
+NO_TOKENS = np.dtype([])
+"""Of ``tokens`` that have a shape and take no bytes: those of a rank that reads none."""
+
+
+class Samples(Sequence[Sample]):
+    """Samples one after the other in an array: 4 bytes a token, where Python's numbers take 36.
+
+    ``tokens`` int32, those of all samples; ``bounds`` (samples, 3) int64: where each begins and
+    ends in ``tokens``, and the position at which its loss starts to count.
+    """
+
+    def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
+        self.tokens = tokens
+        self.bounds = bounds
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """In tokens."""
+        lengths: np.ndarray = self.bounds[:, 1] - self.bounds[:, 0]
+        return lengths
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The positions at which the loss starts to count."""
+        starts: np.ndarray = self.bounds[:, 2]
+        return starts
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @overload
+    def __getitem__(self, i: int) -> Sample: ...
+    @overload
+    def __getitem__(self, i: slice | np.ndarray) -> Samples: ...
+    def __getitem__(self, i: int | slice | np.ndarray) -> Sample | Samples:
+        if isinstance(i, (slice, np.ndarray)):
+            return Samples(self.tokens, self.bounds[i])
+        begin, end, start = self.bounds[i].tolist()
+        return self.tokens[begin:end], start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Some rows of the global batch.
 
-    ``tokens`` (rows, T + 1) int32, padded on the right; ``spans`` (rows, 2) the first and the last
-    position that count, in positions of targets, which start at 1; ``first_row`` the place of the
-    first row in the global batch.
+    ``tokens`` (rows, T + 1) int32, padded on the right, or of the type ``NO_TOKENS``; ``spans``
+    (rows, 2) the first and the last position that count, in positions of targets, which start at 1;
+    ``first_row`` the place of the first row in the global batch.
     """
 
     tokens: np.ndarray

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.batches import MicroBatch
+from shardmlx.batches import MicroBatch, Sample, make_batch
 from shardmlx.cluster import Cluster
+from shardmlx.memory_limits import PlannedMemory
 from shardmlx.predict import predict, predict_memory
 from shardmlx.run_plan import Plan
 from shardmlx.workload import Workload
@@ -53,6 +54,29 @@ class Expected:
             "step_seconds": self.step_seconds,
             "peak_memory_bytes": list(self.peaks),
         }
+
+
+def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
+    """T of the longest micro-batch that these samples can make."""
+    longest = max(samples, key=lambda sample: len(sample[0]))
+    return make_batch([longest], max_seq_length).shape[1]
+
+
+def planned_memory(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, checkpoint: bool
+) -> tuple[PlannedMemory, ...]:
+    """What the plan expects of each world rank, with micro-batches of ``length``."""
+    peaks, stages = predict_memory(
+        plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
+    )
+    planned = []
+    for rank, peak in enumerate(peaks):
+        own = [stages[index] for index in plan.stage_map.stages_of(rank)]
+        # A tied matrix that two stages of a rank hold is there once.
+        twice = [stage.tied for stage in own if stage.tied][1:]
+        planned.append(PlannedMemory(peak, sum(stage.resident for stage in own) - sum(twice)))
+    mesh = plan.mesh
+    return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
 
 
 def expect(

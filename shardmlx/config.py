@@ -34,7 +34,7 @@ WEIGHTS = ("auto", "local", "rank0")
 STORAGES = ("auto", "shared", "rank0", "neighbour")
 
 
-def _bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """``2GB``, ``500 M`` or ``1000`` in bytes; decimal units, as mlx_lm counts them."""
     match = re.fullmatch(r"(\d+\.?\d*)\s*([MG]?)B?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -67,6 +67,12 @@ class TrainConfig:
     data: str = option(
         "mlx-community/WikiSQL",
         "directory with {train,valid,test}.jsonl, or Hugging Face data set",
+        group=_DATA,
+    )
+    data_cache: str = option(
+        "auto",
+        "directory in which rank 0 keeps the tokens of data files for later runs; auto: "
+        "~/.cache/shardmlx/data; none: they are not kept",
         group=_DATA,
     )
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
@@ -126,7 +132,7 @@ class TrainConfig:
         0,
         "empty MLX's buffer cache between steps above this size, like 2GB",
         minimum=0,
-        parse=_bytes,
+        parse=parse_bytes,
         group=_TRAINING,
     )
     val_batches: int = option(
@@ -189,6 +195,14 @@ class TrainConfig:
     unfreeze_all: bool = option(
         False,
         "with --fine-tune-type full: train embedding, final norm and head too",
+        group=_PIPELINE,
+    )
+    memory_limit: int | None = option(
+        None,
+        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
+        "share of the machine, or what macOS wires)",
+        above=0,
+        parse=parse_bytes,
         group=_PIPELINE,
     )
     metrics_file: str | None = option(

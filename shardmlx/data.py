@@ -5,18 +5,23 @@ Only rank 0 reads data; the other ranks get their batches from it.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 from mlx_lm.utils import load_tokenizer
 
-from shardmlx.batches import Sample
+from shardmlx.batches import Sample, Samples
 from shardmlx.config import TrainConfig
+from shardmlx.data_cache import DataCache, Tokenised
 from shardmlx.errors import UserError, one_line
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
@@ -27,9 +32,9 @@ Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 class DataSets:
     """Tokenised samples; a set that the run does not need is empty."""
 
-    train: list[Sample] = field(default_factory=list)
-    valid: list[Sample] = field(default_factory=list)
-    test: list[Sample] = field(default_factory=list)
+    train: Sequence[Sample] = ()
+    valid: Sequence[Sample] = ()
+    test: Sequence[Sample] = ()
     warnings: tuple[str, ...] = ()
 
     def sizes(self) -> dict[str, int]:
@@ -53,26 +58,35 @@ def read_tokenizer(model_path: Path, trust_remote_code: bool, eos: Any) -> Token
 
 def read_data(
     config: TrainConfig,
-    tokenizer: TokenizerWrapper,
+    tokenizer: Callable[[], TokenizerWrapper],
     max_positions: int | None,
     progress: Progress = lambda text, items: iter(items),
+    cache: DataCache | None = None,
 ) -> DataSets:
-    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit."""
-    sets: dict[str, list[Sample]] = {}
+    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit.
+
+    Sets that ``cache`` has are not tokenised again, and if it has all, ``tokenizer`` is not called.
+    """
+    sets: dict[str, Samples] = {}
     warnings = []
-    for name, (rows, where) in _read_rows(config, tokenizer).items():
-        samples = _tokenise(rows, where, progress(f"tokenising {name}", range(len(rows))))
+    for name, found in _find_sets(config, functools.cache(tokenizer), cache).items():
+        where, tokenised = found.where, found.tokenised
+        if tokenised is None:
+            indices = progress(f"tokenising {name}", range(len(found.rows)))
+            tokenised = Tokenised(_tokenise(found.rows, where, indices), _order(found.rows))
+            if cache is not None and found.digest is not None:
+                cache.keep(found.digest, tokenised)
+        samples = tokenised.samples
         _check_lengths(samples, where, config, max_positions)
-        too_long = sum(len(tokens) > config.max_seq_length for tokens, _ in samples)
+        too_long = int((samples.lengths > config.max_seq_length).sum())
         if too_long:
-            longest = max(len(tokens) for tokens, _ in samples)
             warnings.append(
                 f"{where(None)}: {too_long} of {len(samples)} sequences are longer than "
-                f"--max-seq-length {config.max_seq_length} and are cut (the longest has {longest})"
+                f"--max-seq-length {config.max_seq_length} and are cut (the longest has "
+                f"{samples.lengths.max()})"
             )
-        only_prompts = sum(
-            start >= min(len(tokens), config.max_seq_length) for tokens, start in samples
-        )
+        ends = np.minimum(samples.lengths, config.max_seq_length)
+        only_prompts = int((samples.starts >= ends).sum())
         if only_prompts:
             warnings.append(
                 f"{where(None)}: of {only_prompts} of {len(samples)} sequences only the prompt is "
@@ -83,7 +97,7 @@ def read_data(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
                 f"{config.batch_size}: lower the batch size or add data"
             )
-        sets[name] = _in_order(rows, samples)
+        sets[name] = samples[tokenised.order]
     if config.train and "valid" not in sets:
         warnings.append(f"{config.data} has no validation set: training without validation")
     return DataSets(**sets, warnings=tuple(warnings))
@@ -92,33 +106,49 @@ def read_data(
 Where = Callable[[int | None], str]
 """Names a row of a data set, or with None the set itself."""
 
+GetTokenizer = Callable[[], TokenizerWrapper]
 
-def _read_rows(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str, tuple[Any, Where]]:
-    """The data sets that the run needs and that exist, as mlx-lm's own data-set objects."""
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A set of the data: its rows, as mlx-lm's own data-set object, or what became of them in an
+    earlier run. ``digest`` is of the bytes of the rows, where they are those of a file."""
+
+    where: Where
+    rows: Any = ()
+    digest: str | None = None
+    tokenised: Tokenised | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tokenised is None and not len(self.rows)
+
+
+def _find_sets(
+    config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+) -> dict[str, _Found]:
+    """The data sets that the run needs and that exist."""
     needed = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
     directory = Path(config.data)
     if config.hf_dataset is not None or not directory.exists():
-        found = _read_from_hub(config, tokenizer)
-        names: dict[str, Where] = {
-            name: lambda i, name=name: _row_of_hub(config.data, name, i)  # type: ignore[misc]
+        rows = _read_from_hub(config, tokenizer)
+        found = {
+            name: _Found(functools.partial(_row_of_hub, config.data, name), rows[name])
             for name in needed
         }
     elif directory.is_dir():
         found = {
-            name: _read_file(directory / f"{name}.jsonl", config, tokenizer) for name in needed
-        }
-        names = {
-            name: lambda i, name=name: _row_of_file(directory / f"{name}.jsonl", i)  # type: ignore[misc]
+            name: _read_file(directory / f"{name}.jsonl", config, tokenizer, cache)
             for name in needed
         }
     else:
         raise UserError(f"--data {directory} is a file: name the directory with train.jsonl")
     for name in set(needed) - {"valid"}:
-        if not len(found[name]):
+        if found[name].is_empty:
             raise UserError(
-                f"{names[name](None)} is missing or empty: --data {config.data} must hold it"
+                f"{found[name].where(None)} is missing or empty: --data {config.data} must hold it"
             )
-    return {name: (found[name], names[name]) for name in needed if len(found[name])}
+    return {name: found[name] for name in needed if not found[name].is_empty}
 
 
 def _row_of_file(path: Path, i: int | None) -> str:
@@ -129,18 +159,30 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
     return f"{data}, {name} set" + ("" if i is None else f", row {i}")
 
 
-def _read_file(path: Path, config: TrainConfig, tokenizer: TokenizerWrapper) -> Any:
+def _read_file(
+    path: Path, config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+) -> _Found:
+    where = functools.partial(_row_of_file, path)
     if not path.exists():
-        return []
+        return _Found(where)
+    digest = hashlib.sha256()
     try:
         # In bytes: text has line ends, such as U+2028, that are none in JSON.
         with path.open("rb") as file:
-            rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
+            if cache is not None:
+                tokenised = cache.find(hashlib.file_digest(file, "sha256").hexdigest())
+                if tokenised is not None:
+                    return _Found(where, tokenised=tokenised)
+                file.seek(0)
+            rows = []
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                rows.append(_parse(line, f"{path}:{number}"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if not rows:
-        return []
-    return _create(rows, str(path), config, tokenizer)
+        return _Found(where)
+    return _Found(where, _create(rows, str(path), config, tokenizer()), digest.hexdigest())
 
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
@@ -174,9 +216,10 @@ def _create(rows: Any, where: str, config: TrainConfig, tokenizer: TokenizerWrap
         ) from error
 
 
-def _read_from_hub(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+def _read_from_hub(config: TrainConfig, tokenizer: GetTokenizer) -> dict[str, Any]:
+    own = tokenizer()
     try:
-        train, valid, test = load_dataset(config, tokenizer)
+        train, valid, test = load_dataset(config, own)
     except ImportError:
         raise UserError(
             f"--data {config.data}: there is no such directory; to read it from Hugging Face, "
@@ -190,41 +233,46 @@ def _read_from_hub(config: TrainConfig, tokenizer: TokenizerWrapper) -> dict[str
     return {"train": train, "valid": valid, "test": test}
 
 
-def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> list[Sample]:
-    samples: list[Sample] = []
+def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:
+    tokens = array("i")
+    bounds = []
     for i in indices:
+        begin = len(tokens)
         try:
-            tokens, start = rows.process(rows[i])
+            ids, start = rows.process(rows[i])
+            tokens.extend(ids)
         except Exception as error:
             # Whatever a template or a tokenizer raises, the row is to blame.
             what = f"has no key {error}" if isinstance(error, KeyError) else one_line(error)
             raise UserError(f"{where(i)} cannot be tokenised: {what}") from None
-        if not len(tokens):
+        if len(tokens) == begin:
             raise UserError(f"{where(i)} is empty: take the line out")
-        samples.append((list(tokens), start))
-    return samples
+        bounds.append((begin, len(tokens), start))
+    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
 
 
-def _in_order(rows: Any, samples: Sequence[Sample]) -> list[Sample]:
+def _order(rows: Any) -> np.ndarray:
     """As mlx-lm cuts them into batches: it sorts rows, stably, by what it takes for their length,
     which for rows of JSON is the number of their keys."""
     length = CacheDataset(rows).itemlen
-    return [samples[i] for i in sorted(range(len(samples)), key=length)]
+    return np.array(sorted(range(len(rows)), key=length), np.int64)
 
 
 def _check_lengths(
-    samples: Sequence[Sample], where: Where, config: TrainConfig, max_positions: int | None
+    samples: Samples, where: Where, config: TrainConfig, max_positions: int | None
 ) -> None:
-    for i, (tokens, start) in enumerate(samples):
-        length = min(len(tokens), config.max_seq_length)
+    for i, (whole, start) in enumerate(
+        zip(samples.lengths.tolist(), samples.starts.tolist(), strict=True)
+    ):
+        length = min(whole, config.max_seq_length)
         if max_positions is not None and length > max_positions:
             raise UserError(
-                f"{where(i)} has {len(tokens)} tokens, and the model's limit is {max_positions}: "
+                f"{where(i)} has {whole} tokens, and the model's limit is {max_positions}: "
                 f"use --max-seq-length {max_positions} to cut it"
             )
-        if len(tokens) > config.max_seq_length and config.long_sequences == "error":
+        if whole > config.max_seq_length and config.long_sequences == "error":
             raise UserError(
-                f"{where(i)} has {len(tokens)} tokens, more than --max-seq-length "
+                f"{where(i)} has {whole} tokens, more than --max-seq-length "
                 f"{config.max_seq_length}: raise it, split the text, or use --long-sequences cut"
             )
         if start >= length and config.long_sequences == "error":

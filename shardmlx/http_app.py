@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from shardmlx.http_answer import AnswerResponse, ended
 from shardmlx.http_guard import Guard, error_response
-from shardmlx.http_metrics import CLIENT_GONE, Metrics, Recorder, TextMeter
+from shardmlx.http_metrics import CLIENT_GONE, Memory, Metrics, Recorder, TextMeter
 from shardmlx.openai_answers import ChatReply, CompletionReply, Reply
 from shardmlx.openai_errors import ApiError, refused
 from shardmlx.openai_requests import (
@@ -61,11 +61,13 @@ def make_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
+    memory: Memory | None = None,
 ) -> Starlette:
     """``model`` is the name that is served, ``vocabulary`` how many tokens the model knows.
 
     With ``api_key`` all but the page and /health need it. ``hosts`` are the names in ``Host`` that
     are taken, all if None; ``origins`` other sites whose pages may use the API, "*" for any.
+    ``memory`` is shown at /metrics.
     """
     terms = Terms(
         model=model,
@@ -74,7 +76,7 @@ def make_app(
         most_texts=service.most_open,
         defaults=defaults or Defaults(),
     )
-    api = Api(service, reader, terms, max_body_bytes)
+    api = Api(service, reader, terms, max_body_bytes, memory)
     routes = [
         Route("/", api.page),
         Route("/health", api.health),
@@ -116,9 +118,14 @@ class Api:
     """What is done at each path."""
 
     def __init__(
-        self, service: TextService, reader: Reader, terms: Terms, max_body_bytes: int
+        self,
+        service: TextService,
+        reader: Reader,
+        terms: Terms,
+        max_body_bytes: int,
+        memory: Memory | None,
     ) -> None:
-        self.metrics = Metrics(service)
+        self.metrics = Metrics(service, memory)
         self._service = service
         self._reader = reader
         self._terms = terms

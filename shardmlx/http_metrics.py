@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from shardmlx.memory_limits import MemoryLimits
 from shardmlx.text_service import Piece, TextService
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class Metrics:
     """Counts, in a registry of its own."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: TextService, memory: Memory | None = None) -> None:
         registry = CollectorRegistry(auto_describe=True)
         registry.register(_Load(service))
+        if memory is not None:
+            registry.register(memory)
         self._registry = registry
         self.requests = Counter(
             "shardmlx_requests",
@@ -70,6 +73,40 @@ class Metrics:
     def exposition(self) -> bytes:
         """In Prometheus's text format."""
         return generate_latest(self._registry)
+
+
+class Memory(Collector):
+    """What is planned for each rank, on which host, and what ``peak`` says that this one held."""
+
+    def __init__(
+        self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
+    ) -> None:
+        self._hosts = hosts
+        self._limits = limits
+        self._peak = peak
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, text, values in (
+            (
+                "planned_peak_memory_bytes",
+                "Most memory that the plan expects of MLX's arrays",
+                [each.planned.peak for each in self._limits],
+            ),
+            (
+                "memory_limit_bytes",
+                "Memory that MLX's arrays may take",
+                [each.memory for each in self._limits],
+            ),
+            (
+                "peak_memory_bytes",
+                "Most memory that MLX's arrays have taken, on the rank that is asked",
+                [self._peak()],
+            ),
+        ):
+            family = GaugeMetricFamily(f"shardmlx_{name}", text, labels=["rank", "host"])
+            for rank, value in enumerate(values):
+                family.add_metric([str(rank), self._hosts[rank]], float(value))
+            yield family
 
 
 class _Load(Collector):

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config import WEIGHTS
+from shardmlx.config import WEIGHTS, parse_bytes
 from shardmlx.options import OptionError, check_options, option
 from shardmlx.partitioners import partitioner_names
 
@@ -100,6 +100,14 @@ class InferenceConfig:
     )
     max_kv_size: int | None = option(
         None, "tokens of each text that the cache keeps", minimum=8, group=PIPELINE
+    )
+    memory_limit: int | None = option(
+        None,
+        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
+        "share of the machine, or what macOS wires)",
+        above=0,
+        parse=parse_bytes,
+        group=PIPELINE,
     )
     dtype: str | None = option(
         None,

@@ -10,6 +10,7 @@ from shardmlx.cluster import Cluster
 from shardmlx.errors import UserError
 from shardmlx.inference_config import InferenceConfig
 from shardmlx.memory import cache_memory, inference_memory, kept_memory
+from shardmlx.memory_limits import PlannedMemory, limit_for
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.partitioners.memory import gib
@@ -69,7 +70,9 @@ def plan_inference(
     # mlx-lm merges no caches that keep the beginning of a text.
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
-    memory = _Memory(workload, load, most, chunk, limit, cluster.backend)
+    memory = _Memory(
+        workload, load, most, chunk, limit, cluster.backend, config.memory_limit is not None
+    )
     if config.stage_map is not None:
         stage_map = _given_map(config, config.stage_map, workload, cluster)
     else:
@@ -90,8 +93,17 @@ class _Memory:
     chunk: int
     max_kv_size: int | None
     backend: str
+    is_limited: bool = False
+    """By the user."""
+
+    def planned(self, start: int, stop: int) -> PlannedMemory:
+        """Without a chunk there is what stays: weights, keys and values, logits."""
+        return PlannedMemory(self.total(start, stop), self._bytes(start, stop, chunk=0))
 
     def total(self, start: int, stop: int) -> int:
+        return self._bytes(start, stop, self.chunk)
+
+    def _bytes(self, start: int, stop: int, chunk: int) -> int:
         return inference_memory(
             self.workload.shape,
             self.workload.weight_sizes,
@@ -100,7 +112,7 @@ class _Memory:
             self.most,
             self.load.context,
             DTYPE_BYTES[self.workload.dtype],
-            chunk=self.chunk,
+            chunk=chunk,
             max_kv_size=self.max_kv_size,
             backend=self.backend,
             capacity=self.load.capacity,
@@ -125,10 +137,12 @@ class _Memory:
         )
 
 
-def predicted_memory(plan: InferencePlan, workload: Workload, backend: str) -> list[int]:
-    """Most bytes of each rank."""
+def planned_memory(
+    plan: InferencePlan, workload: Workload, backend: str
+) -> tuple[PlannedMemory, ...]:
+    """What the plan expects of each rank."""
     memory = _Memory(workload, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
-    return [memory.total(start, stop) for start, stop in plan.stage_map.partition.ranges]
+    return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
 
 def _given_map(
@@ -216,7 +230,7 @@ def _check_memory(stage_map: StageMap, cluster: Cluster, memory: _Memory) -> Non
             raise UserError(
                 f"rank {rank} ({cluster.machines[rank].host}) would hold {gib(needed)} of its "
                 f"{gib(has)} for layers {start}-{stop - 1}, {gib(memory.caches(start, stop))} of "
-                f"it keys and values of {_texts(memory)}: {_remedy(memory)}"
+                f"it keys and values of {_texts(memory)}: {_remedy(memory, needed)}"
             )
 
 
@@ -227,9 +241,12 @@ def _texts(memory: _Memory) -> str:
     return f"{texts} of {memory.load.context} tokens"
 
 
-def _remedy(memory: _Memory) -> str:
+def _remedy(memory: _Memory, needed: int | None = None) -> str:
     if memory.load.capacity is not None:
         fewer = "lower --cache-tokens"
     else:
         fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
-    return f"{fewer}, try --partitioner memory, or use more machines"
+    ways = f"{fewer}, try --partitioner memory, or use more machines"
+    if memory.is_limited:
+        return f"raise --memory-limit{f' to {limit_for(needed)}' if needed else ''}, {ways}"
+    return ways

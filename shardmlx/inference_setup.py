@@ -10,10 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0, together
+from shardmlx.allocator import find_rooms, set_limits
 from shardmlx.choice import Choice
+from shardmlx.comparison import percent
 from shardmlx.config import TrainConfig
 from shardmlx.data import read_tokenizer
 from shardmlx.errors import UserError
@@ -24,14 +25,21 @@ from shardmlx.inference_plan import (
     InferencePlan,
     Load,
     plan_inference,
-    predicted_memory,
+    planned_memory,
 )
 from shardmlx.loading import build_to_generate
+from shardmlx.memory_limits import MemoryLimits, exceeded, memory_limits, unwired, within
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.prefix_cache import PrefixCache
-from shardmlx.preparation import SETUP_SECONDS, cluster_of, compare_plans, model_digest
+from shardmlx.preparation import (
+    SETUP_SECONDS,
+    cluster_of,
+    compare_plans,
+    compare_versions,
+    model_digest,
+)
 from shardmlx.prompt_reader import PromptReader
 from shardmlx.report import Reporter
 from shardmlx.sampling import random_state
@@ -52,7 +60,8 @@ TYPICAL_PROMPT = 512
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is ready to start. ``reader`` on rank 0 only."""
+    """A run that is ready to start. ``reader`` on rank 0 only; ``limits`` are those of the memory
+    of each rank."""
 
     config: InferenceConfig
     transport: Transport
@@ -61,8 +70,7 @@ class Prepared:
     part: Slice
     reader: PromptReader | None
     random_state: int
-    backend: str
-    """What MLX computes with."""
+    limits: tuple[MemoryLimits, ...]
 
     def follower(self) -> Follower:
         """On all ranks but the first."""
@@ -98,8 +106,8 @@ def prepare(
     tokens, if that is known. Raises ``AgreedError`` on all ranks alike
     for what the user can mend, before weights are read.
     """
-    maybe_set_recommended_wired_limit()
     transport.activity = "loading"
+    compare_versions(transport)
     with transport.patient(SETUP_SECONDS):
         weights = find_weights(
             transport,
@@ -144,6 +152,8 @@ def _prepare(
         ),
     )
     cluster = cluster_of(transport, config.hosts, None)
+    rooms = find_rooms(transport, cluster, config.memory_limit)
+    cluster = within(cluster, rooms)
     digest = model_digest(model_config)
     plan = together(
         transport,
@@ -161,12 +171,17 @@ def _prepare(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
             f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
+    planned = planned_memory(plan, workload, cluster.backend)
+    for warning in unwired(rooms, planned):
+        reporter.warn(warning)
+    limits = tuple(map(memory_limits, rooms, planned, [cluster.backend] * len(rooms)))
+    set_limits(limits[transport.rank])
     with transport.patient(SETUP_SECONDS):
         weights.load([part], shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
     reader = found[0] if found is not None else None
-    return Prepared(config, transport, plan, workload, part, reader, state, cluster.backend)
+    return Prepared(config, transport, plan, workload, part, reader, state, limits)
 
 
 def _tokenizer(config: InferenceConfig, path: Path, eos: Any) -> TokenizerWrapper:
@@ -266,9 +281,9 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
     if everyone is None:
         return
     reporter.say(f"Peak memory: {max(peak for _, peak in everyone) / 1e9:.3f} GB")
-    predicted = predicted_memory(plan, prepared.workload, prepared.backend)
+    predicted = [limits.planned.peak for limits in prepared.limits]
     reporter.table(
-        ("rank", "host", "layers", "weights", "peak memory", "predicted"),
+        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
         [
             (
                 str(rank),
@@ -277,9 +292,12 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
                 gigabytes(weights),
                 gigabytes(peak),
                 gigabytes(predicted[rank]),
+                percent(peak, predicted[rank]),
             )
             for rank, ((weights, peak), (start, stop)) in enumerate(
                 zip(everyone, plan.stage_map.partition.ranges, strict=True)
             )
         ],
     )
+    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
+        reporter.warn(warning)

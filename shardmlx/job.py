@@ -15,18 +15,29 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from shardmlx.agreement import by_rank_0, together
+from shardmlx.allocator import find_rooms, set_limits
 from shardmlx.cluster import Cluster
+from shardmlx.comparison import longest_inputs, planned_memory
 from shardmlx.config import TrainConfig
 from shardmlx.data import DataSets, read_data, read_tokenizer
+from shardmlx.data_cache import open_cache
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
 from shardmlx.loading import build_model, count_parameters
+from shardmlx.memory_limits import MemoryLimits, Room, check_rooms, memory_limits, unwired, within
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from shardmlx.optimizer import build_optimizer
+from shardmlx.partitioners import DoesNotFitError
 from shardmlx.planning import divide_batch, make_mesh, make_stage_map
-from shardmlx.preparation import SETUP_SECONDS, cluster_of, compare_plans, model_digest
+from shardmlx.preparation import (
+    SETUP_SECONDS,
+    cluster_of,
+    compare_plans,
+    compare_versions,
+    model_digest,
+)
 from shardmlx.report import Reporter, check_writable
 from shardmlx.resume import Resumption, prepare_resumption
 from shardmlx.run_identity import identity_of
@@ -45,7 +56,8 @@ __all__ = ["SETUP_SECONDS", "Job", "optimizer_of", "prepare_job"]
 class Job:
     """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
 
-    ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is.
+    ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is;
+    ``limits`` are those of the memory of each world rank.
     """
 
     config: TrainConfig
@@ -62,6 +74,7 @@ class Job:
     resumption: Resumption
     identity: Mapping[str, Any] | None
     versions: Mapping[str, str]
+    limits: tuple[MemoryLimits, ...]
 
     @property
     def stages(self) -> list[Stage]:
@@ -73,6 +86,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
     No weight is read before model, plan and data are known to be good on all ranks.
     """
+    versions = compare_versions(transport)
     with transport.patient(SETUP_SECONDS):
         weights = find_weights(
             transport,
@@ -83,7 +97,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
             adapters=_adapters(config),
         )
     with weights:
-        return _prepare(config, transport, reporter, weights)
+        return _prepare(config, transport, reporter, weights, versions)
 
 
 def _adapters(config: TrainConfig) -> str | None:
@@ -101,7 +115,11 @@ def _with_adapters(config: TrainConfig, adapters: str | None) -> TrainConfig:
 
 
 def _prepare(
-    config: TrainConfig, transport: Transport, reporter: Reporter, weights: Weights
+    config: TrainConfig,
+    transport: Transport,
+    reporter: Reporter,
+    weights: Weights,
+    versions: Mapping[str, str],
 ) -> Job:
     path = weights.path
     own = _with_adapters(config, weights.adapters)
@@ -114,6 +132,8 @@ def _prepare(
         transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
     )
     cluster = cluster_of(transport, config.hosts, config.profile)
+    rooms = find_rooms(transport, cluster, config.memory_limit)
+    cluster = within(cluster, rooms)
     # A profile of other work or other machines is found before anything is loaded.
     together(
         transport,
@@ -127,7 +147,7 @@ def _prepare(
         "planning",
         lambda: _plan(config, transport.hosts, workload, cluster, model, model_config),
     )
-    versions = compare_plans(transport, plan.digest)
+    compare_plans(transport, plan.digest)
     optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
     by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
@@ -142,13 +162,20 @@ def _prepare(
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
         sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
+        longest = transport.broadcast(None if data is None else _longest(config, data), what="data")
+        limits = together(
+            transport,
+            "planning memory",
+            lambda: _limits(config, plan, workload, cluster, rooms, longest, reporter),
+        )
+        set_limits(limits[transport.rank])
         identity = together(
             transport,
             "reading which model it is",
             lambda: None if data is None else _identity(config, weights, data),
         )
         resumption = prepare_resumption(config, transport, reporter, identity, plan.mesh.pp)
-        stages = _load(transport, reporter, plan, slices, config, weights, shape)
+        stages = _load(transport, reporter, plan, slices, config, weights, shape, limits)
     engine = Engine(plan, transport, stages)
     return Job(
         config=config,
@@ -165,6 +192,7 @@ def _prepare(
         resumption=resumption,
         identity=identity,
         versions=versions,
+        limits=limits,
     )
 
 
@@ -217,7 +245,12 @@ def _plan(
     model_config: dict[str, Any],
 ) -> tuple[Plan, list[Slice]]:
     """The plan, and all stages' slices: unread, so that knowing them costs nothing."""
-    stage_map = make_stage_map(config, workload, cluster)
+    try:
+        stage_map = make_stage_map(config, workload, cluster)
+    except DoesNotFitError as error:
+        if config.memory_limit is None:
+            raise
+        raise UserError(f"{error.fact}: raise --memory-limit, or use more machines") from None
     mesh = make_mesh(stage_map, len(hosts), hosts)
     rows, micro_batch_size = divide_batch(config, mesh)
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
@@ -242,13 +275,50 @@ def _plan(
 def _data(
     config: TrainConfig, path: Path, model_config: dict[str, Any], reporter: Reporter
 ) -> DataSets:
-    tokenizer = read_tokenizer(path, config.trust_remote_code, model_config.get("eos_token_id"))
-    data = read_data(config, tokenizer, model_config.get("max_position_embeddings"), reporter.track)
+    data = read_data(
+        config,
+        lambda: read_tokenizer(path, config.trust_remote_code, model_config.get("eos_token_id")),
+        model_config.get("max_position_embeddings"),
+        reporter.track,
+        open_cache(config, path, reporter.warn),
+    )
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
     reporter.say(f"Data: {counts} samples from {config.data}")
     for warning in data.warnings:
         reporter.warn(warning)
     return data
+
+
+def _longest(config: TrainConfig, data: DataSets) -> int:
+    """Of the sequences that a step has."""
+    return longest_inputs(data.train if config.train else data.test, config.max_seq_length)
+
+
+def _limits(
+    config: TrainConfig,
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    rooms: Sequence[Room],
+    longest: int,
+    reporter: Reporter,
+) -> tuple[MemoryLimits, ...]:
+    """Of every rank's memory, for sequences of ``longest`` tokens; ``UserError`` without room."""
+    planned = planned_memory(plan, workload, cluster, longest, config.grad_checkpoint)
+    check_rooms(rooms, planned, _how_to_need_less(config, plan))
+    for warning in unwired(rooms, planned):
+        reporter.warn(warning)
+    return tuple(map(memory_limits, rooms, planned, [cluster.backend] * len(rooms)))
+
+
+def _how_to_need_less(config: TrainConfig, plan: Plan) -> str:
+    ways = {
+        "lower --micro-batch-size": plan.micro_batch_size > 1,
+        "lower --max-seq-length": True,
+        "add --grad-checkpoint": config.train and not config.grad_checkpoint,
+        "try --partitioner memory": plan.mesh.pp > 1 and config.partitioner != "memory",
+    }
+    return ", ".join([*(way for way, is_open in ways.items() if is_open), "or use more machines"])
 
 
 def _load(
@@ -259,6 +329,7 @@ def _load(
     config: TrainConfig,
     weights: Weights,
     shape: ModelShape,
+    limits: Sequence[MemoryLimits],
 ) -> list[Stage]:
     _, pipeline_rank = plan.mesh.coordinates(transport.rank)
     start = time.monotonic()
@@ -280,7 +351,10 @@ def _load(
     )
     if gathered is not None:
         reporter.table(
-            ("rank", "host", "stages", "weights", "trained", "memory", "loaded in"),
+            (
+                *("rank", "host", "stages", "weights", "trained", "memory", "loaded in"),
+                *("planned peak", "limit"),
+            ),
             [
                 (
                     str(rank),
@@ -290,6 +364,8 @@ def _load(
                     f"{trained / 1e6:.3f}M",
                     gigabytes(memory),
                     f"{seconds:.1f} s",
+                    gigabytes(limits[rank].planned.peak),
+                    gigabytes(limits[rank].memory),
                 )
                 for rank, (nbytes, trained, memory, seconds) in enumerate(gathered)
             ],

@@ -57,34 +57,46 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
 
 
 def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
-    """A rank's share of a host, with what the hostfile says of it."""
+    """A rank's share of a host, with what the hostfile says of it: less memory than there is, where
+    it is to have no more."""
     entry = next((each for each in known if same_host(each.host, host)), None)
     if entry is None:
         return Machine(host=host, memory=memory)
     flops = None if entry.flops is None else entry.flops / ranks
+    memory = memory if entry.memory is None else min(memory, entry.memory // ranks)
     return replace(entry, host=host, slots=1, memory=memory, flops=flops)
 
 
-def compare_plans(transport: Transport, digest: str) -> dict[str, str]:
-    """Before the first message of the engine: all ranks mean the same run. Collective.
+def compare_versions(transport: Transport) -> dict[str, str]:
+    """First of all: ranks of different code would misunderstand each other. Collective.
 
-    ``digest`` is that of this rank's plan. Returns the versions of packages, alike on all ranks.
+    Returns the versions of packages, alike on all ranks.
     """
     versions = {package: version(package) for package in PACKAGES}
-    mine = {**versions, "plan": digest}
-    everyone = transport.all_gather(mine, "comparing plans")
+    everyone = transport.all_gather(versions, "comparing versions")
     for rank, theirs in enumerate(everyone):
-        for what, value in theirs.items():
-            if value == everyone[0][what]:
-                continue
-            where = f"{transport.name(rank)}, unlike {transport.name(0)},"
-            if what == "plan":
+        for package, number in everyone[0].items():
+            if theirs.get(package) != number:
                 raise AgreedError(
-                    f"{where} plans another run: give all ranks the same stage map and the same "
-                    "model config.json"
+                    f"{_unlike(transport, rank)} has {package} {theirs.get(package)} instead of "
+                    f"{number}: install the same version on all machines"
                 )
-            raise AgreedError(
-                f"{where} has {what} {value} instead of {everyone[0][what]}: install the same "
-                "version on all machines"
-            )
     return versions
+
+
+def compare_plans(transport: Transport, digest: str) -> None:
+    """Before the first message of the engine: all ranks mean the same run. Collective.
+
+    ``digest`` is that of this rank's plan.
+    """
+    everyone = transport.all_gather(digest, "comparing plans")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise AgreedError(
+                f"{_unlike(transport, rank)} plans another run: give all ranks the same stage map "
+                "and the same model config.json"
+            )
+
+
+def _unlike(transport: Transport, rank: int) -> str:
+    return f"{transport.name(rank)}, unlike {transport.name(0)},"

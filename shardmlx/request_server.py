@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from socket import socket
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.errors import one_line
 from shardmlx.http_app import make_app
+from shardmlx.http_metrics import Memory
 from shardmlx.http_server import HttpServer, trusted_hosts
 from shardmlx.inference import Leader
 from shardmlx.inference_setup import Prepared, text_stream, xtc_special_tokens
@@ -132,6 +134,7 @@ class RequestServer:
             hosts=trusted_hosts(listener, config.extra_hosts),
             origins=[config.allow_origin] if config.allow_origin else [],
             max_body_bytes=config.max_body,
+            memory=Memory(self._transport.hosts, self._prepared.limits, mx.get_peak_memory),
         )
         server = HttpServer(app, listener, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:

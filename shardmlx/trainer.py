@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shardmlx.agreement import by_rank_0
-from shardmlx.batches import Batch, Batches, random_state, set_random_state, split
+from shardmlx.batch_feed import BatchFeed, Share, StopRequested
+from shardmlx.batches import Batches, random_state, set_random_state
 from shardmlx.checkpoints import Checkpoints, Point, restore
 from shardmlx.config import TrainConfig
 from shardmlx.environment import Blas
@@ -46,7 +46,6 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     reporter = by_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
     try:
         reporter.say(str(blas))
-        maybe_set_recommended_wired_limit()
         transport.activity = "loading"
         trainer = Trainer(prepare_job(config, transport, reporter))
         if config.train:
@@ -55,14 +54,6 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
             trainer.test()
     finally:
         reporter.close()
-
-
-class _StopRequested(Exception):
-    """A signal asks to stop: raised on all ranks at the same place."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class Trainer:
@@ -83,6 +74,7 @@ class Trainer:
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._batches = self._open("train", loop=True)
+        self._place: Mapping[str, Any] = {}
         self._start = 0
         self._grad_norm: float | None = None
         self._spoiled = False
@@ -98,10 +90,13 @@ class Trainer:
             self._reporter.say(f"To stop with a checkpoint: {how}")
         start = time.monotonic()
         try:
-            with self._reporter.bar("training", config.iters, self._start) as bar:
+            with (
+                self._reporter.bar("training", config.iters, self._start) as bar,
+                self._feed(self._batches, config.iters - self._start) as feed,
+            ):
                 for step in range(self._start + 1, config.iters + 1):
-                    self._iterate(step, bar)
-        except _StopRequested as request:
+                    self._iterate(step, feed, bar)
+        except StopRequested as request:
             self._leave(request.number)
         saved_at = config.iters - config.iters % config.save_every
         if saved_at != config.iters or self._start == config.iters:
@@ -116,7 +111,7 @@ class Trainer:
         """Loss on the test set."""
         try:
             loss = self._evaluate("test", self._config.test_batches, "testing")
-        except _StopRequested as request:
+        except StopRequested as request:
             raise Stopped(request.number, "testing was interrupted") from None
         if loss is not None:
             perplexity = math.exp(min(loss, 700.0))
@@ -141,6 +136,9 @@ class Trainer:
             loop=loop,
         )
 
+    def _feed(self, batches: Batches | None, count: int) -> BatchFeed:
+        return BatchFeed(self._job.plan, self._transport, batches, count)
+
     def _resume(self) -> None:
         found = self._job.resumption.found
         if found is None:
@@ -155,6 +153,7 @@ class Trainer:
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
+        self._place = self._reached()
         self._checkpoints.mark(self._point(manifest.step))
         if self._job.resumption.is_in_place:
             self._checkpoints.resumed(manifest.step)
@@ -164,28 +163,21 @@ class Trainer:
         self._reporter.say(f"Resumed from {where}: {left} of {self._config.iters} steps are left")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
-    def _next(self, batches: Iterator[Batch] | None, count: int) -> list[Batch]:
-        """The next ``count`` batches of rank 0, fewer at the end, on all ranks."""
-        mine = None
-        if batches is not None:
-            mine = (self._transport.stop_requested(), list(islice(batches, count)))
-        number, got = self._transport.broadcast(mine, what="next batch")
-        if number is not None:
-            raise _StopRequested(number)
-        result: list[Batch] = got
-        return result
-
-    def _iterate(self, step: int, bar: Bar) -> None:
+    def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> None:
         config = self._config
         self._transport.activity = f"step {step}"
         with self._engine.recorder.span(Span.STEP, f"batch {step}"):
-            (batch,) = self._next(self._batches, 1)
+            (share,) = feed.take()
         self._meter.count(step)
         if step in (1, config.iters) or step % config.steps_per_eval == 0:
             self._validate(step)
             self._transport.activity = f"step {step}"
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
-            self._step(step, batch)
+            # Drawn after the validation's, as in mlx-lm, the next batch travels while this one
+            # computes. A checkpoint of this step goes on with it, not with the one after.
+            self._place = self._reached()
+            feed.send_ahead()
+            self._step(step, share)
         self._meter.count(step)
         bar.advance()
         if step % config.steps_per_report == 0 or step == config.iters:
@@ -198,18 +190,16 @@ class Trainer:
             self._checkpoints.save()
         self._checkpoints.report()
 
-    def _step(self, step: int, batch: Batch) -> None:
-        config, plan = self._config, self._job.plan
+    def _step(self, step: int, share: Share) -> None:
+        config = self._config
         last_of_update = step % config.grad_accumulation_steps == 0
-        tokens = batch.valid_tokens
-        microbatches = split(batch, plan.mesh.dp, self._engine.replica, plan.micro_batch_size)
         losses = self._engine.train_step(
-            microbatches,
-            scale=1 / max(1, tokens),
+            share.microbatches,
+            scale=1 / max(1, share.valid_tokens),
             key=(config.seed, step),
             reduce=last_of_update,
         )
-        self._report.count(microbatches, losses, tokens)
+        self._report.count(share.microbatches, losses, share.valid_tokens)
         self._spoiled |= not all(map(math.isfinite, losses.values()))
         if last_of_update:
             self._update(step)
@@ -247,17 +237,14 @@ class Trainer:
 
     def _point(self, step: int) -> Point:
         """The run after the update of ``step``."""
+        state = {} if self._batches is None else {"report": self._report.state(), **self._place}
+        return Point(step, state, self._report.mine())
+
+    def _reached(self) -> dict[str, Any]:
+        """On rank 0, from where the next batches are drawn."""
         if self._batches is None:
-            return Point(step, {}, self._report.mine())
-        return Point(
-            step,
-            {
-                "report": self._report.state(),
-                "random": random_state(self._random),
-                "batches": self._batches.position(),
-            },
-            self._report.mine(),
-        )
+            return {}
+        return {"random": random_state(self._random), "batches": self._batches.position()}
 
     def _keep(self) -> str:
         """Save the last update, and say where it is."""
@@ -293,27 +280,20 @@ class Trainer:
             return None
         # Several batches at once keep all stages busy.
         at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-        batches = self._open(name, loop=False)
+        feed = self._feed(self._open(name, loop=False), remaining)
         total, tokens = 0.0, 0
         self._transport.activity = description
         for stage in self._job.stages:
             stage.part.train(False)
-        with self._reporter.bar(description, remaining) as bar:
-            while remaining:
-                group = self._next(batches, min(at_once, remaining))
+        with self._reporter.bar(description, remaining) as bar, feed:
+            while shares := feed.take(at_once):
+                feed.send_ahead(at_once)
                 losses = self._engine.evaluate(
-                    [
-                        microbatch
-                        for batch in group
-                        for microbatch in split(
-                            batch, plan.mesh.dp, self._engine.replica, plan.micro_batch_size
-                        )
-                    ]
+                    [microbatch for share in shares for microbatch in share.microbatches]
                 )
                 total += sum(losses.values())
-                tokens += sum(batch.valid_tokens for batch in group)
-                remaining -= len(group)
-                bar.advance(len(group))
+                tokens += sum(share.valid_tokens for share in shares)
+                bar.advance(len(shares))
         for stage in self._job.stages:
             stage.part.train()
         totals = self._transport.gather(total, what=description)

@@ -13,6 +13,7 @@ from shardmlx.batches import MicroBatch
 from shardmlx.comparison import Expected, Lengths, expect, percent
 from shardmlx.job import Job
 from shardmlx.measure import Meter, RankReport
+from shardmlx.memory_limits import exceeded
 from shardmlx.rebalance import rebalanced
 from shardmlx.report import Bar
 from shardmlx.stage import Stage
@@ -137,7 +138,7 @@ class TrainingReport:
                 "skipped": self._skipped,
                 "step_seconds": step_seconds,
                 "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
-                "ranks": [rank.as_json() for rank in ranks],
+                "ranks": self._as_json(ranks),
             },
         )
         self._look_for_stragglers(step, ranks)
@@ -217,6 +218,9 @@ class TrainingReport:
                 f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
                 f"({percent(step_seconds, expected.step_seconds)})"
             )
+        peaks = [each.peak_memory_bytes for each in ranks]
+        for warning in exceeded(self._job.limits, self._job.transport.hosts, peaks):
+            self._reporter.warn(warning)
         self._rebalance(ranks)
         self._reporter.event(
             "summary",
@@ -226,10 +230,18 @@ class TrainingReport:
                 "skipped": self._skipped,
                 "seconds": round(seconds, 3),
                 "checkpoints": checkpoints,
-                "ranks": [each.as_json() for each in ranks],
+                "ranks": self._as_json(ranks),
                 "predicted": expected.as_json(),
+                "memory_limits": [each.as_json() for each in self._job.limits],
             },
         )
+
+    def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
+        """With the peak memory that was planned before the run, for its longest sequence."""
+        return [
+            {**each.as_json(), "planned_peak_bytes": self._job.limits[each.rank].planned.peak}
+            for each in ranks
+        ]
 
     def _rebalance(self, ranks: Sequence[RankReport]) -> None:
         """Write the stage map that these times would want, if it was asked for."""

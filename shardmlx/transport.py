@@ -24,7 +24,10 @@ OBJECT_TAG = 0
 CHECKPOINT_TAG = 1
 """Tag of all that the thread sends which writes checkpoints."""
 
-FIRST_ENGINE_TAG = 2
+BATCH_TAG = 2
+"""Tag of the batches, and of what comes with them."""
+
+FIRST_ENGINE_TAG = 3
 
 
 _patience = threading.local()

@@ -37,6 +37,7 @@ def refused(tmp_path: Path, ranks: int, *flags: str | Path) -> str:
     )
     assert job.returncode == 2, job.output
     assert "Traceback" not in job.output
+    assert "loaded in" not in job.output
     assert len(job.error_lines) == 1, job.output
     assert not output.exists()
     (line,) = job.error_lines
@@ -136,6 +137,16 @@ def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> 
     assert refused(tmp_path, 2, "--batch-size", "64") == (
         f"{data}/train.jsonl has 32 samples, fewer than --batch-size 64: "
         "lower the batch size or add data"
+    )
+
+
+def test_a_memory_limit_below_what_the_plan_needs(model: Path, data: Path, tmp_path: Path) -> None:
+    line = refused(tmp_path, 2, "--memory-limit", "0.6MB")
+    assert re.fullmatch(
+        r"rank 0 \(\S+\) would hold \S+ MB of its 0\.6 MB \(--memory-limit\): give "
+        r"--memory-limit \d+MB or more, lower --max-seq-length, add --grad-checkpoint, try "
+        r"--partitioner memory, or use more machines",
+        line,
     )
 
 

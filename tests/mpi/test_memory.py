@@ -78,12 +78,14 @@ def test_a_rank_reads_and_holds_only_its_stages(
     arguments: list[str | Path] = ["--model", model.path, "--data", pirate]
     arguments += ["--adapter-path", tmp_path / "adapters"]
     arguments += ["--num-layers", "2", "--iters", "1", "--batch-size", "2", "--val-batches", "0"]
+    arguments += ["--memory-limit", "700MB"]
     job = mpirun(ranks, PROGRAMS / "load_stages.py", tmp_path, *arguments, *flags)
     assert job.returncode == 0, job.output
     seen = []
     for rank in range(ranks):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         seen += report["layers"]
+        assert report["limit"] == 700_000_000
         expected = model.bytes_of(report["layers"])
         assert expected < sum(model.sizes.values()) * (0.75 if ranks == 2 else 0.45)
         if report["loading"]:

@@ -217,11 +217,22 @@ def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Pa
         assert [rank["rank"] for rank in line["ranks"]] == [0, 1]
         for rank in line["ranks"]:
             assert set(of_rank) <= rank.keys()
-            assert rank["peak_memory_bytes"] > 0
+            assert 0 < rank["peak_memory_bytes"] < 1.1 * rank["planned_peak_bytes"]
             parts = [rank[part] for part in of_rank[1:]]
             assert min(parts) >= 0
             assert sum(parts) == pytest.approx(line["step_seconds"], rel=0.5)
     assert lines[0]["tokens"] != lines[1]["tokens"]
+
+
+def test_the_summary_has_the_memory_of_every_rank_beside_its_plan_and_its_limits(
+    lora: Job, directory: Path
+) -> None:
+    (summary,) = events(directory / "new/lora.jsonl", "summary")
+    for rank, limits in zip(summary["ranks"], summary["memory_limits"], strict=True):
+        assert rank["planned_peak_bytes"] == limits["planned_peak_bytes"]
+        assert rank["peak_memory_bytes"] < limits["memory_limit_bytes"]
+        assert limits["wired_limit_bytes"] is None
+        assert limits["reasons"]["memory"].startswith("75% of the machine's memory")
 
 
 def test_the_trace_shows_every_action_of_every_rank(lora: Job, directory: Path) -> None:

@@ -75,6 +75,15 @@ def test_the_text_of_mlx_lm(served: Served, small: Path) -> None:
     assert served.ask(said) + "\n" == wanted
 
 
+def test_what_each_rank_may_hold_and_the_first_has_held(served: Served) -> None:
+    served.ask("Ahoy!")
+    held = served.metric(r'peak_memory_bytes\{.*rank="0"\}')
+    assert 0 < held < 1.1 * served.metric(r'planned_peak_memory_bytes\{.*rank="0"\}')
+    for rank in range(2):
+        planned = served.metric(rf'planned_peak_memory_bytes\{{.*rank="{rank}"\}}')
+        assert 0 < planned < served.metric(rf'memory_limit_bytes\{{.*rank="{rank}"\}}')
+
+
 def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> None:
     sayings = [f"Tell me of the number {i}, and of {'ships ' * (i % 7)}." for i in range(MANY)]
     alone = [served.ask(said) for said in sayings[:6]]

@@ -11,7 +11,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from shardmlx.http_metrics import Memory, Metrics
+from shardmlx.memory_limits import MemoryLimits, PlannedMemory
 from shardmlx.openai_requests import Defaults
+from shardmlx.text_service import TextService
 from tests.unit.http_serving import MODEL, Parrot, Serving, serving
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
@@ -489,6 +492,23 @@ def test_metrics_count_requests_texts_and_tokens() -> None:
         }.items():
             assert f"\n{name} {value:.1f}\n" in text.text, name
         assert "xxx" not in text.text
+
+
+def test_metrics_have_the_memory_of_each_rank() -> None:
+    limits = [
+        MemoryLimits(PlannedMemory(peak, 100), memory, 10, None, ("", "", ""))
+        for peak, memory in ((700, 900), (600, 800))
+    ]
+    memory = Memory(("mac1", "mac2"), limits, lambda: 650)
+    text = Metrics(TextService(1, 10), memory).exposition().decode()
+    for name, value in {
+        'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
+        'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,
+        'memory_limit_bytes{host="mac2",rank="1"}': 800,
+        'peak_memory_bytes{host="mac1",rank="0"}': 650,
+    }.items():
+        assert f"\nshardmlx_{name} {value:.1f}\n" in text, name
+    assert 'shardmlx_peak_memory_bytes{host="mac2"' not in text
 
 
 def test_two_servers_in_one_process_count_apart() -> None:

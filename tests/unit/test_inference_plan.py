@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.generate_config import GenerateConfig, load_config
 from shardmlx.hostfile import Machine
-from shardmlx.inference_plan import CHOOSE_CACHES, InferencePlan, Load, plan_inference
+from shardmlx.inference_plan import (
+    CHOOSE_CACHES,
+    InferencePlan,
+    Load,
+    plan_inference,
+    planned_memory,
+)
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -90,6 +97,28 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
         "--partitioner memory, or use more machines"
     )
     assert plan(ONE, 64 * MB, 2000 * MB).stage_map.num_stages == 2
+
+
+def test_a_memory_limit_may_be_what_is_to_be_raised() -> None:
+    too_long = Load(8, 500, 100_000, 100_500)
+    with pytest.raises(UserError, match=r": raise --memory-limit to 420MB, lower --max-tokens or"):
+        plan(too_long, 64 * MB, 2000 * MB, memory_limit=48 * MB)
+    with pytest.raises(UserError, match=r"^the model does not fit: .*: raise --memory-limit, "):
+        plan(too_long, 64 * MB, 64 * MB, memory_limit=48 * MB, partitioner="memory")
+
+
+def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:
+    """Four layers of 1 MiB and an end of 2 MiB each; a tied matrix is at both ends."""
+    work, cpus = workload(), cluster(ROOM, ROOM)
+    made = plan(ONE, ROOM, ROOM)
+    first, last = planned_memory(made, work, cpus.backend)
+    kept = 4 * 128 * (600 + 256)
+    assert first.resident == 6 * MB + kept
+    assert last.resident >= 6 * MB + kept
+    assert first.peak > first.resident
+    longer = replace(made, chunk=2 * made.chunk)
+    peak = planned_memory(longer, work, cpus.backend)[0].peak
+    assert peak - first.resident == 2 * (first.peak - first.resident)
 
 
 def test_what_fits_in_no_way_is_refused_by_the_partitioner() -> None:

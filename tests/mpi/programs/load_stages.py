@@ -1,8 +1,8 @@
 """``load_stages.py OUTPUT ARGUMENTS``: one run of ``shardmlx.train`` that counts what it reads.
 
 Every rank writes OUTPUT/rank-R.json: the layers of its stages; bytes that the process read until
-all is loaded and until the run is over, 0 where the system does not count them; and MLX's peak
-memory while loading.
+all is loaded and until the run is over, 0 where the system does not count them; MLX's peak memory
+while loading; and its memory limit.
 """
 
 from shardmlx.environment import prepare
@@ -48,6 +48,7 @@ Path(output, f"rank-{transport.rank}.json").write_text(
             "loading": read[1] - read[0],
             "running": read[2] - read[0],
             "peak": peak,
+            "limit": mx.get_memory_limit(),
         }
     )
 )
