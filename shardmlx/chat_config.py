@@ -49,4 +49,4 @@ def build_parser(rank: int = 0) -> argparse.ArgumentParser:
 def load_config(argv: Sequence[str], rank: int = 0) -> ChatConfig:
     """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
     with status 0 after ``--help`` and ``--version``."""
-    return load_options(ChatConfig, build_parser(rank), argv)
+    return load_options(ChatConfig, build_parser(rank), argv, rank)

@@ -34,8 +34,7 @@ HELP = """\
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
-    """Talk as rank 0's ``config`` says. Collective; raises as ``prepare``."""
-    config = transport.broadcast(config, what="options")
+    """Talk as ``config`` says. Collective; raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 

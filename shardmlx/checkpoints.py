@@ -13,6 +13,7 @@ from shardmlx.agreement import AgreedError
 from shardmlx.checkpoint_reader import CheckpointReader, Found
 from shardmlx.checkpoint_store import Manifest
 from shardmlx.checkpoint_writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
+from shardmlx.code_versions import package_versions
 from shardmlx.job import Job
 from shardmlx.optimizer import Updater
 from shardmlx.run_plan import Plan
@@ -89,7 +90,7 @@ class Checkpoints:
                 identity=self._job.identity,
                 state={**point.state, "ranks": everyone},
                 plan=_layout(self._job.plan),
-                versions=self._job.versions,
+                versions=package_versions(),
             )
         self._writer.start(manifest, point.step, self._parts())
         self._saved_step = point.step

@@ -312,7 +312,7 @@ def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     Any YAML file of ``mlx_lm.lora`` can be read. Raises ``UserError``; ``SystemExit`` with
     status 0 after ``--help`` and ``--version``.
     """
-    return load_options(TrainConfig, build_parser(rank), argv)
+    return load_options(TrainConfig, build_parser(rank), argv, rank)
 
 
 def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]]:

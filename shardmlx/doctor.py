@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # under mpirun one asks for all
     if wants_ssh:
         return run_command(lambda: _ask_with_ssh(given))
-    return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _load)
+    return run_ranks(
+        lambda rank: load_config(given, rank), lambda config: config.timeout, _load, alike=False
+    )
 
 
 def _ask_with_ssh(given: Sequence[str]) -> int:

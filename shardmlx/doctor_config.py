@@ -80,4 +80,4 @@ def build_parser(rank: int = 0) -> argparse.ArgumentParser:
 def load_config(argv: Sequence[str], rank: int = 0) -> DoctorConfig:
     """Read flags. Raises ``UserError``; ``SystemExit`` with status 0 after ``--help`` and
     ``--version``."""
-    return load_options(DoctorConfig, build_parser(rank), argv)
+    return load_options(DoctorConfig, build_parser(rank), argv, rank)

@@ -55,11 +55,7 @@ class _Rank:
 
 
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
-    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``. Collective.
-
-    Rank 0's options are those that count.
-    """
-    config = transport.broadcast(config, what="options")
+    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``. Collective."""
     prepared = by_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
     examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _hush)
     examination = examiner.examine(blas)

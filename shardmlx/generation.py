@@ -35,11 +35,10 @@ class Prompt:
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
-    """Generate as rank 0's ``config`` says. Collective.
+    """Generate as ``config`` says, which is the same on all ranks. Collective.
 
     Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
     """
-    config = transport.broadcast(config, what="options")
     # Answers on stdout are for another program to read.
     is_quiet = transport.rank != 0 or not config.verbose or _answers_on_stdout(config)
     reporter = Reporter(quiet=is_quiet)

@@ -15,7 +15,7 @@ from shardmlx.mesh import Mesh
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.partitioners.memory import gib
 from shardmlx.planning import make_mesh
-from shardmlx.stage_map import StageMap, read_stage_map
+from shardmlx.stage_map import StageMap
 from shardmlx.workload import DTYPE_BYTES, Workload
 
 CHOOSE_CACHES = frozenset({"llama", "mistral", "ministral3"})
@@ -58,9 +58,15 @@ class InferencePlan:
 
 
 def plan_inference(
-    config: InferenceConfig, load: Load, workload: Workload, cluster: Cluster, model: str
+    config: InferenceConfig,
+    given: StageMap | None,
+    load: Load,
+    workload: Workload,
+    cluster: Cluster,
+    model: str,
 ) -> InferencePlan:
-    """The plan of a run on the ranks of ``cluster``; ``model`` is the model's digest.
+    """The plan of a run on the ranks of ``cluster``, with the stage map that is ``given``, if one
+    is; ``model`` is the model's digest.
 
     ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
     """
@@ -73,11 +79,10 @@ def plan_inference(
     memory = _Memory(
         workload, load, most, chunk, limit, cluster.backend, config.memory_limit is not None
     )
-    if config.stage_map is not None:
-        stage_map = _given_map(config, config.stage_map, workload, cluster)
-    else:
-        rows = -(-most // groups)
-        stage_map = _divided(config.partitioner, rows, load, workload, cluster, memory)
+    if given is not None:
+        _check_map(given, config, workload, cluster)
+    rows = -(-most // groups)
+    stage_map = given or _divided(config.partitioner, rows, load, workload, cluster, memory)
     plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
     _check_memory(stage_map, cluster, memory)
     return plan
@@ -145,16 +150,10 @@ def planned_memory(
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
 
-def _given_map(
-    config: InferenceConfig, path: str, workload: Workload, cluster: Cluster
-) -> StageMap:
-    stage_map = read_stage_map(path)
-    stage_map.check_layers(workload.shape.num_layers)
-    if stage_map.model not in (None, config.model):
-        raise UserError(
-            f"{stage_map} is for the model {stage_map.model}, not for {config.model}: "
-            "use a map of your model, or take the line out"
-        )
+def _check_map(
+    stage_map: StageMap, config: InferenceConfig, workload: Workload, cluster: Cluster
+) -> None:
+    stage_map.check_model(config.model, workload.shape.num_layers)
     for rank in range(stage_map.pp):
         if stage_map.stages_of(rank) != (rank,):
             stages = " and ".join(map(str, stage_map.stages_of(rank)))
@@ -168,7 +167,6 @@ def _given_map(
             f"start mpirun with -n {stage_map.pp}"
         )
     make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
-    return stage_map
 
 
 def _divided(

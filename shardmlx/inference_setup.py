@@ -37,7 +37,7 @@ from shardmlx.preparation import (
     SETUP_SECONDS,
     cluster_of,
     compare_plans,
-    compare_versions,
+    given_stage_map,
     model_digest,
 )
 from shardmlx.prompt_reader import PromptReader
@@ -107,7 +107,6 @@ def prepare(
     for what the user can mend, before weights are read.
     """
     transport.activity = "loading"
-    compare_versions(transport)
     with transport.patient(SETUP_SECONDS):
         weights = find_weights(
             transport,
@@ -155,10 +154,11 @@ def _prepare(
     rooms = find_rooms(transport, cluster, config.memory_limit)
     cluster = within(cluster, rooms)
     digest = model_digest(model_config)
+    given = given_stage_map(transport, config.stage_map)
     plan = together(
         transport,
         "planning",
-        lambda: plan_inference(config, load, workload, cluster, digest),
+        lambda: plan_inference(config, given, load, workload, cluster, digest),
     )
     compare_plans(transport, plan.digest)
     start, stop = plan.stage_map.partition.ranges[transport.rank]

@@ -35,7 +35,7 @@ from shardmlx.preparation import (
     SETUP_SECONDS,
     cluster_of,
     compare_plans,
-    compare_versions,
+    given_stage_map,
     model_digest,
 )
 from shardmlx.report import Reporter, check_writable
@@ -43,6 +43,7 @@ from shardmlx.resume import Resumption, prepare_resumption
 from shardmlx.run_identity import identity_of
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
+from shardmlx.stage_map import StageMap
 from shardmlx.tables import gigabytes
 from shardmlx.transport import Transport
 from shardmlx.weight_finding import find_weights
@@ -73,7 +74,6 @@ class Job:
     sizes: Mapping[str, int]
     resumption: Resumption
     identity: Mapping[str, Any] | None
-    versions: Mapping[str, str]
     limits: tuple[MemoryLimits, ...]
 
     @property
@@ -86,7 +86,6 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
     No weight is read before model, plan and data are known to be good on all ranks.
     """
-    versions = compare_versions(transport)
     with transport.patient(SETUP_SECONDS):
         weights = find_weights(
             transport,
@@ -97,7 +96,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
             adapters=_adapters(config),
         )
     with weights:
-        return _prepare(config, transport, reporter, weights, versions)
+        return _prepare(config, transport, reporter, weights)
 
 
 def _adapters(config: TrainConfig) -> str | None:
@@ -119,7 +118,6 @@ def _prepare(
     transport: Transport,
     reporter: Reporter,
     weights: Weights,
-    versions: Mapping[str, str],
 ) -> Job:
     path = weights.path
     own = _with_adapters(config, weights.adapters)
@@ -142,10 +140,11 @@ def _prepare(
             cluster.clock(rank, workload, config.grad_checkpoint) for rank in range(cluster.size)
         ],
     )
+    given = given_stage_map(transport, config.stage_map)
     plan, slices = together(
         transport,
         "planning",
-        lambda: _plan(config, transport.hosts, workload, cluster, model, model_config),
+        lambda: _plan(config, given, transport.hosts, workload, cluster, model, model_config),
     )
     compare_plans(transport, plan.digest)
     optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
@@ -191,7 +190,6 @@ def _prepare(
         sizes=sizes,
         resumption=resumption,
         identity=identity,
-        versions=versions,
         limits=limits,
     )
 
@@ -238,6 +236,7 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
 
 def _plan(
     config: TrainConfig,
+    given: StageMap | None,
     hosts: Sequence[str],
     workload: Workload,
     cluster: Cluster,
@@ -246,7 +245,7 @@ def _plan(
 ) -> tuple[Plan, list[Slice]]:
     """The plan, and all stages' slices: unread, so that knowing them costs nothing."""
     try:
-        stage_map = make_stage_map(config, workload, cluster)
+        stage_map = make_stage_map(config, given, workload, cluster)
     except DoesNotFitError as error:
         if config.memory_limit is None:
             raise

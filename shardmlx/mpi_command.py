@@ -27,11 +27,14 @@ def run_ranks(
     read_options: Callable[[int], T],
     timeout: Callable[[T], float],
     load: Callable[[], Callable[[T, Transport, Blas], None]],
+    *,
+    alike: bool = True,
 ) -> int:
     """Exit status of ``load()(options, transport, blas)`` on this rank: 0, 2 after bad input, 1
     where all ranks found that they cannot go on, or 128 + a signal that all ranks obeyed.
 
     ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
+    Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
     A failure at run time ends all ranks.
     """
     rank = launched_rank()
@@ -44,6 +47,7 @@ def run_ranks(
 
     # MPI last: it starts when it is imported, and what fails before it ends this process simply.
     from shardmlx.agreement import AgreedError
+    from shardmlx.code_versions import compare_versions
 
     from shardmlx import mpi  # isort: skip
 
@@ -51,6 +55,10 @@ def run_ranks(
     try:
         transport = mpi.MPITransport(timeout(options), ending)
         try:
+            if alike:
+                compare_versions(transport)
+            options = transport.broadcast(options, what="options")
+            transport.timeout = timeout(options)
             run(options, transport, blas)
             status = 0
         except AgreedError as error:

@@ -13,6 +13,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -119,13 +120,20 @@ def build_parser(
 
 
 def load_options(
-    cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str]
+    cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str], rank: int = 0
 ) -> Options:
     """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
 
-    A key of the file without a value (``key:`` or ``key: null``) counts as not given.
-    ``UserError`` names the flag, or the file and its key.
+    A key of the file without a value (``key:`` or ``key: null``) counts as not given. On other
+    ranks than 0, whose options rank 0's replace, a file that is not there is passed over, and with
+    it all flags but ``--timeout``, under which they start. ``UserError`` names the flag, or the
+    file and its key.
     """
+    if rank:
+        flags = vars(parser.parse_known_args(argv)[0])
+        path = flags.get("config")
+        if path is not None and not Path(path).exists():
+            return cls(**{key: flags[key] for key in ("timeout",) if key in flags})
     options, _ = load_given_options(cls, parser, argv)
     return options
 

@@ -12,7 +12,7 @@ from shardmlx.mesh import Mesh
 from shardmlx.partitioners import get_partitioner
 from shardmlx.problems import Candidate, make_problem
 from shardmlx.schedules import get_schedule
-from shardmlx.stage_map import StageMap, read_stage_map
+from shardmlx.stage_map import StageMap
 from shardmlx.timing import TYPICAL_LENGTH
 from shardmlx.workload import Workload
 
@@ -20,18 +20,14 @@ MICROBATCHES_A_RANK = 4
 """What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
 
 
-def make_stage_map(config: TrainConfig, workload: Workload, cluster: Cluster) -> StageMap:
+def make_stage_map(
+    config: TrainConfig, given: StageMap | None, workload: Workload, cluster: Cluster
+) -> StageMap:
     """The stage map of the run: the user's, or the partitioner's for the machines there are."""
-    if config.stage_map is not None:
-        stage_map = read_stage_map(config.stage_map)
-        stage_map.check_pipeline(config.pipeline_stages, config.virtual_stages)
-        stage_map.check_layers(workload.shape.num_layers)
-        if stage_map.model not in (None, config.model):
-            raise UserError(
-                f"{stage_map} is for the model {stage_map.model}, not for {config.model}: "
-                "use a map of your model, or take the line out"
-            )
-        return stage_map
+    if given is not None:
+        given.check_pipeline(config.pipeline_stages, config.virtual_stages)
+        given.check_model(config.model, workload.shape.num_layers)
+        return given
     pp = config.pipeline_stages or cluster.size
     schedule = get_schedule(config.schedule)
     virtual = config.virtual_stages or schedule.default_virtual

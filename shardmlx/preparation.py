@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +15,8 @@ from shardmlx.agreement import AgreedError, by_rank_0
 from shardmlx.cluster import Cluster, read_profiles
 from shardmlx.hostfile import Machine, read_hostfile, same_host
 from shardmlx.profile_file import Profile
+from shardmlx.stage_map import StageMap, read_stage_map
 from shardmlx.transport import Transport
-
-PACKAGES = ("shardmlx", "mlx", "mlx-lm")
-"""Whose versions must be the same on all ranks."""
 
 SETUP_SECONDS = 12 * 3600.0
 """One rank may download a large model, or tokenise much data, for hours while others wait."""
@@ -56,6 +53,15 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
     )
 
 
+def given_stage_map(transport: Transport, path: str | None) -> StageMap | None:
+    """The stage map in rank 0's file, if there is one. Collective."""
+    given = by_rank_0(
+        transport, "reading the stage map", lambda: None if path is None else read_stage_map(path)
+    )
+    stage_map: StageMap | None = transport.broadcast(given, what="stage map")
+    return stage_map
+
+
 def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
     """A rank's share of a host, with what the hostfile says of it: less memory than there is, where
     it is to have no more."""
@@ -67,23 +73,6 @@ def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Ma
     return replace(entry, host=host, slots=1, memory=memory, flops=flops)
 
 
-def compare_versions(transport: Transport) -> dict[str, str]:
-    """First of all: ranks of different code would misunderstand each other. Collective.
-
-    Returns the versions of packages, alike on all ranks.
-    """
-    versions = {package: version(package) for package in PACKAGES}
-    everyone = transport.all_gather(versions, "comparing versions")
-    for rank, theirs in enumerate(everyone):
-        for package, number in everyone[0].items():
-            if theirs.get(package) != number:
-                raise AgreedError(
-                    f"{_unlike(transport, rank)} has {package} {theirs.get(package)} instead of "
-                    f"{number}: install the same version on all machines"
-                )
-    return versions
-
-
 def compare_plans(transport: Transport, digest: str) -> None:
     """Before the first message of the engine: all ranks mean the same run. Collective.
 
@@ -93,10 +82,6 @@ def compare_plans(transport: Transport, digest: str) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise AgreedError(
-                f"{_unlike(transport, rank)} plans another run: give all ranks the same stage map "
-                "and the same model config.json"
+                f"{transport.name(rank)}, unlike {transport.name(0)}, plans another run: give all "
+                "ranks the same model config.json"
             )
-
-
-def _unlike(transport: Transport, rank: int) -> str:
-    return f"{transport.name(rank)}, unlike {transport.name(0)},"

@@ -224,11 +224,7 @@ def run(
     transport: Transport,
     blas: Blas,
 ) -> None:
-    """Measure micro-batches of ``shapes`` on every rank; rank 0 writes ``output``. Collective.
-
-    Rank 0's arguments are those that count.
-    """
-    config, shapes = transport.broadcast((config, shapes), what="options")
+    """Measure micro-batches of ``shapes`` on every rank; rank 0 writes ``output``. Collective."""
     reporter = Reporter(quiet=transport.rank != 0)
     with transport.patient(SETUP_SECONDS):
         read = by_rank_0(transport, "reading the model", lambda: _read(config, output))

@@ -17,9 +17,8 @@ PATIENCE = 2
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve as rank 0's ``config`` says, until a signal stops it. Collective; raises as
+    """Serve as ``config`` says, until a signal stops it. Collective; raises as
     ``prepare``."""
-    config = transport.broadcast(config, what="options")
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))
     listeners: list[socket] = []

@@ -128,6 +128,15 @@ class StageMap:
                 f"make its num_layers add up to {num_layers}"
             )
 
+    def check_model(self, model: str, num_layers: int) -> None:
+        """``UserError`` unless the map is for that model, of that many layers."""
+        self.check_layers(num_layers)
+        if self.model not in (None, model):
+            raise UserError(
+                f"{self} is for the model {self.model}, not for {model}: use a map of your model, "
+                "or take the line out"
+            )
+
     def check_pipeline(self, pipeline_stages: int | None, virtual_stages: int | None) -> None:
         """``UserError`` when the command line was given other numbers than the map has."""
         for flag, given, mapped in (

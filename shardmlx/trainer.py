@@ -34,13 +34,11 @@ from shardmlx.transport import Transport
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train, or test, as rank 0's ``config`` says. Collective.
+    """Train, or test, as ``config`` says, which is the same on all ranks. Collective.
 
-    Every machine may read an options file of its own: rank 0's is the one that counts. Raises
-    ``AgreedError`` on all ranks alike for what the user can mend; ``Stopped`` after a signal, when
-    all is saved; ``AgreedFailure`` where the run itself cannot go on.
+    Raises ``AgreedError`` on all ranks alike for what the user can mend; ``Stopped`` after a
+    signal, when all is saved; ``AgreedFailure`` where the run itself cannot go on.
     """
-    config = transport.broadcast(config, what="options")
     metrics = Path(config.metrics_file) if config.metrics_file else None
     quiet = transport.rank != 0
     reporter = by_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)

@@ -81,22 +81,29 @@ def test_generate_with_model_and_adapters_on_the_first_machine_alone(
     assert group.left() == []
 
 
-def test_train_goes_on_from_adapters_that_are_on_the_first_machine_alone(
+def test_train_goes_on_from_what_is_on_the_first_machine_alone(
     small: Path, pirate: Path, adapters: Path, tmp_path: Path
 ) -> None:
+    """Model, adapters, data, options and stage map."""
     start = adapters / "adapters.safetensors"
-    together = tmp_path / "together.jsonl"
+    together, stage_map = tmp_path / "together.jsonl", tmp_path / "map.yaml"
+    stage_map.write_text("stages:\n  - num_layers: 3\n  - num_layers: 5\n")
     train_well(
         2,
         *("--model", small, "--data", pirate, "--resume-adapter-file", start, *TRAIN),
+        *("--stage-map", stage_map),
         *("--metrics-file", together, "--adapter-path", tmp_path / "out"),
     )
     group = machines(tmp_path, 2, small)
     shutil.copyfile(start, group.homes[0] / "start.safetensors")
+    shutil.copyfile(stage_map, group.homes[0] / "map.yaml")
+    shutil.copytree(pirate, group.homes[0] / "data")
+    (group.homes[0] / "run.yaml").write_text(
+        "model: model\ndata: data\nresume_adapter_file: start.safetensors\nstage_map: map.yaml\n"
+    )
     job = group.run(
-        "train",
-        *("--model", "model", "--data", pirate, "--resume-adapter-file", "start.safetensors"),
-        *(*TRAIN, "--metrics-file", "apart.jsonl", "--weight-cache", "cache"),
+        *("train", "--config", "run.yaml", *TRAIN, "--timeout", "90"),
+        *("--metrics-file", "apart.jsonl", "--weight-cache", "cache"),
     )
     assert job.returncode == 0, job.output
     apart = events(group.homes[0] / "apart.jsonl", "train")

@@ -23,6 +23,7 @@ from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
+from shardmlx.stage_map import read_stage_map
 from shardmlx.workload import Workload
 from tests.support import tiny_config, tiny_model
 
@@ -48,7 +49,8 @@ def cluster(*memories: int) -> Cluster:
 
 def plan(load: Load, *memories: int, family: str = "llama", **options: object) -> InferencePlan:
     config = GenerateConfig(model="m", **options)  # type: ignore[arg-type]
-    return plan_inference(config, load, workload(family), cluster(*memories), "digest")
+    given = None if config.stage_map is None else read_stage_map(config.stage_map)
+    return plan_inference(config, given, load, workload(family), cluster(*memories), "digest")
 
 
 ONE = Load(texts=1, prompt=500, answer=100, context=600)

@@ -22,7 +22,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "engine": {
         "engine", "inference", "inference_stage", "reduce", "loading", "saving", "optimizer",
-        "measure", "speed_tests", "agreement", "batch_feed",
+        "measure", "speed_tests", "agreement", "batch_feed", "code_versions",
         "checkpoint_writer", "checkpoint_reader", "checkpoint_storage",
         "weight_supply", "weight_finding",
     },

@@ -1,0 +1,46 @@
+"""Ranks of different code would misunderstand each other: they must run the same."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from shardmlx.agreement import AgreedError
+from shardmlx.transport import Transport
+
+PACKAGES = ("shardmlx", "mlx", "mlx-lm")
+
+
+def package_versions() -> dict[str, str]:
+    """Of what decides the numbers, on this rank."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def source_digest(package: Path = Path(__file__).parent) -> str:
+    """Of all Python files of a package, by their names and content."""
+    digest = hashlib.sha256()
+    for directory in (package, *(each for each in sorted(package.iterdir()) if each.is_dir())):
+        for path in sorted(directory.glob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(package)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def compare_versions(transport: Transport) -> None:
+    """Raise ``AgreedError`` unless all ranks run the same. Collective, and the first message."""
+    everyone = transport.all_gather((package_versions(), source_digest()), "comparing versions")
+    wanted, source = everyone[0]
+    for rank, (versions, other_source) in enumerate(everyone):
+        who = f"{transport.name(rank)}, unlike {transport.name(0)},"
+        for package, number in wanted.items():
+            if versions.get(package) != number:
+                raise AgreedError(
+                    f"{who} has {package} {versions.get(package)} instead of {number}: install "
+                    "the same version on all machines"
+                )
+        if other_source != source:
+            raise AgreedError(
+                f"{who} has other files of shardmlx {wanted['shardmlx']}: install the same on all "
+                "machines"
+            )
