@@ -159,9 +159,9 @@ def _how_to_run(
     stage_map: str | None,
 ) -> list[str]:
     plan = choice.prediction.plan
-    words = ["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)]
-    words += ["python", "-m", "shardmlx.train", "--model", workload.config.model]
-    words += [
+    mpirun = shlex.join(["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)])
+    words = [
+        *("-m", "shardmlx.train", "--model", workload.config.model),
         *options,
         "--hosts",
         hostfile,
@@ -172,7 +172,8 @@ def _how_to_run(
     ]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     words += ["--grad-checkpoint"] * choice.candidate.checkpoint
-    command = shlex.join(words)
+    # Its whole path: a login by ssh has a PATH of its own.
+    command = f"{mpirun} $(which python) {shlex.join(words)}"
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
     return [f"wrote {stage_map}; run:", command]

@@ -291,13 +291,14 @@ def test_testing_without_adapters(model: Path, data: Path, tmp_path: Path) -> No
 def test_a_configuration_that_only_another_rank_cannot_read_is_named_by_that_rank(
     tmp_path: Path,
 ) -> None:
-    """As on two machines of which one lacks the file."""
+    """As on two machines of which one has another file."""
     config = tmp_path / "lora.yaml"
     config.write_text("batch_size: 4\n")
+    config.with_name("lora.yaml.other").write_text("batch_size: [\n")
     job = mpirun(2, PROGRAMS / "config_on_rank_0.py", config)
     assert job.returncode == 2, job.output
     (line,) = job.error_lines
-    assert re.match(rf"shardmlx: error: rank 1 on \S+: .*{config}\.missing", line)
+    assert re.match(rf"shardmlx: error: rank 1 on \S+: .*{config}\.other", line)
 
 
 def test_a_full_fine_tune_in_the_place_of_the_model_it_starts_from(

@@ -91,17 +91,11 @@ def test_the_command_that_it_prints_is_the_run_that_it_planned(
     given += ["--micro-batch-size", "2", "--optimizer", "adamw"]
     text = output(capsys, model, "--hosts", hosts, "-o", tmp_path / "map.yaml", *given)
     words = shlex.split(text.splitlines()[-1])
-    assert words[:8] == [
-        "mpirun",
-        "--hostfile",
-        str(hosts),
-        "-n",
-        "2",
-        "python",
-        "-m",
-        "shardmlx.train",
+    assert words[:9] == [
+        *("mpirun", "--hostfile", str(hosts), "-n", "2"),
+        *("$(which", "python)", "-m", "shardmlx.train"),
     ]
-    config = load_config(words[8:])
+    config = load_config(words[9:])
     assert (config.model, config.fine_tune_type, config.num_layers) == (str(model), "full", 4)
     assert (config.batch_size, config.micro_batch_size, config.optimizer) == (8, 2, "adamw")
     assert config.stage_map == str(tmp_path / "map.yaml")

@@ -1,0 +1,271 @@
+"""docs/guide.md and docs/troubleshooting.md: what they tell to type is typed here, in their order,
+on two hosts of the lab. What cannot be typed here is at least known.
+
+A block ``sh run`` is typed on the first host, ``sh run second`` on the second one, ``sh mac`` needs
+macOS, ``sh hand`` asks for a password or for the internet. Other blocks show output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.lab.hosts import TMP, Lab
+from tests.markdown import Block, anchors, blocks, links
+from tests.mpi.conftest import small_directory
+from tests.mpi.mpirun import ROOT, mpirun
+from tests.support import load_weights
+
+GUIDE = ROOT / "docs" / "guide.md"
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+
+RUN, SECOND, MAC, HAND = ("sh", "run"), ("sh", "run", "second"), ("sh", "mac"), ("sh", "hand")
+
+ON_A_MAC = {
+    "caffeinate -s",
+    "ifconfig bridge0",
+    "networksetup -getinfo 'Thunderbolt Bridge'",
+    "networksetup -listallhardwareports",
+    "ping -c 3 10.77.0.2",
+    "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --add $(realpath .venv/bin/python)",
+    "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --add $PWD/.venv/bin/prted",
+    "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --add $PWD/.venv/bin/prterun",
+    "sudo networksetup -setmanual 'Thunderbolt Bridge' 10.77.0.1 255.255.255.0",
+    "sudo networksetup -setmanual 'Thunderbolt Bridge' 10.77.0.2 255.255.255.0",
+    "sudo sysctl iogpu.wired_limit_mb=57344",
+    "sudo systemsetup -setremotelogin on",
+}
+"""What nobody has tried."""
+
+BY_HAND = {
+    "pip wheel . -w wheels",
+    "pip install --no-index --find-links wheels shardmlx",
+    "ssh-copy-id mac2.local",
+    "ssh-keygen -t ed25519",
+}
+
+PROVOKED = {
+    "There are not enough slots available": "mpirun -n 3 --hostfile hosts hostname",
+    "prterun has detected an attempt to run as root": (
+        "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun hostname"
+    ),
+    "prterun was unable to find the specified executable": (
+        "mpirun --hostfile hosts python --version"
+    ),
+    "prterun was unable to launch the specified application": (
+        "mpirun --hostfile hosts /nowhere/bin/python"
+    ),
+    "No network interfaces were found for out-of-band": (
+        "PRTE_MCA_prte_if_include=bridge0 mpirun --hostfile hosts hostname"
+    ),
+    "WARNING: An invalid value was given for btl_tcp_if_include": (
+        "OMPI_MCA_btl_tcp_if_include=bridge0 mpirun -n 1 python -c 'from mpi4py import MPI'"
+    ),
+    "A daemon failed to report back": (
+        "echo mac9.local slots=1 > nine; mpirun --hostfile nine hostname"
+    ),
+    "Could not resolve hostname": "mpirun --hostfile nine hostname",
+    "The PMIx server's listener thread failed to start": (
+        # Each mpirun has the same process number.
+        "again='unshare --pid --fork --mount-proc bash -c'; "
+        "$again 'mpirun -n 1 bash -c \"kill -9 \\$PPID\" & wait $!'; "
+        "$again 'mpirun -n 1 hostname & wait $!'"
+    ),
+    "there is no such directory, and it is no Hugging Face repository (OWNER/NAME)": (
+        "mpirun -n 1 python -m shardmlx.generate --model .cache/smollm"
+    ),
+}
+"""What makes mpirun, or us, say some of the messages in docs/troubleshooting.md."""
+
+SHARED = ("/Users/Shared", str(TMP / "Shared"))
+"""Macs have the first; the second is each host's own, and can be written to."""
+
+NAMES = "127.0.0.1 localhost\n10.77.0.1 mac1 mac1.local\n10.77.0.2 mac2 mac2.local\n"
+
+SHORTER = {"iters": 2, "val_batches": 1, "steps_per_report": 1, "steps_per_eval": 2}
+"""In the place of the values of the demo's configuration file."""
+
+_LOGIN = """#!/bin/sh
+# In the place of ssh: a login has a short PATH, and none of the variables that are set here.
+while [ "${{1#-}}" != "$1" ]; do
+    [ "$1" = -o ] && shift
+    shift
+done
+host=${{1%.local}}
+shift
+exec env -i PATH=/usr/bin:/bin:/usr/sbin:/sbin {environment} \\
+    SHARDMLX_TEST_JOB="$SHARDMLX_TEST_JOB" {agent} "$host" "$@"
+"""
+
+_PACKAGES = {
+    "PYTHONPATH": sysconfig.get_path("purelib"),
+    "LD_LIBRARY_PATH": str(Path(sys.prefix, "lib")),
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",  # pip's word for: without isolation
+    "PIP_NO_COMPILE": "1",
+}
+"""With which pip, in a new environment, finds all that it would download, and mpi4py finds MPI."""
+
+
+def commands(path: Path, *info: str) -> Iterator[str]:
+    """What the blocks of one kind tell to type, one command each."""
+    for block in blocks(path):
+        if block.info == info:
+            yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
+
+
+@pytest.fixture
+def bench(lab: Lab, tmp_path: Path) -> Path:
+    """Where mac1's /tmp is: with the login, the repository, and names as Macs have them."""
+    for host in lab.hosts:
+        lab.replace(host, Path("/etc/hosts"), NAMES)
+    first = tmp_path / lab.hosts[0]
+    login = first / "bin" / "ssh"
+    login.parent.mkdir()
+    environment = " ".join(f"{name}={value}" for name, value in _PACKAGES.items())
+    login.write_text(_LOGIN.format(environment=environment, agent=lab.agent))
+    login.chmod(0o755)
+    # One core would be bound to all ranks, since all hosts are this machine.
+    settings = first / "home" / ".prte" / "mca-params.conf"
+    settings.parent.mkdir()
+    settings.write_text("hwloc_default_binding_policy = none\n")
+    repository = first / "Shared" / "shardmlx"
+    repository.mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, repository)
+    for name in ("shardmlx", "models", "partitioners", "scripts", "hostfiles"):
+        ignored = shutil.ignore_patterns("bench")
+        shutil.copytree(ROOT / name, repository / name, symlinks=True, ignore=ignored)
+    return first
+
+
+def type_in(lab: Lab, bench: Path, typed: Sequence[Block], timeout: float) -> dict[str, str]:
+    """Type blocks, one after the other, into one terminal of the first host, as far as they
+    succeed; what came, by where the block stands."""
+    path = _path()
+    script = ["exec 2>&1", "set -eo pipefail"]
+    for block in typed:
+        text = block.text.replace(*SHARED)
+        script.append(f"printf '\\n<<<{block.where}>>>\\n'")
+        if block.info == SECOND:
+            text = f"ssh mac2.local env PATH={path} bash -e <<'SECOND'\n{text}SECOND"
+        script.append(text)
+    (bench / "script").write_text("\n".join(script))
+    job = mpirun(
+        2,
+        command=lab.command(lab.hosts[0], "bash", TMP / "script"),
+        env={**_PACKAGES, "PATH": path},
+        timeout=timeout,
+    )
+    _, *parts = re.split(r"^<<<(.*)>>>$", job.stdout, flags=re.MULTILINE)
+    came = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert job.returncode == 0, f"{parts[-2]}: {parts[-1]}"
+    return came
+
+
+def _path() -> str:
+    """Of a terminal."""
+    return f"{TMP / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+
+
+def small_smollm2(path: Path, tokenizer: Path) -> None:
+    """A model directory like the one that scripts/prepare_smollm2.py makes, so that it finds its
+    work done: as many layers, each very small."""
+    small_directory(
+        path, tokenizer, num_hidden_layers=30, tie_word_embeddings=True, torch_dtype="float32"
+    )
+    (path / "generation_config.json").write_text("{}")
+    index = {"weight_map": dict.fromkeys(load_weights(path), "model.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def shorten(config: Path) -> None:
+    text = config.read_text()
+    for key, value in SHORTER.items():
+        text, count = re.subn(rf"^{key}: .*$", f"{key}: {value}", text, flags=re.MULTILINE)
+        assert count == 1, key
+    config.write_text(f"{text}test_batches: 1\n")
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    kinds = {(), ("text",), RUN, SECOND, MAC, HAND}
+    for path in (GUIDE, TROUBLESHOOTING):
+        for block in blocks(path):
+            assert block.info in kinds, block.where
+
+
+def test_what_is_not_typed_here_is_known() -> None:
+    for kind, known in ((MAC, ON_A_MAC), (HAND, BY_HAND)):
+        found = {*commands(GUIDE, *kind), *commands(TROUBLESHOOTING, *kind)}
+        assert found == known
+
+
+def test_what_needs_a_mac_is_said_not_to_be_tried() -> None:
+    assert "**Nothing on this page has run on a Mac.**" in GUIDE.read_text()
+    for path in (GUIDE, TROUBLESHOOTING):
+        for section in re.split(r"^#+ ", path.read_text(), flags=re.MULTILINE):
+            if "```sh mac" in section:
+                assert "n a Mac, not tried" in " ".join(section.split()), section[:40]
+
+
+def test_links_lead_somewhere() -> None:
+    for path in (GUIDE, TROUBLESHOOTING):
+        for link in links(path):
+            file, _, anchor = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer: Path) -> None:
+    repository = bench / "Shared" / "shardmlx"
+    small_smollm2(repository / ".cache" / "smollm2-135m-instruct", small_tokenizer)
+    shorten(repository / "scripts" / "demo-config.yaml")
+    typed = [
+        block
+        for path in (GUIDE, TROUBLESHOOTING)
+        for block in blocks(path)
+        if block.info[:2] == RUN
+    ]
+    came = type_in(lab, bench, typed, timeout=150.0)
+
+    def said(words: str) -> str:
+        """What came of the block in which these words were typed."""
+        where = next(block.where for block in typed if words in block.text)
+        return came[where]
+
+    assert "822 in train.jsonl" in said("prepare_pirate_data")
+    assert "mac2" in said("ssh mac2.local hostname")
+    assert "nothing to warn of" in said("doctor --ssh --hostfile hosts\n")
+    assert "Wrote measured" in said("--write-hostfile")
+    assert "wrote map.yaml" in said("shardmlx.plan")
+    assert 'host: "mac2.local"' in said("cat map.yaml")
+    trained = said("--adapter-path pirate-adapters\n")
+    assert re.search(r"^weights: .* over MPI .*\(rank 1 on mac2 ", trained, re.MULTILINE)
+    assert re.search(r"^step 2: loss", trained, re.MULTILINE)
+    assert "Saved to pirate-adapters" in trained
+    assert (repository / "pirate-again" / "checkpoints" / "step-0000002").exists()
+    second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
+    assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
+
+
+def test_messages_are_those_of_mpirun(lab: Lab, bench: Path) -> None:
+    quoted = "".join(block.text for block in blocks(TROUBLESHOOTING) if block.info == ("text",))
+    home = bench / "home"
+    (home / "hosts").write_text("mac1.local slots=1\nmac2.local slots=1\n")
+    script = [f"PATH={_path()}"]
+    for number, command in enumerate(PROVOKED.values()):
+        script.append(f"printf '\\n<<<{number}>>>\\n'; {{ {command}; }} 2>&1")
+    (bench / "script").write_text("\n".join(script))
+    job = mpirun(2, command=lab.command("mac1", "bash", TMP / "script"), env=_PACKAGES)
+    came = re.split(r"^<<<\d+>>>$", job.stdout, flags=re.MULTILINE)[1:]
+    for message, output in zip(PROVOKED, came, strict=True):
+        assert message in quoted
+        assert message in output
