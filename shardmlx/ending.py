@@ -33,6 +33,8 @@ class Ending:
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
         self.announce: Callable[[], None] = lambda: None
         """Tells the peers that this rank has spoken. The transport sets it once it can."""
+        self.listen: Callable[[], None] = lambda: None
+        """Lets this rank hear at once that a peer has spoken. The transport sets it too."""
         # Now: after mpirun's end this process is the child of whoever adopts it.
         self.launcher = find_launcher()
         self._lock = threading.Lock()
@@ -54,6 +56,8 @@ class Ending:
     def say(self, text: str, turn: float = 0.0) -> bool:
         """Print ``shardmlx: TEXT`` unless the job's end has been explained, also by a peer within
         ``turn`` seconds. Whether it did."""
+        if turn:
+            self.listen()
         if self.wait_to_hear(turn):
             return False
         with self._lock:

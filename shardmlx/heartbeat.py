@@ -238,8 +238,11 @@ class Monitor:
 
 
 def silence_limit(timeout: float) -> float:
-    """Seconds after which a silent rank is lost, where a message may take ``timeout``."""
-    return min(max(timeout, SHORTEST_SILENCE), LONGEST_SILENCE)
+    """Seconds after which a silent rank is lost, where a message may take ``timeout``.
+
+    Less than that: else a rank might speak first that only waits for one that waits for the lost.
+    """
+    return min(max(timeout - 2 * PERIOD, SHORTEST_SILENCE), LONGEST_SILENCE)
 
 
 class Mail(Protocol):
@@ -276,6 +279,7 @@ class Heartbeat:
         self._hush = hush
         self._fail = fail
         self._closed = False
+        self._listens = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -283,6 +287,11 @@ class Heartbeat:
         """Tell all ranks, now and not only those that listen for this rank's signs of life."""
         for peer in self._all:
             self._mail.post(peer, pickle.dumps(Beat(self._activity(), (), state)))
+
+    def listen(self) -> None:
+        """From now on look all the time for what peers say."""
+        self._listens = True
+        self._signals.wake()
 
     def close(self) -> None:
         """Leave in order."""
@@ -298,17 +307,18 @@ class Heartbeat:
             self._fail(error)  # else the others would find this rank silent
 
     def _listen(self) -> None:
-        last_beat = -float("inf")
+        # To all, once: when a rank has died there is no time left to make connections.
+        self._send(self._all)
+        last_beat = time.monotonic()
         while not self._closed:
-            numbers = self._signals.wait(HURRY if self.monitor.in_hurry else PERIOD)
+            in_hurry = self._listens or self.monitor.in_hurry
+            numbers = self._signals.wait(HURRY if in_hurry else PERIOD)
             for number in numbers:
                 self.monitor.signalled(number)
             now = time.monotonic()
             if numbers or now - last_beat >= PERIOD / 2:
                 last_beat = now
-                mine = pickle.dumps(self.monitor.beat(self._activity()))
-                for peer in self._usual:
-                    self._mail.post(peer, mine)
+                self._send(self._usual)
             for peer, data in self._mail.fetch():
                 self.monitor.heard(peer, pickle.loads(data))
             if self.monitor.hushed:
@@ -316,3 +326,8 @@ class Heartbeat:
             verdict = self.monitor.look()
             if verdict is not None and not self._closed:
                 self._act(verdict)
+
+    def _send(self, peers: Iterable[int]) -> None:
+        mine = pickle.dumps(self.monitor.beat(self._activity()))
+        for peer in peers:
+            self._mail.post(peer, mine)

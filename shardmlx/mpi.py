@@ -25,7 +25,10 @@ import mpi4py
 from shardmlx.ending import Deadline, Ending, exit_within, on_several_hosts
 from shardmlx.environment import LAUNCHED, launched_rank
 from shardmlx.heartbeat import (
+    HURRY,
     OWN_SLEEP,
+    PERIOD,
+    SECONDS_TO_BE_HEARD,
     Fate,
     Heartbeat,
     Monitor,
@@ -45,6 +48,12 @@ from mpi4py import MPI  # noqa: E402
 POLL_SECONDS = 1e-3
 """Pause between two polls of the progress thread: large messages flow, the core stays free."""
 
+LAZY_POLL_SECONDS = 2e-2
+"""The same while only small messages are to be received, which come in one piece: whoever waits for
+one looks for it, and until then a poll only takes from what the core computes."""
+
+SMALL_BYTES = 1 << 16
+
 CHUNK_BYTES = 1 << 30
 """Longer messages go in parts: MPI counts are 32-bit."""
 
@@ -57,17 +66,27 @@ SECONDS_TO_ABORT = 2.0
 SECONDS_TO_LEAVE = 600.0
 """Ranks that are done wait at least so long for the others."""
 
+LETTER_BYTES = 1 << 14
+"""More than any sign of life."""
+
 FETCHES = 3
 """A message over TCP needs more than one call into MPI to arrive."""
 
 
 class _Message(Handle):
-    __slots__ = ("peer", "requests")
+    __slots__ = ("in_one_piece", "peer", "requests")
 
-    def __init__(self, array: Array, requests: list[MPI.Request], peer: int | None) -> None:
+    def __init__(
+        self,
+        array: Array,
+        requests: list[MPI.Request],
+        peer: int | None,
+        in_one_piece: bool = False,
+    ) -> None:
         super().__init__(array)
         self.requests = requests
         self.peer = peer
+        self.in_one_piece = in_one_piece
 
 
 class MPITransport(Transport):
@@ -81,7 +100,7 @@ class MPITransport(Transport):
         # Communicators of its own, so that no other user of MPI can take our messages.
         with self._ending.bounded(timeout, "starting MPI"):
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-            mail = _Mail(MPI.COMM_WORLD.Dup())
+            self._mail = _Mail(MPI.COMM_WORLD.Dup())
         self.rank = self._world.rank
         self.size = self._world.size
         self.timeout = timeout
@@ -99,9 +118,9 @@ class MPITransport(Transport):
         everyone = self.all_gather((host, os.getpid()), "start")
         self.hosts = tuple(host for host, _ in everyone)
         self._signals = Signals()
-        self._heartbeat = self._listen(mail, {rank: pid for rank, (_, pid) in enumerate(everyone)})
+        self._heartbeat = self._listen({rank: pid for rank, (_, pid) in enumerate(everyone)})
 
-    def _listen(self, mail: _Mail, pids: dict[int, int]) -> Heartbeat:
+    def _listen(self, pids: dict[int, int]) -> Heartbeat:
         watched = range(1, self.size) if self.rank == 0 else (0,)
         # Elsewhere the number is another process's, or, from inside a container, none.
         seen = {
@@ -118,7 +137,7 @@ class MPITransport(Transport):
                 self._ending.launched,
             ),
             [peer for peer in range(self.size) if peer != self.rank],
-            mail,
+            self._mail,
             self._signals,
             activity=lambda: self.activity,
             act=self._act,
@@ -127,6 +146,7 @@ class MPITransport(Transport):
         )
         self._last_activity = heartbeat.monitor.last_activity
         self._ending.announce = lambda: heartbeat.spread(State.SPOKEN)
+        self._ending.listen = heartbeat.listen
         return heartbeat
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
@@ -137,7 +157,7 @@ class MPITransport(Transport):
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
             requests = [self._world.Irecv(part, peer, tag) for part in _parts(array)]
-        return self._watch(_Message(array, requests, peer))
+        return self._watch(_Message(array, requests, peer, array.nbytes <= SMALL_BYTES))
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
         check_sum(array)
@@ -187,12 +207,15 @@ class MPITransport(Transport):
 
     def _keep_moving(self) -> None:
         while not self._closed:
-            if self._pending:
-                self._poll()
-                time.sleep(POLL_SECONDS)
-            else:
+            pending = self._pending
+            if not pending:
                 self._work.wait()
-                self._work.clear()
+            elif all(message.in_one_piece for message in pending):
+                self._work.wait(LAZY_POLL_SECONDS)
+            else:
+                time.sleep(POLL_SECONDS)
+            self._work.clear()
+            self._poll()
 
     def progress(self, handle: Handle, seconds: float) -> bool:
         looked = time.monotonic()
@@ -267,7 +290,8 @@ class MPITransport(Transport):
         with self.patient(SECONDS_TO_LEAVE):
             self.barrier("leaving")
         self._heartbeat.close()
-        self._ending.announce = lambda: None
+        self._mail.close()
+        self._ending.announce = self._ending.listen = lambda: None
         self._signals.close()
         self._closed = True
         self._work.set()
@@ -279,12 +303,25 @@ class MPITransport(Transport):
 
 
 class _Mail:
-    """Signs of life, on a communicator of their own; at most one unfinished a peer."""
+    """Signs of life, on a communicator of their own; at most one unfinished a peer.
+
+    A receive waits for each peer at all times: what has come from a process that has failed since
+    could not be asked for any more, nor anything from any source.
+    """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
         self._lock = threading.Lock()
         self._sending: dict[int, MPI.Request] = {}
+        self._letters = {
+            peer: bytearray(LETTER_BYTES)
+            for peer in range(communicator.size)
+            if peer != communicator.rank
+        }
+        self._receiving = {peer: self._receive(peer) for peer in self._letters}
+
+    def _receive(self, peer: int) -> MPI.Request:
+        return self._communicator.Irecv([self._letters[peer], MPI.BYTE], peer)
 
     def post(self, peer: int, data: bytes) -> None:
         with self._lock, contextlib.suppress(MPI.Exception):
@@ -294,13 +331,21 @@ class _Mail:
 
     def fetch(self) -> Iterator[tuple[int, bytes]]:
         status = MPI.Status()
-        with self._lock, contextlib.suppress(MPI.Exception):
+        with self._lock:
             for _ in range(FETCHES):
-                while self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                    data = bytearray(status.Get_count(MPI.BYTE))
-                    sender = status.Get_source()
-                    self._communicator.Recv([data, MPI.BYTE], sender, status.Get_tag())
-                    yield sender, bytes(data)
+                for peer in list(self._receiving):
+                    try:
+                        while self._receiving[peer].Test(status):
+                            yield peer, bytes(self._letters[peer][: status.Get_count(MPI.BYTE)])
+                            self._receiving[peer] = self._receive(peer)
+                    except MPI.Exception:
+                        del self._receiving[peer]  # nothing more will come
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(MPI.Exception):
+            for request in self._receiving.values():
+                request.Cancel()
+                request.Wait()
 
 
 def start(timeout: float, ending: Ending) -> None:
@@ -329,12 +374,23 @@ def _finish(deadline: Deadline) -> None:
 
 def abort(code: int, ending: Ending) -> None:
     """End the job on all ranks, also where no transport could be made. Does not return."""
+    if on_several_hosts() and ending.said:
+        _keep_in_touch(PERIOD + SECONDS_TO_BE_HEARD)
     exit_within(SECONDS_TO_ABORT, code)
     ending.see_off_launcher()
     if MPI.Is_initialized() and not MPI.Is_finalized():
         world = ctypes.c_void_p(MPI._handleof(MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)
     os._exit(code)
+
+
+def _keep_in_touch(seconds: float) -> None:
+    """Let what has been sent go out: MPI connects to a peer, and sends, only when it is called."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(MPI.Exception):
+            MPI.COMM_WORLD.Iprobe()
+        time.sleep(HURRY)
 
 
 def _library() -> ctypes.CDLL:

@@ -4,15 +4,11 @@ is cut is found before mpirun starts."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from shardmlx.hostfile import read_hostfile
-from tests.lab.hosts import PREFIX, Lab, require, two_hosts
+from tests.lab.hosts import Lab, hosts
 from tests.mpi.mpirun import Job, mpirun
 
 LIMIT = 100e6 / 8
@@ -20,25 +16,6 @@ LIMIT = 100e6 / 8
 
 SLOWEST, FASTEST = 0.1 * LIMIT, 2 * LIMIT
 """Of what may be measured where other work shares the cores; without a limit it is far more."""
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    require()
-    with two_hosts(tmp_path) as lab:
-        yield lab
-
-
-def limit(lab: Lab) -> None:
-    """Both directions of the link."""
-    for number, host in enumerate(lab.hosts, start=1):
-        command = [
-            *("tc", "-n", f"{PREFIX}-{host}", "qdisc", "add", "dev", f"{PREFIX}{number}", "root"),
-            *("tbf", "rate", "100mbit", "burst", "32kb", "latency", "50ms"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this machine limits no link: {done.stderr.strip()}")
 
 
 def with_ssh(lab: Lab) -> Job:
@@ -52,18 +29,19 @@ def with_ssh(lab: Lab) -> Job:
     )
 
 
-def test_a_link_has_the_bandwidth_that_it_was_given(lab: Lab, tmp_path: Path) -> None:
-    limit(lab)
-    job = mpirun(
-        2,
-        command=lab.mpirun(
+def test_a_link_has_the_bandwidth_that_it_was_given(tmp_path: Path) -> None:
+    with hosts(tmp_path, 2, rate="100mbit") as lab:
+        home = lab.home("mac1")
+        job = mpirun(
             2,
-            *("-m", "shardmlx.doctor", "--hostfile", lab.hostfile, "--seconds", "0.5"),
-            *("--json", tmp_path / "found.json", "--write-hostfile", tmp_path / "written"),
-        ),
-    )
+            command=lab.mpirun(
+                2,
+                *("-m", "shardmlx.doctor", "--hostfile", lab.hostfile, "--seconds", "0.5"),
+                *("--json", "found.json", "--write-hostfile", "written"),
+            ),
+        )
     assert job.returncode == 0, job.output
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((home / "found.json").read_text())
     assert [host["name"] for host in found["hosts"]] == ["mac1", "mac2"]
     (link,) = found["links"]
     for direction in ("there", "back"):
@@ -76,7 +54,7 @@ def test_a_link_has_the_bandwidth_that_it_was_given(lab: Lab, tmp_path: Path) ->
     assert abs(link["speed"]["clock_offset"]) <= link["speed"]["clock_error"] + 0.01
     assert "less than a 1 Gbit/s cable" in job.stdout
 
-    first, second = read_hostfile(tmp_path / "written")
+    first, second = read_hostfile(home / "written")
     assert (first.host, second.host) == ("mac1", "mac2")
     for machine in (first, second):
         assert machine.link is not None

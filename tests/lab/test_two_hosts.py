@@ -6,48 +6,37 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from tests.lab.hosts import Lab, require, two_hosts
+from tests.lab.hosts import Lab, hosts
 from tests.mpi.mpirun import PROGRAMS, Job, mpirun
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    require()
-    with two_hosts(tmp_path) as lab:
-        yield lab
-
-
-def run_until(
-    lab: Lab, directory: Path, event: Callable[[dict[int, int]], None]
-) -> tuple[Job, float]:
+def run_until(lab: Lab, event: Callable[[dict[int, int]], None]) -> tuple[Job, float]:
     """A rank on each host; ``event`` is given their process ids. The job, and how long it lasted
-    after that. ``mpirun`` fails the test if anything is left on either host."""
-    directory.mkdir()
+    after that. ``mpirun`` fails the test if anything is left on any host."""
     happened = 0.0
 
     def meanwhile(pid: int) -> None:
         nonlocal happened
         end = time.monotonic() + 60.0
-        files = [directory / "0", directory / "1"]
+        files = [lab.home(host) / str(rank) for rank, host in enumerate(lab.hosts)]
         while not all(file.exists() for file in files) and time.monotonic() < end:
             time.sleep(0.05)
         event({rank: int(file.read_text()) for rank, file in enumerate(files)})
         happened = time.monotonic()
 
-    command = lab.mpirun(2, PROGRAMS / "until_stopped.py", "training", directory)
-    job = mpirun(2, command=command, meanwhile=meanwhile, timeout=80.0)
+    count = len(lab.hosts)
+    command = lab.mpirun(count, PROGRAMS / "until_stopped.py", "training", ".")
+    job = mpirun(count, command=command, meanwhile=meanwhile, timeout=80.0)
     return job, time.monotonic() - happened
 
 
-def test_a_cut_link_ends_both_sides(lab: Lab, tmp_path: Path) -> None:
+def test_a_cut_link_ends_both_sides(lab: Lab) -> None:
     """After 3 s without a sign of life; mpirun and its daemon, which cannot reach each other,
     soon after."""
-    job, seconds = run_until(lab, tmp_path / "ranks", lambda ranks: lab.cut())
+    job, seconds = run_until(lab, lambda ranks: lab.cut())
     assert job.returncode == 1
     assert seconds < 3 + 10
     (line,) = job.error_lines
@@ -55,10 +44,19 @@ def test_a_cut_link_ends_both_sides(lab: Lab, tmp_path: Path) -> None:
     assert "rank 1 on mac2" in line
 
 
-def test_a_rank_that_is_killed_on_another_host_is_named(lab: Lab, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_on_another_host_is_named(lab: Lab) -> None:
     """Open MPI would end this process when the connection breaks, before it can say so."""
-    job, _ = run_until(lab, tmp_path / "ranks", lambda ranks: os.kill(ranks[1], signal.SIGKILL))
+    job, _ = run_until(lab, lambda ranks: os.kill(ranks[1], signal.SIGKILL))
     assert job.returncode == 128 + signal.SIGKILL
     (line,) = job.error_lines
     assert line.startswith("shardmlx: failed: rank 0 on mac1, step ")
     assert "rank 1 on mac2 died" in line
+
+
+def test_of_those_who_see_that_the_first_rank_was_killed_one_says_it(tmp_path: Path) -> None:
+    """They hear each other, although Open MPI ends the job meanwhile."""
+    with hosts(tmp_path, 3) as lab:
+        job, _ = run_until(lab, lambda ranks: os.kill(ranks[0], signal.SIGKILL))
+    assert job.returncode == 128 + signal.SIGKILL
+    (line,) = job.error_lines
+    assert "rank 0 on mac1 died" in line

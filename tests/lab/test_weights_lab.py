@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+import mlx_lm
 
-from tests.lab.hosts import Lab, require, two_hosts
-from tests.mpi.conftest import (  # noqa: F401 - fixtures
-    pirate,
-    small,
-    small_tokenizer,
-)
-from tests.mpi.mpirun import PROGRAMS, mpirun
+from tests.lab.hosts import Lab
+from tests.mpi.mpirun import mpirun
 
-SAY = ("--prompt", "Who sails on the sea?", "--max-tokens", "8")
+PROMPT = "Who sails on the sea?"
+TOKENS = 8
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    require()
-    with two_hosts(tmp_path) as lab:
-        yield lab
+def said_by_mlx_lm(model: Path) -> str:
+    loaded, tokenizer, *_ = mlx_lm.load(str(model))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True
+    )
+    return str(mlx_lm.generate(loaded, tokenizer, prompt, max_tokens=TOKENS))
 
 
-def test_the_second_host_is_sent_its_part_of_the_model(
-    lab: Lab,
-    small: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    homes = [tmp_path / f"home-{host}" for host in lab.hosts]
-    shutil.copytree(small, homes[0] / "model")
-    places = ",".join(map(str, homes))
+def test_the_second_host_is_sent_its_part_of_the_model(lab: Lab, small: Path) -> None:
+    shutil.copytree(small, lab.home("mac1") / "model")
     command = lab.mpirun(
         2,
-        PROGRAMS / "apart.py",
-        "generate",
-        places,
-        "--model",
-        "model",
-        "--weight-cache",
-        "kept",
-        *SAY,
+        *("-m", "shardmlx.generate", "--model", "model", "--weight-cache", "kept"),
+        *("--prompt", PROMPT, "--max-tokens", str(TOKENS)),
     )
-    job = mpirun(2, command=command, timeout=120.0)
+    job = mpirun(2, command=command)
     assert job.returncode == 0, job.output
     assert re.search(
         r"^weights: [\d.]+ GB over MPI in [\d.]+ s \(rank 1 on mac2 [\d.]+ GB\)$", job.stdout, re.M
     )
-    assert not (homes[0] / "kept").exists()
-    again = mpirun(2, command=command, timeout=120.0)
-    assert again.stdout.split("==========")[1] == job.stdout.split("==========")[1]
+    text = job.stdout.split("==========")[1]
+    assert text.strip("\n") == said_by_mlx_lm(small)
+    assert not (lab.home("mac1") / "kept").exists()
+    assert (lab.home("mac2") / "kept").exists()
+    again = mpirun(2, command=command)
+    assert again.stdout.split("==========")[1] == text
     assert re.search(r"^weights: [\d.]+ GB from caches in", again.stdout, re.M)

@@ -1,0 +1,30 @@
+#!/bin/sh
+# host.sh NAME DIRECTORY KERNELS SEEN...: a host of the lab, see hosts.py. Runs in namespaces of its
+# own for network, host name and mounts, and keeps them until its stdin is closed.
+#
+# Its /tmp is DIRECTORY/NAME; but for it and /dev/shm nothing can be written. SEEN lies in /tmp too,
+# but is there on all hosts, as Python is. KERNELS is the one directory that they share: MLX keeps in
+# /tmp/mlx what it has compiled, and takes long to compile it anew.
+set -e
+name=$1 directory=$2 kernels=$3
+shift 3
+own=$directory/$name
+
+hostname "$name"
+ip link set lo up
+mount --bind "$directory/hosts" /etc/hosts
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /dev/shm
+
+mkdir "$own/home" "$own/mlx"
+mount --bind "$kernels" "$own/mlx"
+for path; do
+    mkdir -p "$own/${path#/tmp/}"
+    mount --bind "$path" "$own/${path#/tmp/}"
+    mount -o remount,bind,ro "$own/${path#/tmp/}"
+done
+mount --rbind "$own" /tmp
+mount -o remount,bind,ro /
+
+echo up
+exec cat >/dev/null

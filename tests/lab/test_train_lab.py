@@ -1,0 +1,99 @@
+"""Training on hosts that share nothing, of which the first alone has model and data."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lab.hosts import hosts
+from tests.mpi.mpirun import events, mpirun, train_well
+
+STEPS, SAVED_EVERY = 12, 4
+TRAIN = (
+    *("--model", "model", "--data", "data", "--num-layers", "-1", "--iters", str(STEPS)),
+    *("--batch-size", "4", "--micro-batch-size", "1", "--learning-rate", "1e-3"),
+    *("--val-batches", "0", "--steps-per-report", "1", "--metrics-file", "metrics"),
+)
+
+
+@pytest.fixture(scope="module")
+def expected(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    home = tmp_path_factory.mktemp("alone")
+    furnish(home, small, pirate)
+    train_well(1, *TRAIN, cwd=home)
+    return [event["loss"] for event in events(home / "metrics", "train")]
+
+
+def furnish(home: Path, model: Path, data: Path) -> None:
+    shutil.copytree(model, home / "model")
+    shutil.copytree(data, home / "data")
+
+
+def check_losses(home: Path, expected: list[float]) -> None:
+    """Those of all steps, of which some may have been made twice."""
+    made = [(event["step"], event["loss"]) for event in events(home / "metrics", "train")]
+    assert {step for step, _ in made} == set(range(1, STEPS + 1))
+    for step, loss in made:
+        assert loss == pytest.approx(expected[step - 1], rel=1e-5), step
+
+
+@pytest.mark.parametrize(
+    ("slots", "layout"), [(1, ()), (2, ("--pipeline-stages", "2"))], ids=["2 x 1", "2 x 2, hybrid"]
+)
+def test_two_hosts_over_a_slow_link(
+    slots: int,
+    layout: tuple[str, ...],
+    small: Path,
+    pirate: Path,
+    expected: list[float],
+    tmp_path: Path,
+) -> None:
+    with hosts(tmp_path, 2, slots=slots, rate="20mbit") as lab:
+        furnish(lab.home("mac1"), small, pirate)
+        ranks = 2 * slots
+        command = lab.mpirun(ranks, "-m", "shardmlx.train", *TRAIN, *layout)
+        job = mpirun(ranks, command=command)
+        assert job.returncode == 0, job.output
+        check_losses(lab.home("mac1"), expected)
+        assert (lab.home("mac1") / "adapters" / "adapters.safetensors").exists()
+        assert list(lab.home("mac2").iterdir()) == []
+
+
+def test_of_four_hosts_one_goes_and_the_others_go_on(
+    small: Path, pirate: Path, expected: list[float], tmp_path: Path
+) -> None:
+    """Its part of the checkpoint has a copy on its neighbour's disk."""
+    with hosts(tmp_path, 4) as lab:
+        home = lab.home("mac1")
+        furnish(home, small, pirate)
+
+        def power_off(pid: int) -> None:
+            wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
+            lab.power_off("mac3")
+
+        command = lab.command(
+            "mac1",
+            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
+            *("--ssh", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "4"),
+            *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
+        )
+        job = mpirun(4, command=command, meanwhile=power_off)
+        assert job.returncode == 0, job.output
+        (line,) = job.error_lines
+        assert "rank 2 on mac3" in line
+        assert "launch: goes on without mac3: cannot be reached" in job.stdout
+        (resumed,) = events(home / "metrics", "resume")
+        assert resumed["step"] >= SAVED_EVERY
+        check_losses(home, expected)
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.005)
