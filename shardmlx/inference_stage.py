@@ -33,10 +33,17 @@ UNSENT = 4
 """Messages a rank may leave unsent when it begins the next item."""
 
 SECONDS_AWAKE = 0.2
-"""A token of one text takes a stage less: for so long a message is looked for every ``PAUSE``."""
+"""A token of one text takes a stage less: for so long a message is looked for often."""
+
+NAP = 1e-3
+"""Between two looks while a message is not due yet: looking takes from the core that computes it,
+where there are no more cores than ranks (measured)."""
 
 PAUSE = 5e-5
-"""Shorter, and without any pause, it takes from whatever else the cores do (measured)."""
+"""Between two looks once it is due."""
+
+DUE = 0.9
+"""A message is due after this part of the shortest of the last waits."""
 
 LENGTH_BYTES = 4
 
@@ -92,6 +99,7 @@ class Pipeline:
         self._chooser = Chooser(random_state)
         self._outbox = Outbox(transport)
         self._item: Item | None = None
+        self._waits: deque[float] = deque([0.0], maxlen=4)
 
     # What all stages do with an item.
 
@@ -135,12 +143,16 @@ class Pipeline:
             self._outbox.send(part, self._stage + 1, ANNOUNCEMENT_TAG, self._who())
 
     def _wait(self, handle: Handle, peer: int) -> None:
-        """At first with short pauses only: a token is chosen within milliseconds."""
-        end = time.monotonic() + SECONDS_AWAKE
-        while time.monotonic() < end and self.transport.failure is None:
+        """With naps until the message is due, judging by the last waits, then with short pauses
+        only: a token is chosen within milliseconds."""
+        begin = now = time.monotonic()
+        due = begin + DUE * min(self._waits)
+        while now < begin + SECONDS_AWAKE and self.transport.failure is None:
             if handle.done or self.transport.progress(handle, 0.0):
+                self._waits.append(now - begin)
                 return
-            time.sleep(PAUSE)
+            time.sleep(NAP if now < due else PAUSE)
+            now = time.monotonic()
         self.transport.wait(
             handle, lambda: f"{self._who()}, waiting for {self.transport.name(peer)}"
         )
