@@ -32,8 +32,9 @@ install_for() {
     echo "$program is not installed: $tests will be skipped. On Debian: sudo apt-get install $*"
 }
 
-# Network namespaces stand for several hosts.
-install_for tests/lab ip iproute2
+# Network namespaces stand for several hosts. Their tools are not on everybody's PATH.
+PATH=$PATH:/usr/sbin:/sbin
+install_for tests/lab tc iproute2
 install_for tests/browser chromedriver chromium chromium-driver
 
 "$PYTHON" -m ruff format --check .

@@ -21,7 +21,14 @@ from shardmlx.reduce import GradientReducer
 from shardmlx.run_plan import Plan
 from shardmlx.stage import Stage
 from shardmlx.trace import Recorder, Span
-from shardmlx.transport import FIRST_ENGINE_TAG, Handle, Transport, TransportError, new_buffer
+from shardmlx.transport import (
+    FIRST_ENGINE_TAG,
+    Handle,
+    Transport,
+    TransportError,
+    in_a_row,
+    new_buffer,
+)
 
 PREPOSTED = 2
 """Inputs received ahead: one waited for, one on its way while the stage computes."""
@@ -198,8 +205,7 @@ class Engine:
         if (array.shape, array.dtype) != expected:
             raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
         run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
-        array = mx.contiguous(array)
-        mx.eval(array)
+        array = in_a_row(array)
         self.recorder.mark(Span.SEND, str(action), self._message(action))
         run.outbox.append((action, self.transport.send(array, self._peer(action), _tag(action))))
 

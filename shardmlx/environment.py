@@ -24,7 +24,8 @@ _MALLOC_OPTIONS = {
 """glibc's ``malloc.h``."""
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
-"""Set by ``shardmlx.launch`` for what it starts, which then need not say how to stop it."""
+"""Set by ``shardmlx.launch`` for what it starts, which then need not say how to stop it. It names a
+file that rank 0 makes when all ranks have come to a good end."""
 
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 

@@ -8,7 +8,6 @@ MPI itself, and belongs on the machine of rank 0, where the checkpoints are.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 import tempfile
@@ -254,19 +253,28 @@ class Launcher:
         )
 
     def _start(self, hosts: Sequence[str], job: Job) -> Attempt:
-        with contextlib.ExitStack() as stack:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
             gone, _ = changes(self.launch.hosts, hosts)
             if gone and self.launch.hostfile is not None:
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 some = directory / self.launch.hostfile.name
                 some.write_text(without_hosts(self.launch.hostfile_text, gone), encoding="utf-8")
                 job = replace(job, hostfile=str(some))
             print(job, flush=True)
             before = self._checkpoints()
-            status = self.supervisor.run(job.words)
+            status = self._status_of(job, directory / "all ranks have ended well")
             now = self._checkpoints()
         gained = None if before is None or now is None else bool(now - before)
         return Attempt(status, tuple(hosts), gained)
+
+    def _status_of(self, job: Job, mark: Path) -> int:
+        status = self.supervisor.run(job.words, mark)
+        # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
+        # where it runs on this host.
+        if status == 0 and not mark.exists() and is_local(self.launch.hosts[0]):
+            _say("mpirun ended as if all were well, but the ranks had not come to their end")
+            return 1
+        return status
 
     def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], Job]:
         """The hosts that answer, and the job for them."""

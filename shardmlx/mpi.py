@@ -355,6 +355,8 @@ def start(timeout: float, ending: Ending) -> None:
     """
     if MPI.Is_initialized():
         return
+    # Open MPI's part for libfabric sleeps for a second when it starts, and carries nothing of ours.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     if on_several_hosts():
         # Else Open MPI itself ends this process when a connection breaks, without our line.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmlx.ending import Ending
-from shardmlx.environment import Blas, launched_rank, prepare
+from shardmlx.environment import LAUNCHED, Blas, launched_rank, prepare
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
@@ -72,12 +74,20 @@ def run_ranks(
             if transport.rank == 0:
                 print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
         transport.close()
+        if transport.rank == 0 and status == 0:
+            _tell_launcher()
     except BaseException as error:
         # The other ranks know nothing of it and would wait.
         if not ending.report(error):
             time.sleep(SECONDS_FOR_THE_SPEAKER)
         mpi.abort(2 if isinstance(error, UserError) else 1, ending)
     return status
+
+
+def _tell_launcher() -> None:
+    """mpirun's own status says little where it has lost a host."""
+    if LAUNCHED in os.environ:
+        Path(os.environ[LAUNCHED]).touch()
 
 
 def _refuse(error: UserError, rank: int) -> int:

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from shardmlx.batches import MicroBatch
 from shardmlx.models.slice import Slice
-from shardmlx.transport import buffer_of
+from shardmlx.transport import buffer_of, in_a_row
 
 
 def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
@@ -128,9 +128,7 @@ class Stage:
 
     def fill_cotangent(self, j: int, gradient: mx.array) -> None:
         """Take the gradient from a stage on the same rank."""
-        gradient = mx.contiguous(gradient)
-        mx.eval(gradient)
-        buffer_of(self._pending[j].cotangent)[:] = buffer_of(gradient)
+        buffer_of(self._pending[j].cotangent)[:] = buffer_of(in_a_row(gradient))
 
     def backward_input(self, j: int) -> mx.array:
         """I: the gradient for the stage's input.

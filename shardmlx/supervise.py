@@ -8,6 +8,7 @@ import subprocess
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from shardmlx.environment import LAUNCHED
 from shardmlx.errors import Stopped
@@ -48,14 +49,14 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, command: Sequence[str]) -> int:
-        """The status of a command, as a shell counts."""
+    def run(self, command: Sequence[str], mark: Path) -> int:
+        """The status of a command, as a shell counts; its ranks are told of ``mark``."""
         self._is_starting = True
         # In a session of its own: a terminal sends Ctrl-C to all processes of a group, and this
         # one alone shall have it.
         with subprocess.Popen(
             command,
-            env=os.environ | {LAUNCHED: "1"},
+            env=os.environ | {LAUNCHED: str(mark)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         ) as process:

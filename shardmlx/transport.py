@@ -70,6 +70,14 @@ def buffer_of(array: Array) -> memoryview:
     return view.cast("B")
 
 
+def in_a_row(array: mx.array) -> mx.array:
+    """An evaluated array as it can be sent: itself if it is contiguous, which takes no time."""
+    if not memoryview(array).c_contiguous:
+        array = mx.contiguous(array)
+        mx.eval(array)
+    return array
+
+
 def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """An evaluated array of its own, to be filled by a message or from a file."""
     array = mx.zeros(shape, dtype)

@@ -39,6 +39,9 @@ shift
 exec sh -c "$*"
 """
 
+WELL = 'touch "$SHARDMLX_LAUNCHED"'
+"""All ranks come to their end."""
+
 HOSTS = """\
 localhost slots=1  # memory=64GiB flops=20T
 anna@mini.lan slots=1  # memory=16GiB flops=4T
@@ -114,7 +117,7 @@ COMMIT = "mkdir -p checkpoints/step-{0:07d}; touch checkpoints/step-{0:07d}/COMM
 
 
 def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
-    lab.ends("exit 0")
+    lab.ends(WELL)
     assert lab.launcher("--iters", "7").run() == 0
     words = [
         *("--hostfile", lab.path / "hosts", "-n", 4),
@@ -130,11 +133,21 @@ def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFix
 def test_a_failed_job_goes_on_from_its_checkpoint(
     lab: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lab.ends(COMMIT.format(100) + "kill -9 $$", "exit 0")
+    lab.ends(COMMIT.format(100) + "kill -9 $$", WELL)
     assert lab.launcher().run() == 0
     assert lab.options == ["-n 4", "-n 4 --resume auto"]
     output = capfd.readouterr().out
     assert "launch: the job failed with status 137: restart 1 of 3 in 1 s\n" in output
+
+
+def test_a_job_whose_ranks_are_lost_has_failed_whatever_mpirun_says(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mpirun 5.0 ends with 0 where its ssh on another host is killed."""
+    lab.ends(COMMIT.format(100) + "exit 0", WELL)
+    assert lab.launcher().run() == 0
+    assert lab.options == ["-n 4", "-n 4 --resume auto"]
+    assert "the ranks had not come to their end" in capfd.readouterr().out
 
 
 def test_bad_input_is_not_tried_again(lab: Lab) -> None:
@@ -164,7 +177,7 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
         COMMIT.format(1) + "echo anna@mini.lan > down; exit 1",
         COMMIT.format(2) + "echo book > down; exit 1",
         COMMIT.format(3) + ": > down; exit 1",
-        "exit 0",
+        WELL,
     )
     assert lab.launcher("--pipeline-stages", "4").run() == 0
     assert lab.hosts == [
@@ -197,7 +210,7 @@ def test_no_file_stays_behind(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_pat
     directory = tmp_path / "temporary"
     directory.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(directory))
-    lab.ends("echo book > down; exit 1", "exit 0")
+    lab.ends("echo book > down; exit 1", WELL)
     assert lab.launcher().run() == 0
     assert lab.hosts[1] == ["localhost", "anna@mini.lan"]
     assert list(directory.iterdir()) == []
@@ -224,7 +237,7 @@ def test_a_host_that_never_answered_is_bad_input(
 
 
 def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: Lab) -> None:
-    lab.ends("echo book > down; exit 1", COMMIT.format(1) + "exit 1", "exit 0")
+    lab.ends("echo book > down; exit 1", COMMIT.format(1) + "exit 1", WELL)
     assert lab.launcher("--resume", "never").run() == 0
     assert lab.options == ["-n 4 --resume never", "-n 2 --resume never", "-n 2 --resume auto"]
 
