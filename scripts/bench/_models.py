@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from _compare import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
 PIRATE = ROOT / ".cache/pirate"
 
-WIDE = {
+WIDE: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 8,
     "hidden_size": 512,
@@ -38,20 +35,28 @@ def check_prepared() -> None:
             raise SystemExit(f"{path} is not there: run scripts/demo.sh once, which prepares it")
 
 
-def make_wide(directory: Path) -> Path:
-    """The 8-layer model with random weights, and a tokenizer trained on the demo's data."""
+def make_wide(directory: Path, **changes: Any) -> Path:
+    """The 8-layer model, with ``changes`` to its configuration, with random weights, and a
+    tokenizer trained on the demo's data."""
+    # Not before: a command line is read, and refused, without them.
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.llama import Model, ModelArgs
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     directory.mkdir(parents=True, exist_ok=True)
+    config = {**WIDE, **changes}
     mx.random.seed(0)
-    model = Model(ModelArgs.from_dict(WIDE))
+    model = Model(ModelArgs.from_dict(config))
     mx.save_safetensors(
         str(directory / "model.safetensors"), dict(tree_flatten(model.parameters()))
     )
-    (directory / "config.json").write_text(json.dumps(WIDE))
+    (directory / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=4096,
+        vocab_size=min(4096, config["vocab_size"]),
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
-"""Generate with mlx-lm in one process and through two stages, by turns: medians, as a table.
+"""Generate with mlx-lm in one process, by its own pipeline, and through our stages, by turns.
 
-One BLAS thread for each process and rank; random prompts; no text ends before its time.
+mlx-lm is called as ``mlx_lm.benchmark`` calls it, its pipeline as ``mlx_lm.benchmark --pipeline``
+does, over MLX's ring. One BLAS thread for each process and rank; random prompts; no text ends
+before its time. Prints medians as a table.
+
+mlx-lm's pipeline knows few families, and Llama is none of them: SmolLM2 is written down again as a
+Qwen2, whose biases are zero, and all compute that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
@@ -55,7 +63,7 @@ def serve(work: Work, answers: IO[str]) -> None:
         answers.flush()
 
 
-def one_process(model_path: str, answers: IO[str]) -> None:
+def mlx_lm(model_path: str, answers: IO[str], *, pipeline: bool) -> None:
     """mlx-lm: one text by ``generate_step``, more by ``BatchGenerator``."""
     from shardmlx.environment import prepare
 
@@ -63,8 +71,12 @@ def one_process(model_path: str, answers: IO[str]) -> None:
     import mlx.core as mx
     from mlx_lm import load
     from mlx_lm.generate import BatchGenerator, generate_step
+    from mlx_lm.utils import sharded_load
 
-    model, _ = load(model_path)
+    if pipeline:
+        model, _ = sharded_load(model_path, mx.distributed.init(backend="ring"))
+    else:
+        model, _ = load(model_path)
 
     def one(prompt: list[int], tokens: int) -> Times:
         start = time.perf_counter()
@@ -145,45 +157,113 @@ def stages(model_path: str, answers: IO[str], chunk: int, sizes: Sequence[int] |
     transport.close()
 
 
-class Contender:
-    """A process that works when it is asked to."""
+def as_qwen2(source: Path) -> Path:
+    """A Llama with tied embeddings as a Qwen2 that computes the same, beside ``source``."""
+    from shardmlx.environment import prepare
 
-    def __init__(self, command: Sequence[str]) -> None:
+    prepare()
+    import mlx.core as mx
+
+    target = source.with_name(f"{source.name}-as-qwen2")
+    if (target / "config.json").exists():
+        return target
+    target.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    weights = {}
+    for path in sorted(source.glob("*.safetensors")):
+        weights |= mx.load(str(path))
+    for name in list(weights):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            bias = name.removesuffix("weight") + "bias"
+            weights[bias] = mx.zeros(weights[name].shape[0], weights[name].dtype)
+    file = "model-00001-of-00001.safetensors"
+    mx.save_safetensors(str(target / file), weights, metadata={"format": "mlx"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(weights), file)}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in source.glob("*"):
+        if path.name.startswith(("tokenizer", "special", "chat_template", "generation_config")):
+            (target / path.name).write_bytes(path.read_bytes())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+class Contender:
+    """Processes that work when they are asked to; the first of them answers."""
+
+    def __init__(self, name: str, command: Sequence[str], each: Sequence[dict[str, str]]) -> None:
+        self.name = name
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-        self._process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._processes = [
+            subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment | own,
+            )
+            for own in each
+        ]
 
     def ask(self, count: int, length: int, tokens: int) -> Times:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([count, length, tokens]) + "\n")
-        self._process.stdin.flush()
-        answer: Times = json.loads(self._process.stdout.readline())
-        return answer
+        self._tell(json.dumps([count, length, tokens]))
+        answers = [json.loads(self._out(process).readline()) for process in self._processes]
+        first: Times = answers[0]
+        return first
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("null\n")  # mpirun does not pass on that stdin is closed
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._tell("null")  # mpirun does not pass on that stdin is closed
+        for process in self._processes:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _tell(self, line: str) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+    @staticmethod
+    def _out(process: subprocess.Popen[str]) -> IO[str]:
+        assert process.stdout is not None
+        return process.stdout
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    here, model = str(Path(__file__).resolve()), str(arguments.model)
+def ring(ranks: int, directory: str) -> list[dict[str, str]]:
+    """What MLX's ring backend wants to know on each rank, as ``mlx.launch`` tells it."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(ranks)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    path = Path(directory) / "ring.json"
+    path.write_text(json.dumps(hosts))
+    return [{"MLX_HOSTFILE": str(path), "MLX_RANK": str(rank)} for rank in range(ranks)]
+
+
+def contenders(arguments: argparse.Namespace, directory: str) -> list[Contender]:
+    here, model = str(Path(__file__).resolve()), str(as_qwen2(arguments.model))
     own = [sys.executable, here, "--model", model, "--chunk", str(arguments.chunk)]
     if arguments.sizes:
         own += ["--sizes", arguments.sizes]
-    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(arguments.ranks)]
+    ranks = arguments.ranks
+    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
     mpirun += ["--oversubscribe", "--bind-to", "none"]
-    contenders = [Contender([*own, "--as", "one"]), Contender([*mpirun, *own, "--as", "stages"])]
+    return [
+        Contender("mlx-lm", [*own, "--as", "one"], [{}]),
+        Contender("its pipeline", [*own, "--as", "ring"], ring(ranks, directory)),
+        Contender("stages", [*mpirun, *own, "--as", "stages"], [{}]),
+    ]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Tokens per second of each case: for each contender, in the rounds."""
     tokens = arguments.tokens
     cases: dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]] = {
         f"prefill of {LONG_PROMPT} tokens": (
@@ -198,33 +278,33 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             (BATCH, BATCH_PROMPT, tokens),
             lambda t: BATCH * (BATCH_PROMPT + tokens) / t["all"],
         ),
-        "  of that the prompts": (
+        "of that the prompts": (
             (BATCH, BATCH_PROMPT, 0),
             lambda t: BATCH * BATCH_PROMPT / t["first"],
         ),
-        "  of that the answers": (
+        "of that the answers": (
             (BATCH, BATCH_PROMPT, 0),
             lambda t: BATCH * (tokens - 1) / (t["all"] - t["first"]),
         ),
     }
-    results: dict[str, Any] = {name: ([], []) for name in cases}
     only = arguments.only.split(",") if arguments.only else None
-    try:
-        for each in contenders:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        everyone = contenders(arguments, directory)
+        for each in everyone:
+            stack.callback(each.close)
+        for each in everyone:
             each.ask(1, 200, 8)
             each.ask(2, 40, 4)
+        results: dict[str, list[list[float]]] = {name: [[] for _ in everyone] for name in cases}
         for _ in range(arguments.rounds):
-            last: list[Times] = [{}, {}]
+            last: list[Times] = [{} for _ in everyone]
             for index, (name, (work, rate)) in enumerate(cases.items()):
                 if only and str(min(index, 2)) not in only:
                     continue
-                for i, each in enumerate(contenders):
+                for i, each in enumerate(everyone):
                     if work[2]:
                         last[i] = each.ask(*work)
                     results[name][i].append(rate(last[i]))
-    finally:
-        for each in contenders:
-            each.close()
     return results
 
 
@@ -237,22 +317,41 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
     parser.add_argument("--only", help="0: prefill, 1: decode, 2: texts; with commas between")
-    parser.add_argument("--as", dest="role", choices=("one", "stages"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
-    if arguments.role == "one":
-        one_process(str(arguments.model), sys.stdout)
-    elif arguments.role == "stages":
-        stages(str(arguments.model), sys.stdout, arguments.chunk, sizes)
+    model = str(arguments.model)
+    if arguments.role == "stages":
+        stages(model, sys.stdout, arguments.chunk, sizes)
+    elif arguments.role:
+        mlx_lm(model, sys.stdout, pipeline=arguments.role == "ring")
     else:
-        print(f"{'tokens per second':40} {'one process':>12} {'stages':>8} {'ratio':>6}  spread")
-        for name, (one, ours) in measure(arguments).items():
-            if one:
-                ratios = [b / a for a, b in zip(one, ours, strict=True)]
-                print(
-                    f"{name:40} {statistics.median(one):12.1f} {statistics.median(ours):8.1f} "
-                    f"{statistics.median(ratios):6.2f}  {min(ratios):.2f}-{max(ratios):.2f}"
-                )
+        print_table(measure(arguments))
+
+
+def print_table(results: dict[str, list[list[float]]]) -> None:
+    """As Markdown: medians, and what ours is of mlx-lm's one process, round by round."""
+    print("| tokens per second | mlx-lm | its pipeline | | stages | | of the rounds |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (one, theirs, ours) in results.items():
+        if one:
+            ratios = [sorted(b / a for a, b in zip(one, x, strict=True)) for x in (theirs, ours)]
+            cells = [
+                name,
+                f"{statistics.median(one):.1f}",
+                *(
+                    cell
+                    for rates, ratio in zip((theirs, ours), ratios, strict=True)
+                    for cell in (
+                        f"{statistics.median(rates):.1f}",
+                        f"{statistics.median(ratio):.2f}x",
+                    )
+                ),
+                f"{ratios[1][0]:.2f}-{ratios[1][-1]:.2f}",
+            ]
+            print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

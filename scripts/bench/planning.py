@@ -6,6 +6,7 @@ layers on 16 machines, all different in the given order, and of four kinds in an
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable
@@ -56,6 +57,7 @@ def divide(kinds: int) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     lines = [
         (f"{name}, {STAGES} stages x {MICROBATCHES} micro-batches", seconds(lambda n=name: plan(n)))
         for name in SCHEDULES

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from _models import ROOT, SMOLLM2, check_prepared, make_long_rows, make_wide
+from _compare import mpirun, run
+from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
 
 from shardmlx.schedules import SCHEDULES
 from shardmlx.tables import columns
@@ -70,26 +68,8 @@ WORKS = [
 ]
 
 
-def run_ranks(arguments: Sequence[object]) -> str:
-    """The output of ``mpirun -n 2 python -m ...``."""
-    environment = {
-        **os.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    mpirun = Path(sys.executable).with_name("mpirun")
-    done = subprocess.run(
-        [mpirun, "-n", "2", "--oversubscribe", sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}\n{done.stderr}")
-    return done.stdout
+def run_ranks(arguments: Sequence[object]) -> None:
+    run(mpirun(2, "-m", *arguments))
 
 
 def measure(work: Work, schedule: str, model: Path, data: Path, directory: Path) -> Result:

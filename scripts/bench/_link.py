@@ -1,0 +1,143 @@
+"""``mpirun -n 2 _link.py ROUNDS SIZE ...``: raw mpi4py and ``Transport`` on one link, by turns.
+
+Rank 0 prints, as JSON, for each size in bytes and each of the two, the seconds of a message in
+each round: one way, in flows of several at a time, and half of there and back, one at a time.
+Buffers are MLX's in both, so only the way to MPI differs.
+"""
+
+from __future__ import annotations
+
+from shardmlx.environment import prepare
+
+prepare()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from typing import Any, Protocol  # noqa: E402
+
+import mlx.core as mx  # noqa: E402
+
+from shardmlx.mpi import MPITransport  # noqa: E402
+from shardmlx.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer  # noqa: E402
+
+from mpi4py import MPI  # isort: skip  # noqa: E402
+
+FLOW_BYTES = 128 << 20
+"""Of one measurement one way, in as many messages as make it up, but at most ``MOST_MESSAGES``."""
+
+MOST_MESSAGES = 2000
+
+AT_A_TIME_BYTES = 64 << 20
+"""Under way at once; at least two messages, at most ``AT_A_TIME``."""
+
+AT_A_TIME = 16
+
+TAG = FIRST_ENGINE_TAG
+
+
+class Way(Protocol):
+    """How messages go to and come from the other rank."""
+
+    def send(self, arrays: Sequence[mx.array]) -> None: ...
+    def receive(self, arrays: Sequence[mx.array]) -> None: ...
+
+
+class Raw:
+    def __init__(self, peer: int) -> None:
+        self._world, self._peer = MPI.COMM_WORLD, peer
+
+    def send(self, arrays: Sequence[mx.array]) -> None:
+        if len(arrays) == 1:
+            self._world.Send([buffer_of(arrays[0]), MPI.BYTE], self._peer, TAG)
+            return
+        requests = [
+            self._world.Isend([buffer_of(array), MPI.BYTE], self._peer, TAG) for array in arrays
+        ]
+        MPI.Request.Waitall(requests)
+
+    def receive(self, arrays: Sequence[mx.array]) -> None:
+        if len(arrays) == 1:
+            self._world.Recv([buffer_of(arrays[0]), MPI.BYTE], self._peer, TAG)
+            return
+        requests = [
+            self._world.Irecv([buffer_of(array), MPI.BYTE], self._peer, TAG) for array in arrays
+        ]
+        MPI.Request.Waitall(requests)
+
+
+class Ours:
+    def __init__(self, transport: Transport, peer: int) -> None:
+        self._transport, self._peer = transport, peer
+
+    def send(self, arrays: Sequence[mx.array]) -> None:
+        handles = [self._transport.send(array, self._peer, TAG) for array in arrays]
+        for handle in handles:
+            self._transport.wait(handle, lambda: "sending")
+
+    def receive(self, arrays: Sequence[mx.array]) -> None:
+        handles = [self._transport.receive(array, self._peer, TAG) for array in arrays]
+        for handle in handles:
+            self._transport.wait(handle, lambda: "receiving")
+
+
+def flow(way: Way, arrays: Sequence[mx.array], passes: int, is_sender: bool) -> float:
+    """Seconds of a message, one way."""
+    acknowledgement = [new_buffer((1,), mx.float32)]
+    start = time.perf_counter()
+    for _ in range(passes):
+        if is_sender:
+            way.send(arrays)
+        else:
+            way.receive(arrays)
+    if is_sender:
+        way.receive(acknowledgement)
+    else:
+        way.send(acknowledgement)
+    return (time.perf_counter() - start) / (passes * len(arrays))
+
+
+def ping_pong(way: Way, array: mx.array, times: int, is_first: bool) -> float:
+    """Seconds of a message there or back."""
+    start = time.perf_counter()
+    for _ in range(times):
+        if is_first:
+            way.send([array])
+            way.receive([array])
+        else:
+            way.receive([array])
+            way.send([array])
+    return (time.perf_counter() - start) / (2 * times)
+
+
+def main() -> None:
+    rounds, *sizes = map(int, sys.argv[1:])
+    transport = MPITransport()
+    peer, is_first = 1 - transport.rank, transport.rank == 0
+    ways: dict[str, Way] = {"raw": Raw(peer), "transport": Ours(transport, peer)}
+    results: list[dict[str, Any]] = []
+    for size in sizes:
+        at_a_time = min(max(2, AT_A_TIME_BYTES // size), AT_A_TIME)
+        arrays = [new_buffer((size // 4,), mx.float32) for _ in range(at_a_time)]
+        passes = max(1, min(FLOW_BYTES // size, MOST_MESSAGES) // at_a_time)
+        times = max(2, min(FLOW_BYTES // size, MOST_MESSAGES) // 2)
+        for name in ways:
+            result: dict[str, Any] = {"bytes": size, "way": name, "flow": [], "ping_pong": []}
+            results.append(result)
+        for turn in range(rounds + 1):
+            for result, way in zip(results[-2:], ways.values(), strict=True):
+                transport.barrier()
+                one_way = flow(way, arrays, passes, is_first)
+                transport.barrier()
+                there_and_back = ping_pong(way, arrays[0], times, is_first)
+                if turn > 0:  # the first opens the connection
+                    result["flow"].append(one_way)
+                    result["ping_pong"].append(there_and_back)
+    if is_first:
+        print(json.dumps(results))
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""``_mlx_lm_lora.py -c CONFIG.yaml``: ``mlx_lm.lora``, resting after each report until its turn.
+
+The same process setup as our ranks have (OpenBLAS first, freed memory kept): MLX's wheel for Linux
+by itself computes with a BLAS that is 16 times as slow, and there would be nothing to compare.
+"""
+
+from __future__ import annotations
+
+from shardmlx.environment import prepare
+
+prepare()
+
+from typing import Any  # noqa: E402
+
+from _turns import Turns  # noqa: E402
+from mlx_lm import lora  # noqa: E402
+from mlx_lm.tuner.callbacks import TrainingCallback  # noqa: E402
+
+
+class Resting(TrainingCallback):
+    """mlx-lm measures its steps without what happens in here."""
+
+    def __init__(self) -> None:
+        self._turns = Turns(0)
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        self._turns.answer(train_info)
+        self._turns.rest()
+
+
+if __name__ == "__main__":
+    lora.get_reporting_callbacks = lambda *args, **kwargs: Resting()
+    lora.main()

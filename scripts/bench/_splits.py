@@ -1,0 +1,84 @@
+"""How layers are divided, and what a step then should take, by measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+from shardmlx.cluster import Cluster, read_profiles
+from shardmlx.config import TrainConfig
+from shardmlx.hostfile import Machine
+from shardmlx.mesh import Mesh
+from shardmlx.model_source import open_model
+from shardmlx.partitioners import get_partitioner
+from shardmlx.planning import divide_batch
+from shardmlx.predict import Prediction, predict
+from shardmlx.problems import Candidate, make_problem, plan_of
+from shardmlx.schedules import get_schedule
+from shardmlx.stage_map import Partition, StageMap, write_stage_map
+from shardmlx.workload import Workload
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The divisions of one model among ``ranks`` ranks of the machine of ``profile``."""
+
+    workload: Workload
+    cluster: Cluster
+    length: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, profile: Path, ranks: int, length: int) -> Splits:
+        measured = read_profiles(str(profile))
+        machine = Machine(host=measured.machines[0].host)
+        workload = Workload.of(open_model(config.model), config)
+        return cls(workload, Cluster(machines=(machine,) * ranks, profile=measured), length)
+
+    def _way(self, schedule: str, virtual: int) -> Candidate:
+        mesh = Mesh(1, self.cluster.size)
+        rows, micro_batch_size = divide_batch(self.workload.config, mesh)
+        return Candidate(mesh, schedule, virtual, rows, micro_batch_size, False)
+
+    def balanced(self, schedule: str, *, measured: bool = True) -> tuple[int, ...]:
+        """The layers of each stage as ``--partitioner balanced`` divides them: by measured times,
+        or by FLOPs."""
+        way = self._way(schedule, get_schedule(schedule).default_virtual)
+        cluster = self.cluster if measured else replace(self.cluster, profile=None)
+        problem = make_problem(way, self.workload, cluster, self.length)
+        return get_partitioner("balanced")(problem).partition.sizes
+
+    def predicted(self, schedule: str, sizes: Sequence[int]) -> Prediction:
+        """Of a step with so many layers in each stage."""
+        way = self._way(schedule, len(sizes) // self.cluster.size)
+        stage_map = StageMap(Partition.from_sizes(sizes), way.placement)
+        plan = plan_of(way, stage_map, self.workload)
+        return predict(plan, self.workload, self.cluster, self.length)
+
+    def fastest(self, schedule: str) -> tuple[int, ...]:
+        """The layers of each stage with which a step should take the least; all are tried."""
+        stages = self.cluster.size * get_schedule(schedule).default_virtual
+        layers = self.workload.shape.num_layers
+        return min(
+            compositions(layers, stages),
+            key=lambda sizes: self.predicted(schedule, sizes).step_seconds,
+        )
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``total`` as a sum of so many positive numbers, in order."""
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """Numbers that differ by one at most, larger ones first."""
+    return tuple(total // parts + (i < total % parts) for i in range(parts))
+
+
+def write_split(schedule: str, sizes: Sequence[int], ranks: int, path: Path) -> Path:
+    """A stage map for ``shardmlx.train``."""
+    placement = get_schedule(schedule).placement(ranks, len(sizes) // ranks)
+    write_stage_map(StageMap(Partition.from_sizes(sizes), placement), path)
+    return path

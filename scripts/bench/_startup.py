@@ -1,0 +1,133 @@
+"""``_startup.py DIRECTORY ARGUMENTS``: ``shardmlx.train``, saying where the time to its first step
+goes, and what it reads.
+
+Every rank writes DIRECTORY/rank-R.json: when each milestone was reached, in seconds since the
+epoch; the seconds inside what prepares the run; bytes read while loading weights and in all of the
+preparation, 0 where the system does not count them; and those of the rank's stages.
+"""
+
+import time
+
+began = time.time()
+
+import importlib  # noqa: E402
+import json  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from shardmlx.config import load_config  # noqa: E402
+from shardmlx.environment import launched_rank  # noqa: E402
+from shardmlx.mpi_command import run_ranks  # noqa: E402
+
+PARTS = {
+    "find_weights": "finding the model",
+    "build_model": "building it, lazily",
+    "make_stage_map": "planning",
+    "Plan": "planning",
+    "compare_plans": "comparing plans",
+    "read_tokenizer": "tokenizer and data",
+    "read_data": "tokenizer and data",
+}
+"""What of ``shardmlx.job`` is timed, and under which name."""
+
+LOADING = "loading weights"
+
+ADAPTERS = (".lora_a", ".lora_b")
+"""They are made, not read."""
+
+
+def bytes_read() -> int:
+    """By this process so far; 0 where the system does not count them."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(lines[0].removeprefix("rchar: "))
+
+
+def main() -> int:
+    directory, *arguments = sys.argv[1:]
+    milestones = {"Python": began}
+    seconds: dict[str, float] = {}
+    loaded: dict[str, int] = {}
+
+    def reached(name: str) -> None:
+        milestones.setdefault(name, time.time())
+
+    inside: list[str] = []
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.time()
+            inside.append(name)
+            try:
+                return work(*args, **kwargs)
+            finally:
+                inside.pop()
+                if not inside:  # else it counts for the one that called it
+                    seconds[name] = seconds.get(name, 0.0) + time.time() - start
+
+        return run
+
+    def load() -> Callable[..., None]:
+        reached("options")
+        from shardmlx.training_report import TrainingReport
+
+        job: Any = importlib.import_module("shardmlx.job")
+        trainer: Any = importlib.import_module("shardmlx.trainer")
+        supply: Any = importlib.import_module("shardmlx.weight_supply")
+        for function, name in PARTS.items():
+            if not hasattr(job, function):
+                raise SystemExit(f"shardmlx.job has no {function} any more: mend {__file__}")
+            setattr(job, function, timed(name, getattr(job, function)))
+        read_all = timed(LOADING, supply.Weights.load)
+
+        def read(weights: Any, parts: Any, *given: Any) -> None:
+            before = bytes_read()
+            read_all(weights, parts, *given)
+            loaded["read"] = bytes_read() - before
+            loaded["stages"] = sum(
+                array.nbytes
+                for part in parts
+                for name, array in part.parameters().items()
+                if not name.endswith(ADAPTERS)
+            )
+
+        supply.Weights.load = read
+
+        class Report(TrainingReport):
+            def step(self, *given: Any) -> None:
+                reached("first step" if "first step" not in milestones else "second step")
+                super().step(*given)
+
+        trainer.TrainingReport = Report
+        prepare_job = trainer.prepare_job
+
+        def prepare(*given: Any) -> Any:
+            before = bytes_read()
+            job = prepare_job(*given)
+            loaded["preparing"] = bytes_read() - before
+            reached("prepared")
+            return job
+
+        trainer.prepare_job = prepare
+        reached("imports")
+
+        def run(*given: Any) -> None:
+            reached("MPI")
+            trainer.run(*given)
+
+        return run
+
+    status = run_ranks(
+        lambda rank: load_config(arguments, rank), lambda config: config.timeout, load
+    )
+    report = {"milestones": milestones, "seconds": seconds, "loaded": loaded}
+    Path(directory, f"rank-{launched_rank()}.json").write_text(json.dumps(report))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

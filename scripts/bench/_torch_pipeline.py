@@ -1,0 +1,186 @@
+"""``_torch_pipeline.py OPTIONS``: torch.distributed.pipelining on a model of Mistral's kind.
+
+One process a rank, started with RANK and WORLD_SIZE; gloo; random tokens. Rests after each turn of
+``--steps`` steps. With one rank there is no pipeline: a plain loop with the same micro-batches.
+Every rank answers the seconds of a step and its process's peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _turns import Turns
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage, schedules
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved-zb": pipelining.ScheduleInterleavedZeroBubble,
+    "zb-v": schedules.ScheduleZBVZeroBubble,
+}
+
+
+class Layer(nn.Module):
+    """Grouped-query attention with rotary positions, and SwiGLU, each after an RMS norm."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head = width // self.heads
+        eps = config["rms_norm_eps"]
+        self.attention_norm = nn.RMSNorm(width, eps)
+        self.q = nn.Linear(width, self.heads * self.head, bias=False)
+        self.k = nn.Linear(width, self.kv_heads * self.head, bias=False)
+        self.v = nn.Linear(width, self.kv_heads * self.head, bias=False)
+        self.o = nn.Linear(self.heads * self.head, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width, eps)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k = (
+            rotate(each(h).unflatten(-1, (-1, self.head)).transpose(1, 2), cos, sin)
+            for each in (self.q, self.k)
+        )
+        v = self.v(h).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of (rows, heads, T, head), halves against each other."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Part(nn.Module):
+    """Layers ``start`` to ``stop``, with embedding before the first and head after the last."""
+
+    def __init__(self, config: dict[str, Any], start: int, stop: int, length: int) -> None:
+        super().__init__()
+        width, vocabulary = config["hidden_size"], config["vocab_size"]
+        is_last = stop == config["num_hidden_layers"]
+        self.embedding = nn.Embedding(vocabulary, width) if start == 0 else None
+        self.layers = nn.ModuleList(Layer(config) for _ in range(start, stop))
+        self.norm = nn.RMSNorm(width, config["rms_norm_eps"]) if is_last else None
+        self.head = nn.Linear(width, vocabulary, bias=False) if is_last else None
+        half = width // config["num_attention_heads"] // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        if self.norm is None or self.head is None:
+            return x
+        return self.head(self.norm(x))
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def alone(part: Part, microbatches: int) -> Callable[[Tensor, Tensor], None]:
+    """A step's forward and backward in one process."""
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            (mean_loss(part(x), y) / microbatches).backward()
+
+    return step
+
+
+def piped(
+    parts: dict[int, Part], name: str, stages: int, microbatches: int
+) -> Callable[[Tensor, Tensor], None]:
+    """This rank's share of a step's forward and backward."""
+    device = torch.device("cpu")
+    own = [PipelineStage(part, index, stages, device) for index, part in parts.items()]
+    schedule: Any = SCHEDULES[name](
+        own if issubclass(SCHEDULES[name], schedules.PipelineScheduleMulti) else own[0],
+        microbatches,
+        loss_fn=mean_loss,
+    )
+    takes, gives = 0 in parts, stages - 1 in parts
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        given = (inputs,) if takes else ()
+        schedule.step(*given, target=targets if gives else None, return_outputs=False)
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--sizes", required=True, help="layers of each stage, like 5,3")
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--microbatches", type=int, required=True)
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--meet", required=True, help="file at which the ranks meet")
+    options = parser.parse_args()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    turns = Turns(rank)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = json.loads(options.config.read_text())
+    sizes = [int(size) for size in options.sizes.split(",")]
+    ends = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    placement = [i % ranks for i in range(len(sizes))]
+    if options.schedule == "zb-v":
+        placement = [*range(ranks), *reversed(range(ranks))]
+    parts = {
+        i: Part(config, *ends[i], options.length)
+        for i, place in enumerate(placement)
+        if place == rank
+    }
+    if ranks == 1:
+        step = alone(parts[0], options.microbatches)
+    else:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{options.meet}", rank=rank, world_size=ranks
+        )
+        step = piped(parts, options.schedule, len(sizes), options.microbatches)
+    weights = [weight for part in parts.values() for weight in part.parameters()]
+    # Fused is the fastest that torch has.
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, weight_decay=0.01, fused=True)
+    tokens = torch.randint(0, config["vocab_size"], (options.rows, options.length + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    while True:
+        start = time.perf_counter()
+        for _ in range(options.steps):
+            step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds = (time.perf_counter() - start) / options.steps
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        turns.answer({"step_seconds": seconds, "process_peak_bytes": peak})
+        turns.rest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``_train.py ARGUMENTS``: ``shardmlx.train``, resting after each report until its next turn.
+
+With ``--metrics-file``. Rank 0 answers what the report says in that file, and at the end the
+summary; other ranks answer nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _turns import Turns
+
+from shardmlx.config import load_config
+from shardmlx.environment import launched_rank
+from shardmlx.mpi_command import run_ranks
+
+
+def main() -> int:
+    turns = Turns(launched_rank())
+    arguments = sys.argv[1:]
+    metrics = Path(load_config(arguments).metrics_file or "")
+
+    def last(name: str) -> Any:
+        if launched_rank() != 0:
+            return None
+        events = map(json.loads, metrics.read_text().splitlines())
+        return [event for event in events if event["event"] == name][-1]
+
+    def load() -> Callable[..., None]:
+        from shardmlx.training_report import TrainingReport
+
+        trainer: Any = importlib.import_module("shardmlx.trainer")
+
+        class RestingReport(TrainingReport):
+            def step(self, *given: Any) -> None:
+                super().step(*given)
+                turns.answer(last("train"))
+                turns.rest()
+
+        trainer.TrainingReport = RestingReport
+        run: Callable[..., None] = trainer.run
+        return run
+
+    status = run_ranks(
+        lambda rank: load_config(arguments, rank), lambda config: config.timeout, load
+    )
+    if status == 0:
+        turns.answer(last("summary"))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""``shardmlx.train`` as a contender, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _compare import ROOT, environment, mpirun
+from _turns import Contender
+
+PROGRAM = ROOT / "scripts/bench/_train.py"
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """``{"batch_size": 8, "test": True}`` as ``--batch-size 8 --test``."""
+    words: list[str] = []
+    for name, value in values.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    return words
+
+
+def training(
+    name: str,
+    flags: Mapping[str, object],
+    *,
+    ranks: int,
+    steps: int,
+    rounds: int,
+    directory: Path,
+    threads: int = 1,
+    bind: str = "none",
+) -> Contender:
+    """A run that makes ``steps`` steps a turn: one turn to warm up, ``rounds`` turns, and one more
+    in which it answers its summary. ``directory`` is for what it writes."""
+    own = path_of(directory, name)
+    reports = {
+        "iters": steps * (rounds + 1), "steps_per_report": steps, "val_batches": 0,
+        "save_every": 10**9, "data_cache": "none", "metrics_file": f"{own}.jsonl",
+        "adapter_path": own,
+    }  # fmt: skip
+    command = mpirun(ranks, PROGRAM, *as_flags({**flags, **reports}), bind=bind)
+    return Contender(name, [command], ranks=ranks, environments=[environment(threads)])
+
+
+def path_of(directory: Path, name: str) -> Path:
+    """For the files of a contender."""
+    return directory / name.replace(" ", "-").replace("/", "-")
+
+
+def step_seconds(answers: Sequence[Any]) -> float:
+    """Of a turn, by the rank that took longest; ranks that say nothing are left out."""
+    return max(float(each["step_seconds"]) for each in answers if each)
