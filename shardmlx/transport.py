@@ -72,7 +72,7 @@ def buffer_of(array: Array) -> memoryview:
 
 def in_a_row(array: mx.array) -> mx.array:
     """An evaluated array as it can be sent: itself if it is contiguous, which takes no time."""
-    if not memoryview(array).c_contiguous:
+    if not memoryview(array).c_contiguous:  # type: ignore[arg-type]  # see buffer_of
         array = mx.contiguous(array)
         mx.eval(array)
     return array
