@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.errors import UserError
-from shardmlx.stage import Stage
+from shardmlx.stage import Stage, layer_of
 
 OPTIMIZERS: Mapping[str, type[optim.Optimizer]] = {
     "adam": optim.Adam,
@@ -73,7 +74,10 @@ class Updater:
         for stage in self._stages:
             for name in stage.names:
                 stage.part[name] = updated[name]
-        mx.eval(updated, self.optimizer.state)
+        # Layer by layer: at once, what is in passing for one weight would be there for several.
+        for _, layer in groupby(updated, layer_of):
+            mx.eval([updated[name] for name in layer])
+        mx.eval(self.optimizer.state)
 
     def forget(self) -> None:
         """Drop the gradients: there is no update."""

@@ -31,6 +31,11 @@ def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
     return losses.astype(mx.float32).sum()
 
 
+def layer_of(name: str) -> str:
+    """The layer of a parameter, ``model.layers.12``, or the matrix at an end of the model."""
+    return ".".join(name.split(".")[:3])
+
+
 @dataclass(slots=True)
 class _Pending:
     """A micro-batch between its forward and the end of its backward."""
@@ -167,7 +172,7 @@ class Stage:
         # In one evaluation MLX computes the gradients of several layers ahead of their sums, and
         # with checkpointing holds until the end what each layer computed again. Layer by layer,
         # one layer's is freed before the next.
-        for _, layer in groupby(names, lambda name: name.split(".")[:3]):
+        for _, layer in groupby(names, layer_of):
             mx.eval([self.gradients[name] for name in layer])
 
     def _add(self, pending: _Pending) -> None:

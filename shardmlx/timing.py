@@ -125,6 +125,7 @@ class Speed:
     flops: float
     first_trained: int
     trains_weights: bool
+    trains_ends: bool = False
     checkpoint: bool = False
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
@@ -141,7 +142,7 @@ class Speed:
         head = self._pass_of(self.shape.head_flops() * tokens, self.shape.num_layers - 1)
         return ModelSeconds(
             layers=tuple(layers),
-            head=Seconds(head.forward, head.input_gradient),
+            head=replace(head, weight_gradient=head.weight_gradient * self.trains_ends),
             first_trained=self.first_trained,
             checkpoint=self.checkpoint,
         )

@@ -128,6 +128,7 @@ class Workload:
             flops=flops,
             first_trained=self.first_trained,
             trains_weights=self.config.fine_tune_type == "full",
+            trains_ends=self.config.unfreeze_all,
             checkpoint=checkpoint,
         )
 

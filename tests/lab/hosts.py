@@ -32,8 +32,11 @@ HOME = TMP / "home"
 
 _HOST = Path(__file__).with_name("host.sh")
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-_ELSEWHERE = ("XDG_CACHE_HOME", "HF_HOME", "PRTE_MCA_prte_tmpdir_base")
-"""Variables that would lead out of a host's own directories."""
+_NOT_THERE = (
+    *("XDG_CACHE_HOME", "HF_HOME", "PRTE_MCA_prte_tmpdir_base"),
+    "PRTE_MCA_rmaps_default_mapping_policy",
+)
+"""Variables that would lead out of a host's own directories, or put all ranks on one host."""
 
 _AGENT = """#!/bin/sh
 # In the place of ssh: HOST COMMAND...
@@ -149,7 +152,7 @@ class Lab:
     def _enter(self, host: str) -> list[str]:
         return [
             *("nsenter", "--target", str(self._holders[host].pid), "--net", "--uts", "--mount"),
-            *("env", *(f"--unset={name}" for name in _ELSEWHERE)),
+            *("env", *(f"--unset={name}" for name in _NOT_THERE)),
             *(f"--chdir={HOME}", f"HOME={HOME}", f"TMPDIR={TMP}"),
         ]
 

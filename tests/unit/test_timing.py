@@ -58,6 +58,7 @@ def test_speed_counts_the_flops_of_every_pass_that_is_needed() -> None:
     assert seconds.layers[2] == Seconds(once, once, once)
     head = 20 * shape.head_flops() / 1e6
     assert seconds.head == Seconds(head, head)
+    assert replace(speed, trains_ends=True).seconds(2, 10).head == Seconds(head, head, head)
 
 
 def test_a_partitioner_weighs_all_passes_of_each_part() -> None:
