@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardmlx.batches import MicroBatch, Sample, make_batch
@@ -63,9 +63,29 @@ def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
 
 
 def planned_memory(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    lengths: tuple[int, int],
+    checkpoint: bool,
+) -> tuple[PlannedMemory, ...]:
+    """What the plan expects of each world rank: with micro-batches of the first of ``lengths`` in a
+    step, and of the second, 0 for none, where they only pass forward."""
+    planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
+    if not lengths[1]:
+        return planned
+    forward = replace(workload, config=replace(workload.config, train=False, test=True))
+    return tuple(
+        replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
+        for step, passing in zip(
+            planned, _planned(plan, forward, cluster, lengths[1], checkpoint=False), strict=True
+        )
+    )
+
+
+def _planned(
     plan: Plan, workload: Workload, cluster: Cluster, length: int, checkpoint: bool
 ) -> tuple[PlannedMemory, ...]:
-    """What the plan expects of each world rank, with micro-batches of ``length``."""
     peaks, stages = predict_memory(
         plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
     )

@@ -106,8 +106,10 @@ class DataCache:
     def keep(self, rows: str, tokenised: Tokenised) -> None:
         """Write a set for the next run, unless it alone has more than ``MAX_BYTES``."""
         path = self._path(rows)
+        if not self._usable:
+            return
         content = _pack(tokenised, path.name)
-        if not self._usable or len(content) > MAX_BYTES:
+        if len(content) > MAX_BYTES:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -175,11 +177,13 @@ def recipe_of(config: TrainConfig, model_path: Path) -> str | None:
             if digest is None:
                 return None
             files[str(path.relative_to(model_path))] = digest
+        code = [_digest(path) for path in _code()]
     except OSError:
         return None  # whoever reads the tokenizer will say so
     recipe = {
         "format": FORMAT,
         "files": files,
+        "code": code,
         "options": {name: getattr(config, name) for name in _OPTIONS},
         "packages": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
@@ -205,6 +209,13 @@ def _digest(path: Path) -> str | None:
             if _DATED in tail:
                 return None
     return digest.hexdigest()
+
+
+def _code() -> Iterator[Path]:
+    """What makes samples of rows: other code may have the same version."""
+    yield Path(__file__).with_name("data.py")
+    for name in ("tuner/datasets.py", "tokenizer_utils.py"):
+        yield Path(str(metadata.distribution("mlx-lm").locate_file(f"mlx_lm/{name}")))
 
 
 def _version(package: str) -> str | None:

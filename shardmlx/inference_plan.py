@@ -10,7 +10,13 @@ from shardmlx.cluster import Cluster
 from shardmlx.errors import UserError
 from shardmlx.inference_config import InferenceConfig
 from shardmlx.memory import cache_memory, inference_memory, kept_memory
-from shardmlx.memory_limits import PlannedMemory, limit_for
+from shardmlx.memory_limits import (
+    PlannedMemory,
+    Room,
+    can_be_raised,
+    how_to_allow,
+    within,
+)
 from shardmlx.mesh import Mesh
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.partitioners.memory import gib
@@ -63,10 +69,11 @@ def plan_inference(
     load: Load,
     workload: Workload,
     cluster: Cluster,
+    rooms: Sequence[Room],
     model: str,
 ) -> InferencePlan:
-    """The plan of a run on the ranks of ``cluster``, with the stage map that is ``given``, if one
-    is; ``model`` is the model's digest.
+    """The plan of a run on the ranks of ``cluster``, which have ``rooms``, with the stage map that
+    is ``given``, if one is; ``model`` is the model's digest.
 
     ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
     """
@@ -76,15 +83,22 @@ def plan_inference(
     # mlx-lm merges no caches that keep the beginning of a text.
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
-    memory = _Memory(
-        workload, load, most, chunk, limit, cluster.backend, config.memory_limit is not None
-    )
+    memory = _Memory(workload, load, most, chunk, limit, cluster.backend)
+    can_divide = given is None and size > 1 and config.partitioner != "memory"
+    remedy = _how_to_need_less(memory, can_divide)
+    cluster = within(cluster, rooms)
     if given is not None:
         _check_map(given, config, workload, cluster)
     rows = -(-most // groups)
-    stage_map = given or _divided(config.partitioner, rows, load, workload, cluster, memory)
+    if can_be_raised(config.memory_limit, rooms):
+        remedy_of_all = f"raise --memory-limit, {remedy}"
+    else:
+        remedy_of_all = remedy
+    stage_map = given or _divided(
+        config.partitioner, rows, load, workload, cluster, memory, remedy_of_all
+    )
     plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
-    _check_memory(stage_map, cluster, memory)
+    _check_memory(stage_map, rooms, memory, remedy)
     return plan
 
 
@@ -98,8 +112,6 @@ class _Memory:
     chunk: int
     max_kv_size: int | None
     backend: str
-    is_limited: bool = False
-    """By the user."""
 
     def planned(self, start: int, stop: int) -> PlannedMemory:
         """Without a chunk there is what stays: weights, keys and values, logits."""
@@ -176,6 +188,7 @@ def _divided(
     workload: Workload,
     cluster: Cluster,
     memory: _Memory,
+    remedy: str,
 ) -> StageMap:
     mesh = Mesh(1, cluster.size)
     speeds = [machine.flops for machine in cluster.machines if machine.flops is not None]
@@ -195,7 +208,7 @@ def _divided(
     try:
         return get_partitioner(partitioner)(problem)
     except DoesNotFitError as error:
-        raise UserError(f"{error.fact}: {_remedy(memory)}") from None
+        raise UserError(f"{error.fact}: {remedy}") from None
 
 
 def inference_costs(workload: Workload, load: Load, rows: int) -> LayerCosts:
@@ -220,15 +233,16 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
-def _check_memory(stage_map: StageMap, cluster: Cluster, memory: _Memory) -> None:
+def _check_memory(stage_map: StageMap, rooms: Sequence[Room], memory: _Memory, remedy: str) -> None:
     ranges: Sequence[tuple[int, int]] = stage_map.partition.ranges
-    for rank, (start, stop) in enumerate(ranges):
-        needed, has = memory.total(start, stop), cluster.capacity(rank)
-        if needed > has:
+    for room, (rank, (start, stop)) in zip(rooms, enumerate(ranges), strict=True):
+        needed = memory.total(start, stop)
+        if needed > room.nbytes:
             raise UserError(
-                f"rank {rank} ({cluster.machines[rank].host}) would hold {gib(needed)} of its "
-                f"{gib(has)} for layers {start}-{stop - 1}, {gib(memory.caches(start, stop))} of "
-                f"it keys and values of {_texts(memory)}: {_remedy(memory, needed)}"
+                f"rank {rank} ({room.host}) would hold {gib(needed)} of its {gib(room.nbytes)} "
+                f"({room.reason}) for layers {start}-{stop - 1}, "
+                f"{gib(memory.caches(start, stop))} of it keys and values of {_texts(memory)}: "
+                f"{how_to_allow(room, needed)}{remedy}"
             )
 
 
@@ -239,12 +253,9 @@ def _texts(memory: _Memory) -> str:
     return f"{texts} of {memory.load.context} tokens"
 
 
-def _remedy(memory: _Memory, needed: int | None = None) -> str:
+def _how_to_need_less(memory: _Memory, can_divide: bool) -> str:
     if memory.load.capacity is not None:
         fewer = "lower --cache-tokens"
     else:
         fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
-    ways = f"{fewer}, try --partitioner memory, or use more machines"
-    if memory.is_limited:
-        return f"raise --memory-limit{f' to {limit_for(needed)}' if needed else ''}, {ways}"
-    return ways
+    return f"{fewer}, {'try --partitioner memory, ' * can_divide}or use more machines"

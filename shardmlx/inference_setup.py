@@ -28,7 +28,7 @@ from shardmlx.inference_plan import (
     planned_memory,
 )
 from shardmlx.loading import build_to_generate
-from shardmlx.memory_limits import MemoryLimits, exceeded, memory_limits, unwired, within
+from shardmlx.memory_limits import MemoryLimits, exceeded, memory_limits, unwired
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
@@ -152,13 +152,12 @@ def _prepare(
     )
     cluster = cluster_of(transport, config.hosts, None)
     rooms = find_rooms(transport, cluster, config.memory_limit)
-    cluster = within(cluster, rooms)
     digest = model_digest(model_config)
     given = given_stage_map(transport, config.stage_map)
     plan = together(
         transport,
         "planning",
-        lambda: plan_inference(config, given, load, workload, cluster, digest),
+        lambda: plan_inference(config, given, load, workload, cluster, rooms, digest),
     )
     compare_plans(transport, plan.digest)
     start, stop = plan.stage_map.partition.ranges[transport.rank]

@@ -19,6 +19,7 @@ from shardmlx.token_schedule import Item
 from shardmlx.transport import (
     FIRST_ENGINE_TAG,
     Handle,
+    PeerLost,
     Transport,
 )
 
@@ -148,7 +149,11 @@ class Pipeline:
         begin = now = time.monotonic()
         due = begin + DUE * min(self._waits)
         while now < begin + SECONDS_AWAKE and self.transport.failure is None:
-            if handle.done or self.transport.progress(handle, 0.0):
+            try:
+                done = handle.done or self.transport.progress(handle, 0.0)
+            except PeerLost:
+                break  # what follows says where
+            if done:
                 self._waits.append(now - begin)
                 return
             time.sleep(NAP if now < due else PAUSE)

@@ -24,7 +24,15 @@ from shardmlx.data_cache import open_cache
 from shardmlx.engine import Engine
 from shardmlx.errors import UserError
 from shardmlx.loading import build_model, count_parameters
-from shardmlx.memory_limits import MemoryLimits, Room, check_rooms, memory_limits, unwired, within
+from shardmlx.memory_limits import (
+    MemoryLimits,
+    Room,
+    can_be_raised,
+    check_rooms,
+    memory_limits,
+    unwired,
+    within,
+)
 from shardmlx.model_source import open_model
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
@@ -144,7 +152,7 @@ def _prepare(
     plan, slices = together(
         transport,
         "planning",
-        lambda: _plan(config, given, transport.hosts, workload, cluster, model, model_config),
+        lambda: _plan(config, given, rooms, workload, cluster, model, model_config),
     )
     compare_plans(transport, plan.digest)
     optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
@@ -161,11 +169,11 @@ def _prepare(
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
         sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
-        longest = transport.broadcast(None if data is None else _longest(config, data), what="data")
+        lengths = transport.broadcast(None if data is None else _longest(config, data), what="data")
         limits = together(
             transport,
             "planning memory",
-            lambda: _limits(config, plan, workload, cluster, rooms, longest, reporter),
+            lambda: _limits(config, plan, workload, cluster, rooms, lengths, reporter),
         )
         set_limits(limits[transport.rank])
         identity = together(
@@ -237,7 +245,7 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
 def _plan(
     config: TrainConfig,
     given: StageMap | None,
-    hosts: Sequence[str],
+    rooms: Sequence[Room],
     workload: Workload,
     cluster: Cluster,
     model: nn.Module,
@@ -249,8 +257,11 @@ def _plan(
     except DoesNotFitError as error:
         if config.memory_limit is None:
             raise
-        raise UserError(f"{error.fact}: raise --memory-limit, or use more machines") from None
-    mesh = make_mesh(stage_map, len(hosts), hosts)
+        way = "raise --memory-limit, " * can_be_raised(config.memory_limit, rooms)
+        raise UserError(
+            f"{error.fact}: {way}lower --max-seq-length, or use more machines"
+        ) from None
+    mesh = make_mesh(stage_map, len(rooms), [room.host for room in rooms])
     rows, micro_batch_size = divide_batch(config, mesh)
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
     if config.train and not any(part.trainable for part in slices):
@@ -288,9 +299,12 @@ def _data(
     return data
 
 
-def _longest(config: TrainConfig, data: DataSets) -> int:
-    """Of the sequences that a step has."""
-    return longest_inputs(data.train if config.train else data.test, config.max_seq_length)
+def _longest(config: TrainConfig, data: DataSets) -> tuple[int, int]:
+    """Of the sequences of a step, and of those that only pass forward."""
+    sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
+    sets += [data.test] * config.test
+    first, *others = (longest_inputs(each, config.max_seq_length) for each in sets if len(each))
+    return first, max(others, default=0)
 
 
 def _limits(
@@ -299,11 +313,11 @@ def _limits(
     workload: Workload,
     cluster: Cluster,
     rooms: Sequence[Room],
-    longest: int,
+    lengths: tuple[int, int],
     reporter: Reporter,
 ) -> tuple[MemoryLimits, ...]:
-    """Of every rank's memory, for sequences of ``longest`` tokens; ``UserError`` without room."""
-    planned = planned_memory(plan, workload, cluster, longest, config.grad_checkpoint)
+    """Of every rank's memory, for the longest sequences; ``UserError`` without room."""
+    planned = planned_memory(plan, workload, cluster, lengths, config.grad_checkpoint)
     check_rooms(rooms, planned, _how_to_need_less(config, plan))
     for warning in unwired(rooms, planned):
         reporter.warn(warning)
@@ -315,7 +329,10 @@ def _how_to_need_less(config: TrainConfig, plan: Plan) -> str:
         "lower --micro-batch-size": plan.micro_batch_size > 1,
         "lower --max-seq-length": True,
         "add --grad-checkpoint": config.train and not config.grad_checkpoint,
-        "try --partitioner memory": plan.mesh.pp > 1 and config.partitioner != "memory",
+        "try --partitioner memory": config.stage_map is None
+        and plan.mesh.pp > 1
+        and config.partitioner != "memory",
+        "give that rank fewer layers": config.stage_map is not None and plan.mesh.pp > 1,
     }
     return ", ".join([*(way for way, is_open in ways.items() if is_open), "or use more machines"])
 

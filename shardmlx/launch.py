@@ -271,7 +271,8 @@ class Launcher:
         status = self.supervisor.run(job.words, mark)
         # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
         # where it runs on this host.
-        if status == 0 and not mark.exists() and is_local(self.launch.hosts[0]):
+        several = len(set(self.launch.hosts)) > 1
+        if status == 0 and several and not mark.exists() and is_local(self.launch.hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
             return 1
         return status

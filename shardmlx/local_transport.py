@@ -138,13 +138,14 @@ class LocalNetwork:
         errors: list[BaseException] = []
 
         def body(rank: int) -> None:
+            threading.current_thread().name = f"rank-{rank}"
             try:
                 results[rank] = work(LocalTransport(self, rank))
             except BaseException as error:
                 errors.append(error)
                 self.abort()
 
-        done = [_thread_of(rank).start(functools.partial(body, rank)) for rank in range(self.size)]
+        done = [_pool().start(functools.partial(body, rank)) for rank in range(self.size)]
         for event in done:
             event.wait()
         if errors:
@@ -152,42 +153,51 @@ class LocalNetwork:
         return results
 
 
-class _RankThread:
-    """A thread that works for one network after the other.
+class _Pool:
+    """Threads that do one thing after the other.
 
     MLX gives every thread that computes a thread of its own, which it never ends: with new threads
     for each run, a process that makes many runs would come to have thousands.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []
 
     def start(self, work: Callable[[], None]) -> threading.Event:
         """Begin ``work``, which raises nothing; set when it is done."""
         done = threading.Event()
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = _Thread()
 
         def body() -> None:
-            try:
-                work()
-            finally:
-                done.set()
+            work()
+            self._idle.append(thread)
+            done.set()
 
-        self._works.put(body)
+        thread.works.put(body)
         return done
 
+
+class _Thread:
+    def __init__(self) -> None:
+        self.works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (work := self.works.get()) is not None:
             work()
+            del work  # and with it all that it holds
         mx.clear_streams()  # MLX asks each thread for this at its end
 
     def _end(self) -> None:
-        self._works.put(None)
+        self.works.put(None)
         self._thread.join(1.0)
 
 
 @functools.cache
-def _thread_of(rank: int) -> _RankThread:
-    return _RankThread(rank)
+def _pool() -> _Pool:
+    return _Pool()

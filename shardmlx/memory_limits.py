@@ -95,13 +95,14 @@ def rooms_of(
         most = math.inf if machine.memory is None else float(machine.memory)
         working_set = working_sets[rank] if working_sets else None
         wirable = None if working_set is None else working_set // count
+        usable = 0.0 if wirable is None else min(wirable, most)
         shared = f", shared by {count} ranks" if count > 1 else ""
         if limit is not None:
             nbytes, reason = float(limit), "--memory-limit"
             if limit > most:
-                nbytes, reason = most, f"all that the machine has{shared}; --memory-limit is more"
-        elif wirable is not None and wirable > cluster.capacity(rank):
-            nbytes, reason = wirable, f"what macOS wires for the GPU{shared}"
+                nbytes, reason = most, f"all that there is{shared}; --memory-limit is more"
+        elif usable > cluster.capacity(rank):
+            nbytes, reason = usable, f"what macOS wires for the GPU{shared}"
         else:
             nbytes = cluster.capacity(rank)
             reason = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{shared}"
@@ -118,22 +119,32 @@ def within(cluster: Cluster, rooms: Sequence[Room]) -> Cluster:
     return replace(cluster, machines=tuple(machines), memory_fraction=1.0)
 
 
+def limited(cluster: Cluster, limit: int | None) -> Cluster:
+    """The machines of a plan, with no more memory than the user's ``limit`` for a rank."""
+    return cluster if limit is None else within(cluster, rooms_of(cluster, limit))
+
+
 def check_rooms(rooms: Sequence[Room], planned: Sequence[PlannedMemory], remedy: str) -> None:
     """``UserError`` for the first rank whose plan does not fit; ``remedy`` is how to need less."""
     for rank, (room, plan) in enumerate(zip(rooms, planned, strict=True)):
         if plan.peak > room.nbytes:
             raise UserError(
                 f"rank {rank} ({room.host}) would hold {gigabytes(plan.peak)} of its "
-                f"{gigabytes(room.nbytes)} ({room.reason}): {_raised(room, plan)}{remedy}"
+                f"{gigabytes(room.nbytes)} ({room.reason}): {how_to_allow(room, plan.peak)}{remedy}"
             )
 
 
-def _raised(room: Room, plan: PlannedMemory) -> str:
-    """The limit under which the plan would fit, where the machine has as much."""
-    enough = limit_for(plan.peak)
+def how_to_allow(room: Room, nbytes: int) -> str:
+    """The limit that would be enough, where the machine has as much; else nothing."""
+    enough = limit_for(nbytes)
     if parse_bytes(enough) > room.most:
         return ""
     return f"give --memory-limit {enough} or more, "
+
+
+def can_be_raised(limit: int | None, rooms: Sequence[Room]) -> bool:
+    """Whether a machine has more than the user's ``limit``."""
+    return limit is not None and any(room.nbytes < room.most for room in rooms)
 
 
 def limit_for(nbytes: int) -> str:

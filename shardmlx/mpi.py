@@ -52,7 +52,8 @@ LAZY_POLL_SECONDS = 2e-2
 """The same while only small messages are to be received, which come in one piece: whoever waits for
 one looks for it, and until then a poll only takes from what the core computes."""
 
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 12
+"""Open MPI sends so much in one piece over shared memory; over TCP, 64 KiB with its header."""
 
 CHUNK_BYTES = 1 << 30
 """Longer messages go in parts: MPI counts are 32-bit."""
@@ -235,6 +236,10 @@ class MPITransport(Transport):
             time.sleep(pause)
         raise AssertionError("pauses never end")
 
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        self._heartbeat.monitor.limit = silence_limit(seconds)
+
     def abort(self, code: int) -> None:
         abort(code, self._ending)
 
@@ -376,11 +381,12 @@ def _finish(deadline: Deadline) -> None:
 
 def abort(code: int, ending: Ending) -> None:
     """End the job on all ranks, also where no transport could be made. Does not return."""
-    if on_several_hosts() and ending.said:
-        _keep_in_touch(PERIOD + SECONDS_TO_BE_HEARD)
-    exit_within(SECONDS_TO_ABORT, code)
+    is_up = MPI.Is_initialized() and not MPI.Is_finalized()
+    seconds = PERIOD + SECONDS_TO_BE_HEARD if is_up and on_several_hosts() and ending.said else 0.0
+    exit_within(SECONDS_TO_ABORT + seconds, code)
+    _keep_in_touch(seconds)
     ending.see_off_launcher()
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    if is_up:
         world = ctypes.c_void_p(MPI._handleof(MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)
     os._exit(code)

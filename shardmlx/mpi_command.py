@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -60,7 +61,7 @@ def run_ranks(
             if alike:
                 compare_versions(transport)
             options = transport.broadcast(options, what="options")
-            transport.timeout = timeout(options)
+            transport.set_timeout(timeout(options))
             run(options, transport, blas)
             status = 0
         except AgreedError as error:
@@ -87,7 +88,8 @@ def run_ranks(
 def _tell_launcher() -> None:
     """mpirun's own status says little where it has lost a host."""
     if LAUNCHED in os.environ:
-        Path(os.environ[LAUNCHED]).touch()
+        with contextlib.suppress(OSError):  # then launch takes a good end for a bad one
+            Path(os.environ[LAUNCHED]).touch()
 
 
 def _refuse(error: UserError, rank: int) -> int:

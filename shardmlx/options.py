@@ -13,7 +13,6 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -124,16 +123,13 @@ def load_options(
 ) -> Options:
     """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
 
-    A key of the file without a value (``key:`` or ``key: null``) counts as not given. On other
-    ranks than 0, whose options rank 0's replace, a file that is not there is passed over, and with
-    it all flags but ``--timeout``, under which they start. ``UserError`` names the flag, or the
-    file and its key.
+    A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other ranks
+    than 0, whose options rank 0's replace, read no file, and take from the flags only how long they
+    wait for rank 0. ``UserError`` names the flag, or the file and its key.
     """
     if rank:
         flags = vars(parser.parse_known_args(argv)[0])
-        path = flags.get("config")
-        if path is not None and not Path(path).exists():
-            return cls(**{key: flags[key] for key in ("timeout",) if key in flags})
+        return cls(**{key: value for key, value in flags.items() if key == "timeout"})
     options, _ = load_given_options(cls, parser, argv)
     return options
 

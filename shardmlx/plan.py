@@ -20,7 +20,7 @@ from shardmlx.draw import timeline
 from shardmlx.errors import UserError
 from shardmlx.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
 from shardmlx.layer_memory import BACKENDS
-from shardmlx.memory_limits import rooms_of, within
+from shardmlx.memory_limits import limited
 from shardmlx.mesh import Mesh
 from shardmlx.model_source import open_model
 from shardmlx.partitioners import DoesNotFitError
@@ -78,8 +78,7 @@ def _run(argv: Sequence[str]) -> int:
     if flags.output:
         check_writable(Path(flags.output), "-o")
     cluster = _cluster(flags, options.config.profile)
-    if options.config.memory_limit is not None:
-        cluster = within(cluster, rooms_of(cluster, options.config.memory_limit))
+    cluster = limited(cluster, options.config.memory_limit)
     cluster.check_speeds()
     files = open_model(options.config.model)
     workload = Workload.of(files, options.config)

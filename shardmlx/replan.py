@@ -1,6 +1,6 @@
 """How a run is laid out on the hosts that are left of those it was meant for. Pure.
 
-All by options, none by a new stage map: the ranks on other machines would have to have its file.
+All by options, none by a new stage map: the command that is printed can be typed again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shardmlx.cluster import Cluster, read_profiles
 from shardmlx.config import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.hostfile import Machine, is_unnamed, same_host
+from shardmlx.memory_limits import limited
 from shardmlx.mesh import Mesh
 from shardmlx.model_source import open_model
 from shardmlx.mpirun_command import replaced
@@ -113,7 +114,7 @@ def _cluster(config: TrainConfig, machines: Sequence[Machine]) -> Cluster | None
         cluster.check_speeds()
     except UserError:
         return None
-    return cluster
+    return limited(cluster, config.memory_limit)
 
 
 def _planned(

@@ -149,5 +149,6 @@ def _model(path: Path, read: Read | None) -> str:
 def _samples(samples: Iterable[Sample]) -> str:
     digest = hashlib.sha256()
     for tokens, start in samples:
-        digest.update(np.array([len(tokens), start, *tokens], np.int64).tobytes())
+        digest.update(np.array([len(tokens), start], np.int64).tobytes())
+        digest.update(np.asarray(tokens, np.int64).tobytes())
     return digest.hexdigest()

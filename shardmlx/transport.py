@@ -141,6 +141,10 @@ class Transport(ABC):
     def abort(self, code: int) -> None:
         """End the job on all ranks. Called by a rank that failed; its peers wait for ever."""
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on messages may take so long."""
+        self.timeout = seconds
+
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Release what the transport holds; all its messages are done."""
 

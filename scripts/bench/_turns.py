@@ -95,7 +95,7 @@ class Contender:
     def _meet(self, listener: socket.socket, ranks: int) -> None:
         end = time.monotonic() + SECONDS_TO_START
         while len(self._files) < ranks:
-            if time.monotonic() > end or any(each.poll() for each in self._processes):
+            if time.monotonic() > end or any(each.poll() is not None for each in self._processes):
                 self._fail()
             try:
                 connection, _ = listener.accept()

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.mpi.mpirun import PROGRAMS, mpirun, train
+from tests.mpi.mpirun import train
 
 
 @pytest.fixture
@@ -286,19 +286,6 @@ def test_testing_without_adapters(model: Path, data: Path, tmp_path: Path) -> No
     line = refused(tmp_path, 2, "--test")
     assert line.startswith(f"--adapter-path {tmp_path}/adapters holds no adapters of this model")
     assert line.endswith('use --adapter-path "" to test the model without')
-
-
-def test_a_configuration_that_only_another_rank_cannot_read_is_named_by_that_rank(
-    tmp_path: Path,
-) -> None:
-    """As on two machines of which one has another file."""
-    config = tmp_path / "lora.yaml"
-    config.write_text("batch_size: 4\n")
-    config.with_name("lora.yaml.other").write_text("batch_size: [\n")
-    job = mpirun(2, PROGRAMS / "config_on_rank_0.py", config)
-    assert job.returncode == 2, job.output
-    (line,) = job.error_lines
-    assert re.match(rf"shardmlx: error: rank 1 on \S+: .*{config}\.other", line)
 
 
 def test_a_full_fine_tune_in_the_place_of_the_model_it_starts_from(

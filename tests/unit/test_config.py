@@ -375,3 +375,13 @@ def test_planning_starts_neither_mlx_nor_mpi() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
+    tmp_path: Path,
+) -> None:
+    old = tmp_path / "lora.yaml"
+    old.write_text("modle: mistral\n")
+    for path in (old, tmp_path / "nowhere.yaml"):
+        config = load_config(["-c", str(path), "--iters", "7", "--timeout", "5"], rank=1)
+        assert (config.timeout, config.iters) == (5.0, TrainConfig().iters)

@@ -19,6 +19,7 @@ from shardmlx.inference_plan import (
     plan_inference,
     planned_memory,
 )
+from shardmlx.memory_limits import rooms_of
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -50,7 +51,9 @@ def cluster(*memories: int) -> Cluster:
 def plan(load: Load, *memories: int, family: str = "llama", **options: object) -> InferencePlan:
     config = GenerateConfig(model="m", **options)  # type: ignore[arg-type]
     given = None if config.stage_map is None else read_stage_map(config.stage_map)
-    return plan_inference(config, given, load, workload(family), cluster(*memories), "digest")
+    machines = cluster(*memories)
+    rooms = rooms_of(machines, config.memory_limit)
+    return plan_inference(config, given, load, workload(family), machines, rooms, "digest")
 
 
 ONE = Load(texts=1, prompt=500, answer=100, context=600)
@@ -94,16 +97,19 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(UserError) as error:
         plan(Load(8, 500, 100_000, 100_500), 64 * MB, 2000 * MB)
     assert str(error.value) == (
-        "rank 0 (mac0) would hold 0.39 GiB of its 0.047 GiB for layers 0-3, 0.38 GiB of it keys "
-        "and values of 8 texts of 100500 tokens: lower --max-tokens or --batch-size, try "
-        "--partitioner memory, or use more machines"
+        "rank 0 (mac0) would hold 0.39 GiB of its 0.047 GiB (75% of the machine's memory) "
+        "for layers 0-3, 0.38 GiB of it keys and values of 8 texts of 100500 tokens: "
+        "lower --max-tokens or --batch-size, try --partitioner memory, or use more machines"
     )
     assert plan(ONE, 64 * MB, 2000 * MB).stage_map.num_stages == 2
 
 
 def test_a_memory_limit_may_be_what_is_to_be_raised() -> None:
     too_long = Load(8, 500, 100_000, 100_500)
-    with pytest.raises(UserError, match=r": raise --memory-limit to 420MB, lower --max-tokens or"):
+    with pytest.raises(UserError, match=r": give --memory-limit 420MB or more, lower --max-tokens"):
+        plan(too_long, 500 * MB, 2000 * MB, memory_limit=48 * MB)
+    # Where the machine has as much.
+    with pytest.raises(UserError, match=r": lower --max-tokens or --batch-size, try --partitioner"):
         plan(too_long, 64 * MB, 2000 * MB, memory_limit=48 * MB)
     with pytest.raises(UserError, match=r"^the model does not fit: .*: raise --memory-limit, "):
         plan(too_long, 64 * MB, 64 * MB, memory_limit=48 * MB, partitioner="memory")
@@ -124,7 +130,7 @@ def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:
 
 
 def test_what_fits_in_no_way_is_refused_by_the_partitioner() -> None:
-    with pytest.raises(UserError, match=r"^the model does not fit: .*: lower --max-tokens, try"):
+    with pytest.raises(UserError, match=r"^the model does not fit: .*: lower --max-tokens, or use"):
         plan(Load(1, 500, 10**6, 10**6), 64 * MB, 64 * MB, partitioner="memory")
 
 

@@ -76,12 +76,17 @@ def test_where_macos_was_told_to_wire_more_a_rank_may_use_more() -> None:
     assert (other.nbytes, other.wirable) == (12 * GB, 11 * GB)
 
 
+def test_no_rank_uses_more_than_the_hostfile_says_whatever_macos_wires() -> None:
+    (room,) = rooms_of(cluster(("studio", 8 * GB)), working_sets=(48 * GB,))
+    assert room.nbytes == 8 * GB
+
+
 def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
     studio, mini = rooms_of(MACS, 20 * GB, working_sets=(48 * GB, 11 * GB))
     assert (studio.nbytes, studio.reason) == (20 * GB, "--memory-limit")
     assert (mini.nbytes, mini.reason) == (
         16 * GB,
-        "all that the machine has; --memory-limit is more",
+        "all that there is; --memory-limit is more",
     )
     assert mini.wirable == 11 * GB
     # More than plans count on, if the user says so.
@@ -254,10 +259,26 @@ def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
     work = workload(tied=False)
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
     machines = cluster(*[("studio", 8 * GB)] * 4)
-    of_ranks = planned_memory(plan, work, machines, 64, False)
+    of_ranks = planned_memory(plan, work, machines, (64, 0), False)
     peaks, stages = predict_memory(plan, work, 64, checkpoint=False, backend="metal")
     assert [each.peak for each in of_ranks] == [*peaks, *peaks]
     assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
+
+
+def test_long_sequences_that_only_pass_forward_count_too() -> None:
+    """Of the validation: no activations are held for them, but their logits are large."""
+    way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, False)
+    work = workload(tied=False)
+    plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
+    machines = cluster(*[("studio", 8 * GB)] * 2)
+
+    def peaks(*lengths: int) -> list[int]:
+        return [p.peak for p in planned_memory(plan, work, machines, (64, *lengths), False)]
+
+    assert peaks(32) == peaks(0)
+    assert peaks(0) < peaks(2048)
+    of_step = planned_memory(plan, work, machines, (2048, 0), False)
+    assert peaks(2048) < [each.peak for each in of_step]
 
 
 def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
@@ -265,7 +286,7 @@ def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
     layers = Partition(((0, 2), (2, 4), (4, 6), (6, 8)))
     work = workload(tied=True)
     plan = plan_of(way, StageMap(layers, (0, 1, 1, 0)), work)
-    first, second = planned_memory(plan, work, cluster(*[("studio", GB)] * 2), 64, False)
+    first, second = planned_memory(plan, work, cluster(*[("studio", GB)] * 2), (64, 0), False)
     # Layers of 100 kB, the lower half of them without adapters.
     adapters = second.resident - 4 * 100_000
     assert first.resident == 50_000 + 4 * 100_000 + adapters
