@@ -2,7 +2,7 @@
 """Generate with mlx-lm in one process, by its own pipeline, and through our stages, by turns.
 
 mlx-lm is called as ``mlx_lm.benchmark`` calls it, its pipeline as ``mlx_lm.benchmark --pipeline``
-does, over MLX's ring. One BLAS thread for each process and rank; random prompts; no text ends
+does, over MLX's ring. Every process has one core and one BLAS thread; random prompts; no text ends
 before its time. Prints medians as a table.
 
 mlx-lm's pipeline knows few families, and Llama is none of them: SmolLM2 is written down again as a
@@ -63,10 +63,18 @@ def serve(work: Work, answers: IO[str]) -> None:
         answers.flush()
 
 
+def own_core(rank: int) -> None:
+    """A core for this process; where the system lets it be."""
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def mlx_lm(model_path: str, answers: IO[str], *, pipeline: bool) -> None:
     """mlx-lm: one text by ``generate_step``, more by ``BatchGenerator``."""
     from shardmlx.environment import prepare
 
+    own_core(int(os.environ.get("MLX_RANK", "0")))
     prepare()
     import mlx.core as mx
     from mlx_lm import load
@@ -107,8 +115,9 @@ def mlx_lm(model_path: str, answers: IO[str], *, pipeline: bool) -> None:
 
 def stages(model_path: str, answers: IO[str], chunk: int, sizes: Sequence[int] | None) -> None:
     """This project, on the ranks that mpirun has started."""
-    from shardmlx.environment import prepare
+    from shardmlx.environment import launched_rank, prepare
 
+    own_core(launched_rank())
     prepare()
     from shardmlx.choice import Choice
     from shardmlx.inference import Follower, Leader
