@@ -74,7 +74,8 @@ def planned_memory(
     planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
     if not lengths[1]:
         return planned
-    forward = replace(workload, config=replace(workload.config, train=False, test=True))
+    config = replace(workload.config, train=False, test=True, resume="never")
+    forward = replace(workload, config=config)
     return tuple(
         replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
         for step, passing in zip(

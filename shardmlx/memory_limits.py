@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmlx.cluster import Cluster
-from shardmlx.config import parse_bytes
 from shardmlx.errors import UserError
 from shardmlx.tables import gigabytes
 
@@ -136,10 +135,9 @@ def check_rooms(rooms: Sequence[Room], planned: Sequence[PlannedMemory], remedy:
 
 def how_to_allow(room: Room, nbytes: int) -> str:
     """The limit that would be enough, where the machine has as much; else nothing."""
-    enough = limit_for(nbytes)
-    if parse_bytes(enough) > room.most:
+    if _rounded_up(nbytes) > room.most:
         return ""
-    return f"give --memory-limit {enough} or more, "
+    return f"give --memory-limit {limit_for(nbytes)} or more, "
 
 
 def can_be_raised(limit: int | None, rooms: Sequence[Room]) -> bool:
@@ -149,9 +147,15 @@ def can_be_raised(limit: int | None, rooms: Sequence[Room]) -> bool:
 
 def limit_for(nbytes: int) -> str:
     """A ``--memory-limit`` that is enough for so many bytes."""
+    enough = _rounded_up(nbytes)
+    if enough < 10**9:
+        return f"{enough // 10**6}MB"
+    return f"{enough / 1e9:.1f}".removesuffix(".0") + "GB"
+
+
+def _rounded_up(nbytes: int) -> int:
     step = 10**8 if nbytes >= 10**9 else 10**6
-    enough = -(-nbytes // step) * step
-    return f"{enough / 1e9:g}GB" if enough >= 10**9 else f"{enough // 10**6}MB"
+    return -(-nbytes // step) * step
 
 
 def memory_limits(room: Room, planned: PlannedMemory, backend: str) -> MemoryLimits:
