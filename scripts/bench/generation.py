@@ -3,7 +3,7 @@
 
 mlx-lm is called as ``mlx_lm.benchmark`` calls it, its pipeline as ``mlx_lm.benchmark --pipeline``
 does, over MLX's ring. Every process has one core and one BLAS thread; random prompts; no text ends
-before its time. Prints medians as a table.
+before its time.
 
 mlx-lm's pipeline knows few families, and Llama is none of them: SmolLM2 is written down again as a
 Qwen2, whose biases are zero, and all compute that.
@@ -16,18 +16,17 @@ import contextlib
 import json
 import os
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
-ROOT = Path(__file__).resolve().parents[2]
-SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
+from _compare import Spread, Table, environment, machine, mpirun, parser_of, publish
+from _models import SMOLLM2
+from _turns import Contender, Turns, warmed_up
 
+ONE, THEIRS, OURS = "mlx-lm", "its pipeline", "two stages"
 LONG_PROMPT = 1024
 SHORT_PROMPT = 32
 BATCH = 8
@@ -52,15 +51,15 @@ Work = Callable[[list[list[int]], int], Times]
 """(prompts, tokens of each answer) -> seconds until all first tokens, and in all."""
 
 
-def serve(work: Work, answers: IO[str]) -> None:
-    """Do what each line on stdin asks for."""
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if asked is None:
-            break
+def serve(work: Work, turns: Turns) -> None:
+    """Warm up, then do what is asked for, until nothing is."""
+    for count, length, tokens in ((1, 200, 8), (2, 40, 4)):
+        work(prompts(count, length), tokens)
+    turns.answer(None)
+    while (asked := turns.rest()) is not None:
         count, length, tokens = asked
-        answers.write(json.dumps(work(prompts(count, length), tokens)) + "\n")
-        answers.flush()
+        turns.answer(work(prompts(count, length), tokens))
+    turns.answer(None)
 
 
 def own_core(rank: int) -> None:
@@ -70,11 +69,12 @@ def own_core(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def mlx_lm(model_path: str, answers: IO[str], *, pipeline: bool) -> None:
+def mlx_lm(model_path: str, *, pipeline: bool) -> None:
     """mlx-lm: one text by ``generate_step``, more by ``BatchGenerator``."""
     from shardmlx.environment import prepare
 
-    own_core(int(os.environ.get("MLX_RANK", "0")))
+    rank = int(os.environ.get("MLX_RANK", "0"))
+    own_core(rank)
     prepare()
     import mlx.core as mx
     from mlx_lm import load
@@ -110,10 +110,10 @@ def mlx_lm(model_path: str, answers: IO[str], *, pipeline: bool) -> None:
         generator.close()
         return {"first": first, "all": time.perf_counter() - start}
 
-    serve(work, answers)
+    serve(work, Turns(rank))
 
 
-def stages(model_path: str, answers: IO[str], chunk: int, sizes: Sequence[int] | None) -> None:
+def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     """This project, on the ranks that mpirun has started."""
     from shardmlx.environment import launched_rank, prepare
 
@@ -161,7 +161,7 @@ def stages(model_path: str, answers: IO[str], chunk: int, sizes: Sequence[int] |
                 first = time.perf_counter() - begin
         return {"first": first, "all": time.perf_counter() - begin}
 
-    serve(work, answers)
+    serve(work, Turns(transport.rank))
     leader.stop()
     transport.close()
 
@@ -197,53 +197,6 @@ def as_qwen2(source: Path) -> Path:
     return target
 
 
-class Contender:
-    """Processes that work when they are asked to; the first of them answers."""
-
-    def __init__(self, name: str, command: Sequence[str], each: Sequence[dict[str, str]]) -> None:
-        self.name = name
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment |= {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
-        self._processes = [
-            subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment | own,
-            )
-            for own in each
-        ]
-
-    def ask(self, count: int, length: int, tokens: int) -> Times:
-        self._tell(json.dumps([count, length, tokens]))
-        answers = [json.loads(self._out(process).readline()) for process in self._processes]
-        first: Times = answers[0]
-        return first
-
-    def close(self) -> None:
-        self._tell("null")  # mpirun does not pass on that stdin is closed
-        for process in self._processes:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-    def _tell(self, line: str) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-
-    @staticmethod
-    def _out(process: subprocess.Popen[str]) -> IO[str]:
-        assert process.stdout is not None
-        return process.stdout
-
-
 def ring(ranks: int, directory: str) -> list[dict[str, str]]:
     """What MLX's ring backend wants to know on each rank, as ``mlx.launch`` tells it."""
     with contextlib.ExitStack() as stack:
@@ -256,24 +209,26 @@ def ring(ranks: int, directory: str) -> list[dict[str, str]]:
     return [{"MLX_HOSTFILE": str(path), "MLX_RANK": str(rank)} for rank in range(ranks)]
 
 
-def contenders(arguments: argparse.Namespace, directory: str) -> list[Contender]:
-    here, model = str(Path(__file__).resolve()), str(as_qwen2(arguments.model))
-    own = [sys.executable, here, "--model", model, "--chunk", str(arguments.chunk)]
-    if arguments.sizes:
-        own += ["--sizes", arguments.sizes]
-    ranks = arguments.ranks
-    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
-    mpirun += ["--oversubscribe", "--bind-to", "none"]
-    return [
-        Contender("mlx-lm", [*own, "--as", "one"], [{}]),
-        Contender("its pipeline", [*own, "--as", "ring"], ring(ranks, directory)),
-        Contender("stages", [*mpirun, *own, "--as", "stages"], [{}]),
-    ]
+def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contender]:
+    own = [Path(__file__).resolve(), "--model", as_qwen2(options.model)]
+    own += ["--chunk", options.chunk]
+    if options.sizes:
+        own += ["--sizes", options.sizes]
+    ranks = options.ranks
+    plain = [sys.executable, *own, "--as"]
+    yield Contender(ONE, [[*plain, "one"]], environments=[environment()])
+    yield Contender(
+        THEIRS,
+        [[*plain, "ring"]] * ranks,
+        ranks=ranks,
+        environments=[environment(**each) for each in ring(ranks, directory)],
+    )
+    yield Contender(OURS, [mpirun(ranks, *own, "--as", "stages")], environments=[environment()])
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Tokens per second of each case: for each contender, in the rounds."""
-    tokens = arguments.tokens
+def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second of each case: of each contender, in the rounds."""
+    tokens = options.tokens
     cases: dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]] = {
         f"prefill of {LONG_PROMPT} tokens": (
             (1, LONG_PROMPT, 1),
@@ -296,71 +251,72 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
             lambda t: BATCH * (tokens - 1) / (t["all"] - t["first"]),
         ),
     }
-    only = arguments.only.split(",") if arguments.only else None
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        everyone = contenders(arguments, directory)
-        for each in everyone:
-            stack.callback(each.close)
-        for each in everyone:
-            each.ask(1, 200, 8)
-            each.ask(2, 40, 4)
-        results: dict[str, list[list[float]]] = {name: [[] for _ in everyone] for name in cases}
-        for _ in range(arguments.rounds):
-            last: list[Times] = [{} for _ in everyone]
-            for index, (name, (work, rate)) in enumerate(cases.items()):
-                if only and str(min(index, 2)) not in only:
-                    continue
-                for i, each in enumerate(everyone):
+    only = options.only.split(",") if options.only else ["0", "1", "2"]
+    chosen = {name: c for i, (name, c) in enumerate(cases.items()) if str(min(i, 2)) in only}
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in chosen}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        warmed_up(contenders(options, directory)) as everyone,
+    ):
+        last: dict[str, Times] = {}
+        for _ in range(options.rounds):
+            for name, (work, rate) in chosen.items():
+                for each in everyone:
                     if work[2]:
-                        last[i] = each.ask(*work)
-                    results[name][i].append(rate(last[i]))
-    return results
+                        last[each.name] = each.turn(work)[0]
+                    rates[name].setdefault(each.name, []).append(rate(last[each.name]))
+        for each in everyone:
+            each.turn(None)
+    return rates
+
+
+def table_of(rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
+    """Medians, and what two stages are of mlx-lm's one process, round by round."""
+    return Table(
+        "Tokens per second",
+        ("", ONE, THEIRS, "", OURS, ""),
+        [
+            (
+                name,
+                f"{Spread.of(of[ONE]).median:.1f}",
+                *(
+                    cell
+                    for other in (THEIRS, OURS)
+                    for cell in (
+                        f"{Spread.of(of[other]).median:.1f}",
+                        f"{Spread.of_ratios(of[other], of[ONE]):.2f}",
+                    )
+                ),
+            )
+            for name, of in rates.items()
+        ],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__ or "")
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
     parser.add_argument("--only", help="0: prefill, 1: decode, 2: texts; with commas between")
     parser.add_argument(
         "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
     )
-    arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
-    model = str(arguments.model)
-    if arguments.role == "stages":
-        stages(model, sys.stdout, arguments.chunk, sizes)
-    elif arguments.role:
-        mlx_lm(model, sys.stdout, pipeline=arguments.role == "ring")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 5)
+    options.tokens = options.tokens or (8 if options.quick else 48)
+    model = str(options.model)
+    if options.role == "stages":
+        sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else None
+        stages(model, options.chunk, sizes)
+    elif options.role:
+        mlx_lm(model, pipeline=options.role == "ring")
     else:
-        print_table(measure(arguments))
-
-
-def print_table(results: dict[str, list[list[float]]]) -> None:
-    """As Markdown: medians, and what ours is of mlx-lm's one process, round by round."""
-    print("| tokens per second | mlx-lm | its pipeline | | stages | | of the rounds |")
-    print("|---|---|---|---|---|---|---|")
-    for name, (one, theirs, ours) in results.items():
-        if one:
-            ratios = [sorted(b / a for a, b in zip(one, x, strict=True)) for x in (theirs, ours)]
-            cells = [
-                name,
-                f"{statistics.median(one):.1f}",
-                *(
-                    cell
-                    for rates, ratio in zip((theirs, ours), ratios, strict=True)
-                    for cell in (
-                        f"{statistics.median(rates):.1f}",
-                        f"{statistics.median(ratio):.2f}x",
-                    )
-                ),
-                f"{ratios[1][0]:.2f}-{ratios[1][-1]:.2f}",
-            ]
-            print(f"| {' | '.join(cells)} |")
+        facts = machine()
+        rates = measure(options)
+        publish(options, facts, [table_of(rates)], {"tokens_per_second": rates})
 
 
 if __name__ == "__main__":
