@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,8 +17,17 @@ from shardmlx.config_checks import (
     check_optimizer_config,
 )
 from shardmlx.options import OptionError, check_options, load_given_options, load_options, option
-from shardmlx.partitioners import partitioner_names
 from shardmlx.schedules import SCHEDULES, get_schedule
+from shardmlx.shared_options import (
+    dtype_option,
+    memory_limit_option,
+    parse_bytes,
+    partitioner_option,
+    stage_map_option,
+    timeout_option,
+    weight_cache_option,
+    weights_option,
+)
 
 _DATA = "model and data"
 _TRAINING = "training, as in mlx_lm.lora"
@@ -28,19 +36,7 @@ _CHECKPOINTS = "checkpoints and failures"
 
 REPORTERS = ("wandb", "swanlab")
 
-WEIGHTS = ("auto", "local", "rank0")
-"""Who reads the model: each rank that can, every rank, or rank 0 for all."""
-
 STORAGES = ("auto", "shared", "rank0", "neighbour")
-
-
-def parse_bytes(text: str) -> int:
-    """``2GB``, ``500 M`` or ``1000`` in bytes; decimal units, as mlx_lm counts them."""
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([MG]?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("give bytes, or a size like 500MB or 2GB")
-    unit = {"": 1, "M": 10**6, "G": 10**9}[match[2].upper()]
-    return round(float(match[1]) * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +50,8 @@ class TrainConfig:
     model: str = option(
         "Qwen/Qwen3-0.6b", "model directory, or Hugging Face repository", group=_DATA
     )
-    weights: str = option(
-        "auto",
-        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
-        "others; each its own; or rank 0 for all",
-        choices=WEIGHTS,
-        group=_DATA,
-    )
-    weight_cache: str | None = option(
-        None, "directory in which a rank keeps the part of the model that it was sent", group=_DATA
-    )
+    weights: str = weights_option(_DATA)
+    weight_cache: str | None = weight_cache_option(_DATA)
     data: str = option(
         "mlx-community/WikiSQL",
         "directory with {train,valid,test}.jsonl, or Hugging Face data set",
@@ -152,9 +140,7 @@ class TrainConfig:
     )
     project_name: str | None = option(None, "name of the project there", group=_TRAINING)
 
-    stage_map: str | None = option(
-        None, "YAML file that divides the layers; wins over --partitioner", group=_PIPELINE
-    )
+    stage_map: str | None = stage_map_option(_PIPELINE)
     pipeline_stages: int | None = option(
         None,
         "ranks in one pipeline; what is left of mpirun's -n becomes replicas",
@@ -164,9 +150,7 @@ class TrainConfig:
     virtual_stages: int | None = option(
         None, "stages a rank (default: the schedule's)", minimum=1, group=_PIPELINE
     )
-    partitioner: str = option(
-        "balanced", "how the layers are divided", choices=partitioner_names(), group=_PIPELINE
-    )
+    partitioner: str = partitioner_option(_PIPELINE)
     hosts: str | None = option(
         None,
         "hostfile that says what the machines have, for the partitioners and the prediction",
@@ -186,25 +170,13 @@ class TrainConfig:
     max_grad_norm: float | None = option(
         None, "clip the norm of the whole gradient to this", above=0, group=_PIPELINE
     )
-    dtype: str | None = option(
-        None,
-        "type of weights and activations (default: as stored)",
-        choices=("float32", "bfloat16", "float16"),
-        group=_PIPELINE,
-    )
+    dtype: str | None = dtype_option(_PIPELINE)
     unfreeze_all: bool = option(
         False,
         "with --fine-tune-type full: train embedding, final norm and head too",
         group=_PIPELINE,
     )
-    memory_limit: int | None = option(
-        None,
-        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
-        "share of the machine, or what macOS wires)",
-        above=0,
-        parse=parse_bytes,
-        group=_PIPELINE,
-    )
+    memory_limit: int | None = memory_limit_option(_PIPELINE)
     metrics_file: str | None = option(
         None, "write one JSON line for every report here", group=_PIPELINE
     )
@@ -242,12 +214,7 @@ class TrainConfig:
         "write here the stage map that the measured times would want",
         group=_CHECKPOINTS,
     )
-    timeout: float = option(
-        600.0,
-        "seconds a rank may wait for another before the run fails",
-        above=0,
-        group=_CHECKPOINTS,
-    )
+    timeout: float = timeout_option(_CHECKPOINTS)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -31,6 +31,7 @@ from safetensors.numpy import load, save
 from shardmlx.batches import Samples
 from shardmlx.config import TrainConfig
 from shardmlx.durable import replace_durably
+from shardmlx.environment import cache_directory
 from shardmlx.weight_cache import RECORD, new_digest
 
 MAX_BYTES = 4 << 30
@@ -158,8 +159,7 @@ def open_cache(
 def _directory(option: str) -> Path:
     if option != "auto":
         return Path(option).expanduser().absolute()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "shardmlx" / "data"
+    return cache_directory("data")
 
 
 def recipe_of(config: TrainConfig, model_path: Path) -> str | None:

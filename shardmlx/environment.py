@@ -12,6 +12,7 @@ import ctypes.util
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardmlx.errors import UserError
 
@@ -88,6 +89,12 @@ def _put_openblas_first() -> Blas:
     except AttributeError:
         version = "OpenBLAS"
     return Blas(version, threads)
+
+
+def cache_directory(name: str) -> Path:
+    """Where this user keeps what can be made anew. ``RuntimeError`` without a home."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "shardmlx" / name
 
 
 def launched_rank() -> int:

@@ -6,9 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config import WEIGHTS, parse_bytes
 from shardmlx.options import OptionError, check_options, option
-from shardmlx.partitioners import partitioner_names
+from shardmlx.shared_options import (
+    dtype_option,
+    memory_limit_option,
+    partitioner_option,
+    stage_map_option,
+    timeout_option,
+    weight_cache_option,
+    weights_option,
+)
 
 MODEL = "model"
 SAMPLING = "choice of tokens"
@@ -34,16 +41,8 @@ class InferenceConfig:
         "model directory, or Hugging Face repository",
         group=MODEL,
     )
-    weights: str = option(
-        "auto",
-        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
-        "others; each its own; or rank 0 for all",
-        choices=WEIGHTS,
-        group=MODEL,
-    )
-    weight_cache: str | None = option(
-        None, "directory in which a rank keeps the part of the model that it was sent", group=MODEL
-    )
+    weights: str = weights_option(MODEL)
+    weight_cache: str | None = weight_cache_option(MODEL)
     adapter_path: str | None = option(None, "directory of trained adapters", group=MODEL)
     trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
     extra_eos_token: str | None = option(
@@ -79,12 +78,8 @@ class InferenceConfig:
     )
     seed: int | None = option(None, "seed of the choices", minimum=0, group=SAMPLING)
 
-    stage_map: str | None = option(
-        None, "YAML file that divides the layers; wins over --partitioner", group=PIPELINE
-    )
-    partitioner: str = option(
-        "balanced", "how the layers are divided", choices=partitioner_names(), group=PIPELINE
-    )
+    stage_map: str | None = stage_map_option(PIPELINE)
+    partitioner: str = partitioner_option(PIPELINE)
     hosts: str | None = option(
         None, "hostfile that says what the machines have, for the partitioners", group=PIPELINE
     )
@@ -101,23 +96,9 @@ class InferenceConfig:
     max_kv_size: int | None = option(
         None, "tokens of each text that the cache keeps", minimum=8, group=PIPELINE
     )
-    memory_limit: int | None = option(
-        None,
-        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
-        "share of the machine, or what macOS wires)",
-        above=0,
-        parse=parse_bytes,
-        group=PIPELINE,
-    )
-    dtype: str | None = option(
-        None,
-        "type of weights and activations (default: as stored)",
-        choices=("float32", "bfloat16", "float16"),
-        group=PIPELINE,
-    )
-    timeout: float = option(
-        600.0, "seconds a rank may wait for another before the run fails", above=0, group=PIPELINE
-    )
+    memory_limit: int | None = memory_limit_option(PIPELINE)
+    dtype: str | None = dtype_option(PIPELINE)
+    timeout: float = timeout_option(PIPELINE)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -13,8 +13,8 @@ from shardmlx.memory import cache_memory, inference_memory, kept_memory
 from shardmlx.memory_limits import (
     PlannedMemory,
     Room,
-    can_be_raised,
     how_to_allow,
+    how_to_allow_more,
     within,
 )
 from shardmlx.mesh import Mesh
@@ -90,10 +90,7 @@ def plan_inference(
     if given is not None:
         _check_map(given, config, workload, cluster)
     rows = -(-most // groups)
-    if can_be_raised(config.memory_limit, rooms):
-        remedy_of_all = f"raise --memory-limit, {remedy}"
-    else:
-        remedy_of_all = remedy
+    remedy_of_all = how_to_allow_more(config.memory_limit, rooms) + remedy
     stage_map = given or _divided(
         config.partitioner, rows, load, workload, cluster, memory, remedy_of_all
     )

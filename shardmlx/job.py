@@ -27,8 +27,8 @@ from shardmlx.loading import build_model, count_parameters
 from shardmlx.memory_limits import (
     MemoryLimits,
     Room,
-    can_be_raised,
     check_rooms,
+    how_to_allow_more,
     memory_limits,
     unwired,
     within,
@@ -168,8 +168,9 @@ def _prepare(
         data = by_rank_0(
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
-        sizes = transport.broadcast(None if data is None else data.sizes(), what="data")
-        lengths = transport.broadcast(None if data is None else _longest(config, data), what="data")
+        sizes, lengths = transport.broadcast(
+            None if data is None else (data.sizes(), _longest(config, data)), what="data"
+        )
         limits = together(
             transport,
             "planning memory",
@@ -257,7 +258,7 @@ def _plan(
     except DoesNotFitError as error:
         if config.memory_limit is None:
             raise
-        way = "raise --memory-limit, " * can_be_raised(config.memory_limit, rooms)
+        way = how_to_allow_more(config.memory_limit, rooms)
         raise UserError(
             f"{error.fact}: {way}lower --max-seq-length, or use more machines"
         ) from None

@@ -140,9 +140,10 @@ def how_to_allow(room: Room, nbytes: int) -> str:
     return f"give --memory-limit {limit_for(nbytes)} or more, "
 
 
-def can_be_raised(limit: int | None, rooms: Sequence[Room]) -> bool:
-    """Whether a machine has more than the user's ``limit``."""
-    return limit is not None and any(room.nbytes < room.most for room in rooms)
+def how_to_allow_more(limit: int | None, rooms: Sequence[Room]) -> str:
+    """As ``how_to_allow``, where nobody knows how much would be enough."""
+    can_be_raised = limit is not None and any(room.nbytes < room.most for room in rooms)
+    return "raise --memory-limit, " * can_be_raised
 
 
 def limit_for(nbytes: int) -> str:

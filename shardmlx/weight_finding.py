@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from shardmlx.agreement import AgreedError, by_rank_0, together
 from shardmlx.checkpoint_storage import Disks, find_disks
+from shardmlx.environment import cache_directory
 from shardmlx.errors import UserError, one_line
 from shardmlx.hub import NoRanges, Repository
 from shardmlx.loading import FILES_TO_DOWNLOAD, find_model
@@ -268,8 +268,7 @@ def _base(state: State, cache: str | None) -> tuple[Path, bool]:
     if cache is not None:
         return Path(cache).expanduser().absolute(), True
     # What came from far away is not fetched twice.
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "shardmlx" / "weights", True
+    return cache_directory("weights"), True
 
 
 def _new_directory(base: Path) -> str:

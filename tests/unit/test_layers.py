@@ -34,6 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "pure": {
         "", "errors", "actions", "mesh", "schedules", "lowering", "simulate", "draw", "picture",
         "run_plan", "stage_map", "planning", "config", "config_checks", "options", "yaml_reader",
+        "shared_options",
         "safetensors_header", "batches", "data_cache", "trace", "report", "environment", "command",
         "ending", "signals", "heartbeat", "token_schedule", "prefix_cache", "choice",
         "text_service", "text_stream", "inference_config",
