@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from shardmlx.models.places import Places
+
 
 class KeyedDropout(nn.Module):
     """``nn.Dropout`` of arrays (rows, T, ...) that draws masks from keys, set before each call."""
@@ -24,9 +26,12 @@ class KeyedDropout(nn.Module):
         self._keep = keep
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
-    def set_key(self, key: tuple[int, int], first_row: int = 0) -> None:
-        """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch."""
-        self._key, self._first_row = key, first_row
+    def set_key(
+        self, key: tuple[int, int], first_row: int = 0, places: Places | None = None
+    ) -> None:
+        """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch, or for
+        one row of several texts, whose ``places`` count from there."""
+        self._key, self._first_row, self._places = key, first_row, places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
         """What comes next is (rows, T, experts, ...) = ``shape``, flattened, taken in ``order``."""
@@ -51,14 +56,19 @@ class KeyedDropout(nn.Module):
 
     def _keys(self, rows: int, length: int) -> mx.array:
         """(rows x length, 2): the row added to one half of the key, the position to the other."""
+        row, position = (
+            mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
+            if self._places is None
+            else map(mx.array, self._places)
+        )
         halves = (
-            (mx.arange(count, dtype=mx.uint32) + mx.array(start % 2**32, mx.uint32))
-            for count, start in (
-                (rows, self._key[0] + self._first_row),
-                (length, self._key[1]),
+            numbers.astype(mx.uint32) + mx.array(start % 2**32, mx.uint32)
+            for numbers, start in (
+                (row, self._key[0] + self._first_row),
+                (position, self._key[1]),
             )
         )
-        return mx.stack([*mx.meshgrid(*halves, indexing="ij")], axis=-1).reshape(-1, 2)
+        return mx.stack([*halves], axis=-1).reshape(-1, 2)
 
 
 class KeyedExperts(SwitchGLU):
@@ -117,10 +127,15 @@ def _has_dropout(module: nn.Module) -> bool:
     )
 
 
-def set_keys(dropouts: Sequence[KeyedDropout], *parts: int, first_row: int = 0) -> None:
+def set_keys(
+    dropouts: Sequence[KeyedDropout],
+    *parts: int,
+    first_row: int = 0,
+    places: Places | None = None,
+) -> None:
     """Give each of ``dropouts`` a key of its own, out of ``parts``: seed, step and layer."""
     for index, dropout in enumerate(dropouts):
-        dropout.set_key(dropout_key(*parts, index), first_row)
+        dropout.set_key(dropout_key(*parts, index), first_row, places)
 
 
 def dropout_key(*parts: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 The layers themselves are mlx-lm's. A family is a function of the model's arguments and the hidden
 states (rows, T, D) of one micro-batch, which returns how to call one of its layers on them. To
-generate it is also given the layers and their caches, which say how many tokens came before.
+generate it is also given the layers and their caches, which say how many tokens came before; where
+one row holds several texts, which position is whose.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ministral3
 from mlx_lm.models.base import create_attention_mask
+
+from shardmlx.models.places import Places
 
 
 class LayerCall(Protocol):
@@ -36,45 +39,65 @@ class Cached(NamedTuple):
 
 
 class Family(Protocol):
-    def __call__(self, args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall: ...
+    def __call__(
+        self,
+        args: Any,
+        hidden: mx.array,
+        cached: Cached | None = None,
+        places: Places | None = None,
+    ) -> LayerCall: ...
 
 
-def full_attention(args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall:
+def full_attention(
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
+) -> LayerCall:
     """Every layer sees all positions before its own: qwen2, qwen3, mixtral."""
-    mask = create_attention_mask(hidden, cached and cached.cache(use_sliding=False))
+    mask = _mask(hidden, cached, places)
     return lambda layer, x, cache=None: layer(x, mask, cache)
 
 
-def sliding_attention(args: Any, hidden: mx.array, cached: Cached | None = None) -> LayerCall:
+def sliding_attention(
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
+) -> LayerCall:
     """Layers marked ``use_sliding`` see only a window: llama, mistral."""
-    masks = _masks(args, hidden, cached)
+    masks = _masks(args, hidden, cached, places)
     return lambda layer, x, cache=None: layer(x, masks[layer.use_sliding], cache)
 
 
 def scaled_sliding_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
 ) -> LayerCall:
     """As ``sliding_attention``, with queries scaled by position: ministral3."""
-    masks = _masks(args, hidden, cached)
+    masks = _masks(args, hidden, cached, places)
     rope = args.rope_parameters
+    length, offset = hidden.shape[1], cached.caches[0].offset if cached else 0
+    if places is not None:
+        # As if each position were a text of one token, so many tokens on.
+        length, offset = 1, mx.array(places.positions)
     scale = ministral3._get_llama_4_attn_scale(
-        hidden.shape[1],
-        cached.caches[0].offset if cached else 0,
-        rope["llama_4_scaling_beta"],
-        rope["original_max_position_embeddings"],
+        length, offset, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
     ).astype(hidden.dtype)
+    if places is not None:
+        scale = scale.reshape(-1, 1)
     return lambda layer, x, cache=None: layer(x, scale, masks[layer.use_sliding], cache)
 
 
-def _masks(args: Any, hidden: mx.array, cached: Cached | None) -> dict[bool, Any]:
-    full = create_attention_mask(hidden, cached and cached.cache(use_sliding=False))
+def _masks(
+    args: Any, hidden: mx.array, cached: Cached | None, places: Places | None
+) -> dict[bool, Any]:
+    full = _mask(hidden, cached, places)
     if "sliding_attention" not in args.layer_types:
         return {False: full}
-    cache = cached and cached.cache(use_sliding=True)
-    return {
-        False: full,
-        True: create_attention_mask(hidden, cache, window_size=args.sliding_window),
-    }
+    return {False: full, True: _mask(hidden, cached, places, args.sliding_window)}
+
+
+def _mask(
+    hidden: mx.array, cached: Cached | None, places: Places | None, window: int | None = None
+) -> Any:
+    if places is not None:
+        return mx.array(places.mask(window))
+    cache = cached and cached.cache(use_sliding=window is not None)
+    return create_attention_mask(hidden, cache, window_size=window)
 
 
 def _is_sliding(layer: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.families import FAMILIES, Cached, LayerCall
+from shardmlx.models.places import Places
 
 EMBEDDING = "model.embed_tokens"
 
@@ -162,21 +163,22 @@ class Slice:
         *,
         key: tuple[int, ...] = (0,),
         first_row: int = 0,
+        places: Places | None = None,
         checkpoint: bool = False,
     ) -> mx.array:
         """Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, to
         hidden states, or to logits (rows, T, V) on the last.
 
-        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``checkpoint`` keeps
-        only the inputs of layers for the backward pass and computes the rest again (Chen et al.,
-        arXiv:1604.06174).
+        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say which
+        texts are in a row that holds several. ``checkpoint`` keeps only the inputs of layers for
+        the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
         """
         if self.is_first:
-            set_keys(self._embedding_dropouts, *key, -1, first_row=first_row)
+            set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
             x = self._embedding(x)
-        call = self._family(self._args, x)
+        call = self._family(self._args, x, places=places)
         for i in range(len(self._layers)):
-            run = partial(self._run_layer, i, call, (*key, self.start + i), first_row)
+            run = partial(self._run_layer, i, call, (*key, self.start + i), first_row, places)
             if checkpoint:
                 prefix = f"model.layers.{self.start + i}."
                 names = [name for name in self.trainable if name.startswith(prefix)]
@@ -185,7 +187,7 @@ class Slice:
                 x = run(x)
         if not self.is_last:
             return x
-        set_keys(self._head_dropouts, *key, self.stop, first_row=first_row)
+        set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
         logits: mx.array = self._head(self._norm(x))
         return logits
 
@@ -219,9 +221,10 @@ class Slice:
         call: LayerCall,
         key: tuple[int, ...],
         first_row: int,
+        places: Places | None,
         x: mx.array,
     ) -> mx.array:
-        set_keys(self._dropouts[i], *key, first_row=first_row)
+        set_keys(self._dropouts[i], *key, first_row=first_row, places=places)
         return call(self._layers[i], x)
 
     def _checkpointed(

@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 
 from shardmlx.agreement import AgreedError
-from shardmlx.batches import NO_TOKENS, Batch, MicroBatch, split
+from shardmlx.batches import NO_TOKENS, Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.run_plan import Plan
 from shardmlx.transport import BATCH_TAG, Array, Handle, Transport
@@ -146,7 +146,10 @@ class BatchFeed:
         return self._share(MicroBatch(tokens, spans, self._replica * rows), valid_tokens)
 
     def _share(self, part: MicroBatch, valid_tokens: int) -> Share:
-        return Share(split(part, 1, 0, self._plan.micro_batch_size), valid_tokens)
+        plan = self._plan
+        if plan.pack:
+            return Share(pack(part, plan.microbatches), valid_tokens)
+        return Share(split(part, 1, 0, plan.micro_batch_size), valid_tokens)
 
     def _post(self, array: Array, peer: int) -> None:
         self._sent.append((self._transport.send(array, peer, BATCH_TAG), peer))

@@ -7,10 +7,12 @@ place that was reached can be kept, and gone on from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
+
+from shardmlx.models.places import Places
 
 PAD_TO = 32
 """Widths are one more than a multiple of this, as in mlx-lm."""
@@ -65,24 +67,52 @@ class MicroBatch:
 
     ``tokens`` (rows, T + 1) int32, padded on the right, or of the type ``NO_TOKENS``; ``spans``
     (rows, 2) the first and the last position that count, in positions of targets, which start at 1;
-    ``first_row`` the place of the first row in the global batch.
+    ``first_row`` the place of the first row in the global batch. With ``places`` the micro-batch is
+    one row: of these positions alone, one after the other.
     """
 
     tokens: np.ndarray
     spans: np.ndarray
     first_row: int
+    places: Places | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, T) of the inputs."""
+        if self.places is not None:
+            return 1, len(self.places.rows)
         rows, width = self.tokens.shape
         return rows, width - 1
 
     @property
+    def inputs(self) -> np.ndarray:
+        """(rows, T) token ids."""
+        if self.places is not None:
+            return self.tokens[None, *self.places]
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> np.ndarray:
+        """(rows, T): the token after each of the inputs."""
+        if self.places is not None:
+            rows, positions = self.places
+            return self.tokens[None, rows, positions + 1]
+        return self.tokens[:, 1:]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(rows, T): whether a target counts in the loss."""
+        if self.places is None:
+            numbers, spans = np.arange(1, self.shape[1] + 1), self.spans[:, None]
+        else:
+            numbers, spans = self.places.positions + 1, self.spans[None, self.places.rows]
+        counts: np.ndarray = (numbers >= spans[..., 0]) & (numbers <= spans[..., 1])
+        return counts
+
+    @property
     def valid_tokens(self) -> int:
         """How many targets count in the loss."""
-        last = np.minimum(self.spans[:, 1], self.shape[1])
-        return int(np.maximum(0, last - np.maximum(self.spans[:, 0], 1) + 1).sum())
+        return int(self.counts.sum())
 
     def rows(self, start: int, stop: int) -> MicroBatch:
         """Some of the rows, without the padding that none of them needs."""
@@ -193,4 +223,27 @@ def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[Mi
     stop = start + rows
     return [
         batch.rows(i, min(i + micro_batch_size, stop)) for i in range(start, stop, micro_batch_size)
+    ]
+
+
+def pack(batch: Batch, count: int) -> list[MicroBatch]:
+    """Its rows in ``count`` micro-batches of one row each, about equally long, without padding.
+
+    The longest first, each goes to what is shortest so far (LPT: Graham 1969). None gets longer
+    than the longest row times rows / ``count``, rounded up.
+    """
+    # What comes after the last target that counts concerns nobody.
+    lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])
+    packed: list[list[int]] = [[] for _ in range(count)]
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        min(packed, key=lambda rows: lengths[rows].sum()).append(row)
+    return [
+        replace(
+            batch,
+            places=Places(
+                np.repeat(np.array(rows, np.int32), lengths[rows]),
+                np.concatenate([np.arange(length, dtype=np.int32) for length in lengths[rows]]),
+            ),
+        )
+        for rows in map(sorted, packed)
     ]

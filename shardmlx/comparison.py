@@ -17,13 +17,14 @@ from shardmlx.workload import Workload
 
 @dataclass(slots=True)
 class Lengths:
-    """The lengths of the micro-batches of a run, T of its inputs."""
+    """The lengths of the micro-batches of a run: T of its inputs, which ``texts`` share."""
 
+    texts: int = 1
     _counts: Counter[int] = field(default_factory=Counter)
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
         """One step's."""
-        self._counts.update(microbatch.shape[1] for microbatch in microbatches)
+        self._counts.update(-(-microbatch.shape[1] // self.texts) for microbatch in microbatches)
 
     @property
     def mean(self) -> int:

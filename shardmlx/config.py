@@ -167,6 +167,11 @@ class TrainConfig:
     micro_batch_size: int | None = option(
         None, "sequences a micro-batch (default: chosen)", minimum=1, group=_PIPELINE
     )
+    pack: bool = option(
+        False,
+        "texts of a micro-batch one after the other in one row, none padded; the loss is the same",
+        group=_PIPELINE,
+    )
     max_grad_norm: float | None = option(
         None, "clip the norm of the whole gradient to this", above=0, group=_PIPELINE
     )

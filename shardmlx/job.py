@@ -279,6 +279,7 @@ def _plan(
         micro_batch_size=micro_batch_size,
         trainable=tuple(bool(part.trainable) for part in slices),
         model=model_digest(model_config),
+        pack=config.pack,
     )
     return plan, slices
 

@@ -22,7 +22,8 @@ class Plan:
 
     ``trainable[s]`` says whether stage s has trained weights; ``microbatches`` and
     ``micro_batch_size`` divide the rows of one replica, the last micro-batch taking what is left;
-    ``model`` identifies the model's configuration. Raises ``UserError``.
+    with ``pack`` each is one row, of about as many tokens as the others. ``model`` identifies the
+    model's configuration. Raises ``UserError``.
     """
 
     mesh: Mesh
@@ -32,6 +33,7 @@ class Plan:
     micro_batch_size: int
     trainable: tuple[bool, ...]
     model: str = ""
+    pack: bool = False
 
     def __post_init__(self) -> None:
         if len(self.trainable) != self.stage_map.num_stages:
@@ -59,9 +61,8 @@ class Plan:
     def digest(self) -> str:
         """Equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        text = json.dumps(
-            [asdict(self.mesh), stages, self.rows, self.micro_batch_size, self.actions, self.model]
-        )
+        rows = (self.rows, self.micro_batch_size, self.pack)
+        text = json.dumps([asdict(self.mesh), stages, rows, self.actions, self.model])
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -23,11 +23,8 @@ from shardmlx.transport import buffer_of, in_a_row
 
 def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
     """Sum, in float32, of the losses of the tokens that count; as mlx-lm's ``default_loss``."""
-    targets = mx.array(microbatch.tokens[:, 1:])
-    spans = mx.array(microbatch.spans)
-    steps = mx.arange(1, targets.shape[1] + 1)
-    mask = mx.logical_and(steps >= spans[:, 0:1], steps <= spans[:, 1:])
-    losses: mx.array = nn.losses.cross_entropy(logits, targets) * mask
+    targets, counts = mx.array(microbatch.targets), mx.array(microbatch.counts)
+    losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
     return losses.astype(mx.float32).sum()
 
 
@@ -91,7 +88,7 @@ class Stage:
                 lambda: self._outputs(inputs, microbatch, key, self.checkpoint),
             )
 
-        source = mx.array(microbatch.tokens[:, :-1]) if x is None else x
+        source = mx.array(microbatch.inputs) if x is None else x
         primals = [source] if self.needs_input_gradient else []
         primals += [self.part[name] for name in self.names]
         if not primals:
@@ -107,7 +104,7 @@ class Stage:
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
         """As ``forward``, without a backward pass to follow."""
-        source = mx.array(microbatch.tokens[:, :-1]) if x is None else x
+        source = mx.array(microbatch.inputs) if x is None else x
         out = self._outputs(source, microbatch, (0,), checkpoint=False)
         mx.eval(out)
         return out
@@ -115,7 +112,13 @@ class Stage:
     def _outputs(
         self, x: mx.array, microbatch: MicroBatch, key: tuple[int, ...], checkpoint: bool
     ) -> mx.array:
-        out = self.part(x, key=key, first_row=microbatch.first_row, checkpoint=checkpoint)
+        out = self.part(
+            x,
+            key=key,
+            first_row=microbatch.first_row,
+            places=microbatch.places,
+            checkpoint=checkpoint,
+        )
         return token_loss(out, microbatch) if self.part.is_last else out
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:

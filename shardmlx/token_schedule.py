@@ -193,8 +193,7 @@ class Scheduler:
         if item.kind is Kind.TOKEN and item.group is not None:
             self._groups[item.group].in_flight = False
         elif item.kind is Kind.PROMPT and item.chooses:
-            smallest = min(self._groups, key=lambda group: group.size)
-            smallest.joining.append(item.texts[0])
+            self._join(item.texts[0])
 
     def finish(self, text: int, *, keep: bool = False) -> None:
         """A text of which no token is under way has come to its end, perhaps before its beginning.
@@ -237,7 +236,8 @@ class Scheduler:
             prompt.begins = self.begin(prompt.text)
             if prompt.begins is not None:
                 prompt.left -= prompt.begins.length
-        # The last token by itself, as mlx-lm does it: it makes the first choice.
+        # The last token makes the first choice, as in mlx-lm: with its group's next step, or by
+        # itself where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)
         kept, dropped = self._take_ended()
@@ -253,9 +253,15 @@ class Scheduler:
         )
         prompt.left -= length
         prompt.opened = prompt.begins = None
-        if is_last:
+        if prompt.left <= 1:
             self._current = None
+        if prompt.left == 1:
+            self._join(prompt.text)
         return item
+
+    def _join(self, text: int) -> None:
+        smallest = min(self._groups, key=lambda group: (group.size, group.in_flight))
+        smallest.joining.append(text)
 
     def _take_ended(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ended = tuple(self._kept), tuple(self._dropped)

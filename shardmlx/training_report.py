@@ -34,7 +34,7 @@ class TrainingReport:
         self._tokens: list[int] = []
         self._total_tokens = 0
         self._skipped = 0
-        self._lengths = Lengths()
+        self._lengths = Lengths(job.plan.micro_batch_size if job.plan.pack else 1)
         self._watch = Watch.of(job.plan, job.cluster)
         self._callback: Any = None
 

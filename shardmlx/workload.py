@@ -97,8 +97,11 @@ class Workload:
     def setup(
         self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
     ) -> TrainingSetup:
-        """What decides the memory of the run with micro-batches of ``rows`` x ``length``."""
+        """What decides the memory of the run with micro-batches of ``rows`` x ``length``, which
+        --pack makes one row."""
         config = self.config
+        if config.pack:
+            rows, length = 1, rows * length
         # A full fine-tune may have anything there: it is not looked at.
         lora = {} if config.fine_tune_type == "full" else config.lora_parameters
         keys = lora.get("keys")

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from shardmlx.batches import Batch, MicroBatch, make_batch, split
+from shardmlx.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine import Engine
 from shardmlx.mesh import Mesh
 from shardmlx.models.slice import Slice
@@ -157,7 +157,9 @@ class Layout:
     def ranks(self) -> int:
         return self.pp * self.dp
 
-    def plan(self, layers: int, rows: int, micro_batch_size: int = 1) -> Plan:
+    def plan(
+        self, layers: int, rows: int, micro_batch_size: int = 1, *, pack: bool = False
+    ) -> Plan:
         """Of a model of so many layers, all trained, and ``rows`` rows in each replica."""
         stages = self.pp * self.virtual
         sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -169,6 +171,7 @@ class Layout:
             rows=rows,
             micro_batch_size=micro_batch_size,
             trainable=(True,) * stages,
+            pack=pack,
         )
 
 
@@ -216,7 +219,12 @@ def run_engine(
         for index in plan.stage_map.stages_of(pipeline_rank)
     ]
     engine = Engine(plan, transport, stages)
-    microbatches = split(batch, plan.mesh.dp, replica, plan.micro_batch_size)
+    if plan.pack:
+        microbatches = pack(
+            batch.rows(replica * plan.rows, (replica + 1) * plan.rows), plan.microbatches
+        )
+    else:
+        microbatches = split(batch, plan.mesh.dp, replica, plan.micro_batch_size)
     losses = engine.train_step(microbatches, scale=1 / batch.valid_tokens)
     norm = engine.gradient_norm()
     gradients = {

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "four ranks in a V": (4, ["--schedule", "zb-v", "--micro-batch-size", "1"]),
     "two ranks, interleaved": (2, ["--schedule", "interleaved-1f1b", "--micro-batch-size", "1"]),
     "two ranks, zero bubble": (2, ["--schedule", "zb-h1", "--micro-batch-size", "2"]),
+    "two stages, packed": (2, ["--pack", "--micro-batch-size", "2"]),
+    "two by two, packed": (4, ["--pipeline-stages", "2", "--pack"]),
     "two replicas": (2, ["--pipeline-stages", "1"]),
 }
 """Ranks, and the flags that mlx_lm.lora does not have."""
@@ -115,6 +117,8 @@ RUNS = [
     ("full", "two stages"),
     ("full", "two by two"),
     ("full", "four ranks in a V"),
+    ("lora", "two stages, packed"),
+    ("full", "two by two, packed"),
     ("dora", "two ranks, zero bubble"),
     ("lora of the last layers", "four stages"),
     ("full with muon", "two ranks, interleaved"),

@@ -457,7 +457,7 @@ def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Slice, "last_logits", fail)
     with pytest.raises(
         EngineError,
-        match=r"^rank 1 on localhost, stage 1, prompt of text 0, 1 tokens: RuntimeError: Insuff",
+        match=r"^rank 1 on localhost, stage 1, token of text 0: RuntimeError: Insuff",
     ):
         generate("llama", [3, 3], [prompt(4)], [2])
 

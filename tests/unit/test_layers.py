@@ -52,7 +52,7 @@ LAYERS: dict[str, set[str]] = {
         "memory_limits",
         "planner", "remedies", "plan_report",
         "schedule_report", "comparison", "stragglers", "rebalance",
-        "models", "models.shape", "models.tensors",
+        "models", "models.places", "models.shape", "models.tensors",
         "partitioners", "partitioners.problem", "partitioners.costs", "partitioners.plugins",
         "partitioners.uniform", "partitioners.parameters", "partitioners.balanced",
         "partitioners.profiled", "partitioners.memory", "partitioners.hetero",

@@ -13,8 +13,9 @@ def play(
 ) -> list[str]:
     """What is issued when the tokens of an item return ``delay`` steps after it, as text.
 
-    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its last token; ``AB`` a token of texts a
-    and b; a dot is a step without work. Text ends after ``lengths`` tokens.
+    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a token of texts a and b,
+    the first of which is the last of a prompt; a dot is a step without work. Text ends after
+    ``lengths`` tokens.
     """
     left = dict(lengths or {})
     under_way: list[tuple[int, Item]] = []
@@ -42,14 +43,14 @@ def show(item: Item) -> str:
     return names + ("!" if item.chooses else str(item.length))
 
 
-def test_a_prompt_in_chunks_then_its_last_token_alone() -> None:
+def test_a_prompt_in_chunks_but_for_its_last_token_which_makes_the_first_choice() -> None:
     scheduler = Scheduler(groups=1, most=1, chunk=3)
     scheduler.add(0, 8)
-    assert " ".join(play(scheduler, 9, delay=2)) == "a3 a3 a1 a! . A . A ."
+    assert " ".join(play(scheduler, 9, delay=2)) == "a3 a3 a1 A . A . A ."
 
 
 @pytest.mark.parametrize(
-    ("tokens", "items"), [(1, "a! A"), (2, "a1 a! A"), (4, "a3 a! A"), (5, "a3 a1 a! A")]
+    ("tokens", "items"), [(1, "a! A"), (2, "a1 A A"), (4, "a3 A A"), (5, "a3 a1 A A")]
 )
 def test_sizes_of_prompts(tokens: int, items: str) -> None:
     scheduler = Scheduler(groups=1, most=1, chunk=3)
@@ -64,12 +65,19 @@ def test_two_groups_take_turns() -> None:
     assert " ".join(play(scheduler, 10, delay=2)) == "a! b! c! d! AC BD AC BD AC BD"
 
 
+def test_prompts_join_the_smallest_group() -> None:
+    scheduler = Scheduler(groups=2, most=4, chunk=4)
+    for text in range(3):
+        scheduler.add(text, 5)
+    assert " ".join(play(scheduler, 7, delay=2)) == "a4 b4 c4 AC B AC B"
+
+
 def test_a_text_that_ends_makes_room_for_one_that_waits() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
     for text in range(3):
         scheduler.add(text, 2)
     played = play(scheduler, 10, lengths={0: 2, 1: 4, 2: 2})
-    assert " ".join(played) == "a1 a! b1 b! AB c1 c! BC B ."
+    assert " ".join(played) == "a1 b1 AB AB c1 BC BC . . ."
     assert scheduler.is_idle
 
 
@@ -77,7 +85,7 @@ def test_with_patience_prompts_do_not_hold_up_texts() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=2, patience=1)
     scheduler.add(0, 1)
     scheduler.add(1, 7)
-    assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 A b!"
+    assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 AB AB"
 
 
 def test_a_dropped_text_is_announced_once_with_the_next_item() -> None:
@@ -130,15 +138,14 @@ def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     scheduler.add(0, 3)
     scheduler.add(1, 12)
     items = []
-    for _ in range(4):
+    for _ in range(3):
         item = scheduler.next()
         assert item is not None
         items.append((show(item), item.begins))
     assert items == [
         ("a2", None),
-        ("a!", None),
         ("b2", Beginning(7, 9, is_whole=True)),
-        ("b!", None),
+        ("AB", None),
     ]
 
 
