@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 SOCKET = "BENCH_SOCKET"
 """In a contender's environment: where its processes find who asks."""
 
-SECONDS_TO_START = 600.0
+SECONDS_TO_START = 180.0
 """From the start to the end of the warm-up."""
 
 SECONDS_TO_END = 60.0

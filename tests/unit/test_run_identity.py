@@ -197,6 +197,7 @@ MAY_CHANGE: dict[str, Any] = {
     "memory_limit": 10**9,
     "stage_map": "map.yaml",
     "pipeline_stages": 2,
+    "pack": True,
     "partitioner": "balanced",
     "schedule": "gpipe",
     "micro_batch_size": 2,
