@@ -146,6 +146,12 @@ def publish(
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def pinned(rank: int, bind: str) -> list[str]:
+    """What precedes the command of a process that mpirun does not start, to bind it as mpirun
+    does."""
+    return ["taskset", "-c", str(rank)] if bind == "core" and sys.platform == "linux" else []
+
+
 def mpirun(ranks: int, *arguments: object, bind: str = "none") -> list[str]:
     """The command that starts ``python ARGUMENTS`` on so many ranks of this machine."""
     command = str(Path(sys.executable).with_name("mpirun"))

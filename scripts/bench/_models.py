@@ -19,7 +19,7 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
-    "vocab_size": 8192,
+    "vocab_size": 1024,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     "torch_dtype": "float32",

@@ -5,14 +5,15 @@
 
 The demo's model and data, float32, all layers, rank 8, Adam, batches of 8; one file of options for
 all contenders, so that they take the same batches in the same order, and every round compares the
-same tokens. By turns:
+same tokens; a core and a BLAS thread for each process, or what the name says. By turns:
 
   mlx_lm.lora      one process, its own command, with OpenBLAS in front as our ranks have it
   1 rank           shardmlx.train
   2 ranks, ...     two pipeline stages, divided by what shardmlx.profile measures at the start; two
-                   replicas; both with one BLAS thread a rank
-  2 x 2            two replicas of two stages: four ranks on two cores, one thread each; against
-                   one rank, and mlx_lm.lora, on two threads
+                   replicas
+  ..., packed      the same with --pack, which pads nothing
+  2 x 2            two replicas of two stages: four ranks on two cores; against one rank, and
+                   mlx_lm.lora, on two threads
 
 mlx_lm.lora makes one graph of a batch, compiled, and pads all its rows to the longest; with stages
 a micro-batch is one row, padded by itself. Tokens are those that count in the loss, in both. Run
@@ -39,6 +40,7 @@ from _compare import (
     machine,
     mpirun,
     parser_of,
+    pinned,
     publish,
     run,
     verdict,
@@ -89,7 +91,8 @@ def contenders(
 
     def theirs(name: str, threads: int) -> Contender:
         program = ROOT / "scripts/bench/_mlx_lm_lora.py"
-        command = [sys.executable, str(program), "-c", str(config)]
+        pin = pinned(0, options.bind) if threads == 1 else []
+        command = [*pin, sys.executable, str(program), "-c", str(config)]
         return Contender(name, [command], environments=[environment(threads)])
 
     def ours(name: str, ranks: int, threads: int = 1, **flags: object) -> Contender:
@@ -101,7 +104,7 @@ def contenders(
             rounds=rounds,
             directory=config.parent,
             threads=threads,
-            bind=options.bind if ranks <= 2 else "none",
+            bind=options.bind if ranks <= 2 and threads == 1 else "none",
         )
 
     def wanted(name: str) -> bool:
@@ -120,8 +123,12 @@ def contenders(
         }
         for schedule in options.schedules.split(","):
             yield ours(f"{STAGES}, {schedule}", 2, schedule=schedule, **divided)
+        yield ours(f"{STAGES}, 1f1b, packed", 2, schedule="1f1b", pack=True, **divided)
     if wanted(REPLICAS):
         yield ours(REPLICAS, 2, pipeline_stages=1)
+        yield ours(f"{REPLICAS}, packed", 2, pipeline_stages=1, pack=True)
+    if wanted(f"{ONE}, packed"):
+        yield ours(f"{ONE}, packed", 1, pack=True)
     if wanted(HYBRID) and not options.quick:
         yield theirs(THEIRS_2, 2)
         yield ours(ONE_2, 1, threads=2)
@@ -153,7 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--schedules", default="1f1b,zb-h1,zb-v,interleaved-1f1b", help="of the two stages"
     )
-    parser.add_argument("--bind", choices=("none", "core"), default="none", help="of the ranks")
+    parser.add_argument("--bind", choices=("none", "core"), default="core", help="of the ranks")
     options = parser.parse_args()
     check_prepared()
     work = QUICK if options.quick else Work()

@@ -4,7 +4,9 @@
     python scripts/bench/pipeline.py [--only WORD ...] [--split NAME=5,3 ...] [--json FILE]
 
 A Mistral-style model of 8 layers and width 512, all of it trained in float32 with AdamW; 8
-micro-batches of 2 sequences of 256 tokens; one BLAS thread a rank. Contenders, by turns:
+micro-batches of 2 sequences of 256 tokens; a core and a BLAS thread for each rank. The vocabulary
+is small, so that halves are equal; --vocabulary 8192 makes the head as heavy as 1.6 layers.
+Contenders, by turns:
 
   plain MLX            a loop of the same work without this project; also with mx.compile
   one rank             shardmlx.train on one rank
@@ -24,7 +26,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from _compare import (
     machine,
     mpirun,
     parser_of,
+    pinned,
     publish,
     run,
     verdict,
@@ -68,9 +71,9 @@ class Work:
     changes: Mapping[str, Any] = field(default_factory=dict)
     schedules: Sequence[str] = tuple(SCHEDULES)
     torch_schedules: Sequence[str] = tuple(OF_TORCH)
-    steps: int = 2
+    steps: int = 1
     """Of a turn."""
-    rounds: int = 5
+    rounds: int = 7
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -97,7 +100,6 @@ QUICK = Work(
     changes={"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512},
     schedules=("1f1b",),
     torch_schedules=("1f1b",),
-    steps=1,
     rounds=2,
 )
 
@@ -139,7 +141,7 @@ class Arena:
     def plain(self, name: str) -> Contender:
         program = [sys.executable, str(HERE / "_plain_mlx.py"), "--model", str(self.model)]
         compiled = ["--compile"] if name == COMPILED else []
-        command = [*program, *self.shapes, *compiled]
+        command = [*pinned(0, self.bind), *program, *self.shapes, *compiled]
         return Contender(name, [command], environments=[environment()])
 
     def ours(self, name: str, schedule: str = "1f1b", sizes: Sequence[int] = ()) -> Contender:
@@ -169,12 +171,9 @@ class Arena:
         command = [sys.executable, str(HERE / "_torch_pipeline.py"), "--schedule", schedule]
         command += ["--config", str(self.model / "config.json"), "--sizes", layers]
         command += ["--meet", str(meet), *self.shapes]
-        cores = [
-            ["taskset", "-c", str(rank)] if self.bind == "core" else [] for rank in range(ranks)
-        ]
         return Contender(
             name,
-            [[*pin, *command] for pin in cores],
+            [[*pinned(rank, self.bind), *command] for rank in range(ranks)],
             ranks=ranks,
             environments=[
                 {**environment(), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -305,6 +304,8 @@ def memory_table(summaries: Mapping[str, Any]) -> Table:
 
 def measure(options: argparse.Namespace) -> None:
     work = QUICK if options.quick else Work()
+    if options.vocabulary:
+        work = replace(work, changes={**work.changes, "vocab_size": options.vocabulary})
     rounds = options.rounds or work.rounds
     facts = machine()
     given: dict[str, list[tuple[int, ...]]] = {}
@@ -331,10 +332,11 @@ def main() -> None:
     parser.add_argument(
         "--split", action="append", default=[], metavar="NAME=5,3", help="layers of each stage"
     )
+    parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument(
         "--traces", type=Path, metavar="DIRECTORY", help="write what ranks did when, by contender"
     )
-    parser.add_argument("--bind", choices=("none", "core"), default="none", help="of the ranks")
+    parser.add_argument("--bind", choices=("none", "core"), default="core", help="of the ranks")
     options = parser.parse_args()
     check_prepared()
     measure(options)
