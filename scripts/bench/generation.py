@@ -30,7 +30,7 @@ ONE, THEIRS, OURS = "mlx-lm", "its pipeline", "two stages"
 LONG_PROMPT = 1024
 SHORT_PROMPT = 32
 BATCH = 8
-BATCH_PROMPT = 256
+BATCH_PROMPTS = (256, LONG_PROMPT)
 
 
 def prompts(count: int, length: int, vocabulary: int = 40_000) -> list[list[int]]:
@@ -226,10 +226,31 @@ def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contende
     yield Contender(OURS, [mpirun(ranks, *own, "--as", "stages")], environments=[environment()])
 
 
+Rate = Callable[[Times], float]
+
+
+def batch_cases(prompt: int, tokens: int) -> dict[str, tuple[tuple[int, int, int], Rate]]:
+    """Several texts at once: as a whole, and its two parts, which are not worked for again."""
+    return {
+        f"{BATCH} texts, {prompt} + {tokens} tokens each": (
+            (BATCH, prompt, tokens),
+            lambda t: BATCH * (prompt + tokens) / t["all"],
+        ),
+        f"of that the prompts of {prompt}": (
+            (BATCH, prompt, 0),
+            lambda t: BATCH * prompt / t["first"],
+        ),
+        f"of that the answers to {prompt}": (
+            (BATCH, prompt, 0),
+            lambda t: BATCH * (tokens - 1) / (t["all"] - t["first"]),
+        ),
+    }
+
+
 def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Tokens per second of each case: of each contender, in the rounds."""
     tokens = options.tokens
-    cases: dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]] = {
+    cases: dict[str, tuple[tuple[int, int, int], Rate]] = {
         f"prefill of {LONG_PROMPT} tokens": (
             (1, LONG_PROMPT, 1),
             lambda t: LONG_PROMPT / t["first"],
@@ -238,21 +259,13 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             (1, SHORT_PROMPT, tokens),
             lambda t: (tokens - 1) / (t["all"] - t["first"]),
         ),
-        f"{BATCH} texts, {BATCH_PROMPT} + {tokens} tokens each": (
-            (BATCH, BATCH_PROMPT, tokens),
-            lambda t: BATCH * (BATCH_PROMPT + tokens) / t["all"],
-        ),
-        "of that the prompts": (
-            (BATCH, BATCH_PROMPT, 0),
-            lambda t: BATCH * BATCH_PROMPT / t["first"],
-        ),
-        "of that the answers": (
-            (BATCH, BATCH_PROMPT, 0),
-            lambda t: BATCH * (tokens - 1) / (t["all"] - t["first"]),
-        ),
     }
-    only = options.only.split(",") if options.only else ["0", "1", "2"]
-    chosen = {name: c for i, (name, c) in enumerate(cases.items()) if str(min(i, 2)) in only}
+    for prompt in BATCH_PROMPTS:
+        cases |= batch_cases(prompt, tokens)
+    only = options.only.split(",") if options.only else ["0", "1", "2", "3"]
+    chosen = {
+        name: c for i, (name, c) in enumerate(cases.items()) if str(min(i, (i + 4) // 3)) in only
+    }
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in chosen}
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -300,7 +313,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
-    parser.add_argument("--only", help="0: prefill, 1: decode, 2: texts; with commas between")
+    parser.add_argument("--only", help="0: prefill, 1: decode, 2, 3: texts; with commas between")
     parser.add_argument(
         "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
     )
