@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardmlx.cluster import Cluster, read_profiles
@@ -41,12 +40,10 @@ class Splits:
         rows, micro_batch_size = divide_batch(self.workload.config, mesh)
         return Candidate(mesh, schedule, virtual, rows, micro_batch_size, False)
 
-    def balanced(self, schedule: str, *, measured: bool = True) -> tuple[int, ...]:
-        """The layers of each stage as ``--partitioner balanced`` divides them: by measured times,
-        or by FLOPs."""
+    def balanced(self, schedule: str) -> tuple[int, ...]:
+        """The layers of each stage as ``--partitioner balanced`` divides them by measured times."""
         way = self._way(schedule, get_schedule(schedule).default_virtual)
-        cluster = self.cluster if measured else replace(self.cluster, profile=None)
-        problem = make_problem(way, self.workload, cluster, self.length)
+        problem = make_problem(way, self.workload, self.cluster, self.length)
         return get_partitioner("balanced")(problem).partition.sizes
 
     def predicted(self, schedule: str, sizes: Sequence[int]) -> Prediction:
@@ -55,21 +52,6 @@ class Splits:
         stage_map = StageMap(Partition.from_sizes(sizes), way.placement)
         plan = plan_of(way, stage_map, self.workload)
         return predict(plan, self.workload, self.cluster, self.length)
-
-    def fastest(self, schedule: str) -> tuple[int, ...]:
-        """The layers of each stage with which a step should take the least; all are tried."""
-        stages = self.cluster.size * get_schedule(schedule).default_virtual
-        layers = self.workload.shape.num_layers
-        return min(
-            compositions(layers, stages),
-            key=lambda sizes: self.predicted(schedule, sizes).step_seconds,
-        )
-
-
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``total`` as a sum of so many positive numbers, in order."""
-    for cuts in combinations(range(1, total), parts - 1):
-        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:

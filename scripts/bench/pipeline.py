@@ -5,15 +5,15 @@
 
 A Mistral-style model of 8 layers and width 512, all of it trained in float32 with AdamW; 8
 micro-batches of 2 sequences of 256 tokens; a core and a BLAS thread for each rank. The vocabulary
-is small, so that halves are equal; --vocabulary 8192 makes the head as heavy as 1.6 layers.
+is small, so that halves are equal; --vocabulary 8192 makes the head as heavy as 1.6 layers: then
+divide by hand. Two dozen processes that rest between their turns need 20 GB.
 Contenders, by turns:
 
   plain MLX            a loop of the same work without this project; also with mx.compile
   one rank             shardmlx.train on one rank
-  gpipe ... zb-v       shardmlx.train on two ranks, layers divided as should be fastest: by what
-                       shardmlx.profile measures at the start, by FLOPs, or as --split says
-  torch ...            torch.distributed.pipelining over gloo with the same shapes, and one rank
-                       of it; layers divided as ours are, and evenly
+  gpipe ... zb-v       shardmlx.train on two ranks, layers divided evenly, or as --split says
+  torch ...            torch.distributed.pipelining over gloo with the same shapes, layers divided
+                       in the same way; and one rank of it
 
 Efficiency is T1 / (2 T2), each against one rank of its own kind. Peaks are of MLX's arrays, beside
 those of the plan, and of whole processes for torch. Needs pip install '.[bench]' for torch. About
@@ -37,19 +37,16 @@ from _compare import (
     by_turns,
     environment,
     machine,
-    mpirun,
     parser_of,
     pinned,
     publish,
-    run,
     verdict,
 )
 from _models import WIDE, check_prepared, make_long_rows, make_wide
-from _splits import Splits, even, write_split
+from _splits import even, write_split
 from _training import as_flags, path_of, step_seconds, training
 from _turns import Contender, warmed_up
 
-from shardmlx.config import TrainConfig
 from shardmlx.schedules import SCHEDULES, get_schedule
 
 HERE = Path(__file__).resolve().parent
@@ -116,15 +113,6 @@ class Arena:
         self.data = make_long_rows(directory / "data")
         self.layers = {**WIDE, **work.changes}["num_hidden_layers"]
 
-    def splits(self) -> Splits:
-        """What the ranks measure, both at once, as they will compute."""
-        profile = self.directory / "profile.json"
-        size = ["--rows", str(self.work.micro_batch_size), "--lengths", str(self.work.length)]
-        flags = [*as_flags(self.work.flags), *size, "-o", str(profile)]
-        run(mpirun(RANKS, "-m", "shardmlx.profile", self.model, *flags, bind=self.bind))
-        config = TrainConfig(model=str(self.model), **self.work.flags)
-        return Splits.of(config, profile, RANKS, self.work.length)
-
     @property
     def shapes(self) -> list[str]:
         """For the programs that are not ours."""
@@ -183,7 +171,7 @@ class Arena:
 
 
 def entries(
-    arena: Arena, given: Mapping[str, Sequence[tuple[int, ...]]], only: Sequence[str], quick: bool
+    arena: Arena, given: Mapping[str, Sequence[tuple[int, ...]]], only: Sequence[str]
 ) -> Iterator[Contender]:
     """The contenders that were asked for, each started and warm."""
 
@@ -191,40 +179,28 @@ def entries(
         return not only or any(word in name for word in only)
 
     work = arena.work
-    splits = None if quick else arena.splits()
     has_torch = find_spec("torch") is not None
     if not has_torch:
         print("torch is not installed: pip install '.[bench]'", file=sys.stderr)
 
-    def divisions(schedule: str) -> list[tuple[int, ...]]:
-        """That should be fastest, by measured times and by FLOPs."""
-        if splits is None:
-            return [even(arena.layers, RANKS * get_schedule(schedule).default_virtual)]
-        by_flops = splits.balanced(schedule, measured=False)
-        return list(dict.fromkeys([splits.fastest(schedule), by_flops]))
+    def divisions(name: str, schedule: str) -> Sequence[tuple[int, ...]]:
+        stages = RANKS * get_schedule(schedule).default_virtual
+        return given.get(name) or [even(arena.layers, stages)]
 
     for name in (PLAIN, COMPILED):
         if wanted(name):
             yield arena.plain(name)
     yield arena.ours(ONE)
     for schedule in filter(wanted, work.schedules):
-        for sizes in given.get(schedule) or divisions(schedule):
+        for sizes in divisions(schedule, schedule):
             yield arena.ours(f"{schedule} {'/'.join(map(str, sizes))}", schedule, sizes)
     if not has_torch or not (names := [n for n in work.torch_schedules if wanted(f"torch {n}")]):
         return
     yield arena.torch(TORCH_ONE)
     for schedule in names:
-        ours = divisions(OF_TORCH[schedule])
-        theirs = dict.fromkeys([*ours, even(arena.layers, len(ours[0]))])
-        for sizes in given.get(f"torch {schedule}") or theirs:
+        for sizes in divisions(f"torch {schedule}", OF_TORCH[schedule]):
             name = f"torch {schedule} {'/'.join(map(str, sizes))}"
-            try:
-                contender = arena.torch(name, schedule, sizes)
-            except SystemExit as error:
-                # Now and then torch's interleaved schedules wait for ever at the first step.
-                print(f"left out: {error}", file=sys.stderr)
-            else:
-                yield contender
+            yield arena.torch(name, schedule, sizes)
 
 
 def base_of(name: str) -> str:
@@ -314,7 +290,7 @@ def measure(options: argparse.Namespace) -> None:
         given.setdefault(name, []).append(tuple(map(int, sizes.split(","))))
     with tempfile.TemporaryDirectory() as name:
         arena = Arena(work, Path(name), rounds, options.bind, options.traces)
-        with warmed_up(entries(arena, given, options.only, options.quick)) as contenders:
+        with warmed_up(entries(arena, given, options.only)) as contenders:
             turns = by_turns({each.name: each.turn for each in contenders}, rounds)
             summaries = {
                 each.name: each.turn()[0]

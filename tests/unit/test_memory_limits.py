@@ -265,6 +265,12 @@ def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
     assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
 
 
+def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
+    packed = replace(workload(tied=False), config=TrainConfig(num_layers=4, pack=True))
+    setup = packed.setup(4, 64, checkpoint=False, dp=1, backend="metal")
+    assert (setup.rows, setup.length) == (1, 256)
+
+
 def test_long_sequences_that_only_pass_forward_count_too() -> None:
     """Of the validation: no activations are held for them, but their logits are large."""
     way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, False)

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.actions import parse_grid
-from shardmlx.batches import MicroBatch
+from shardmlx.batches import MicroBatch, pack
 from shardmlx.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -39,11 +39,12 @@ class Case:
     lora: tuple[tuple[str, Any], ...] = ()
     checkpoint: bool = False
     dtype_bytes: int = 4
+    packed: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         special = [key for key, _ in (*self.lora, *self.config)] + ["checkpoint"] * self.checkpoint
-        special += ["bfloat16"] * (self.dtype_bytes == 2)
+        special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
         return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
 
     @property
@@ -84,8 +85,8 @@ class Case:
             shape=ModelShape.from_config(self.model_config),
             weight_sizes=sizes,
             dtype_bytes=self.dtype_bytes,
-            rows=ROWS,
-            length=LENGTH,
+            rows=1 if self.packed else ROWS,
+            length=ROWS * LENGTH if self.packed else LENGTH,
             fine_tune_type=self.mode,
             lora_keys=None if keys is None else tuple(keys),
             dropout=self.lora_parameters["dropout"] > 0,
@@ -120,9 +121,11 @@ def weight_sizes(model: nn.Module) -> LayerCosts:
     )
 
 
-def microbatch(seed: int) -> MicroBatch:
+def microbatch(seed: int, packed: bool = False) -> MicroBatch:
     tokens = np.random.RandomState(seed).randint(1, 1000, size=(ROWS, LENGTH + 1))
-    return MicroBatch(tokens.astype(np.int32), np.array([[0, LENGTH + 1]] * ROWS, np.int32), 0)
+    spans = np.array([[0, LENGTH + 1]] * ROWS, np.int32)
+    padded = MicroBatch(tokens.astype(np.int32), spans, 0)
+    return pack(padded, 1)[0] if packed else padded
 
 
 def measure(case: Case) -> tuple[Measured, LayerCosts]:
@@ -142,11 +145,11 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
         before = mx.get_active_memory()
         for j in range(3):
             now = mx.get_active_memory()
-            x = None
+            x, given = None, microbatch(j, case.packed)
             if case.start > 0:
-                x = mx.random.normal((ROWS, LENGTH, part.hidden_size)).astype(part.dtype)
+                x = mx.random.normal((*given.shape, part.hidden_size)).astype(part.dtype)
                 mx.eval(x)
-            stage.forward(j, microbatch(j), x, scale=1e-3)
+            stage.forward(j, given, x, scale=1e-3)
             del x
             after_forward.append(mx.get_active_memory() - now)
             if case.start > 0:
@@ -173,6 +176,7 @@ CASES = [
     Case("full", 1, 3, family="qwen2"),
     Case("lora", 1, 3, family="qwen3"),
     Case("full", 1, 3, checkpoint=True),
+    *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
 ]
 
 
