@@ -17,6 +17,9 @@ class Places(NamedTuple):
     def mask(self, window: int | None = None) -> np.ndarray:
         """(T, T): what each position sees, itself and what comes before it in its own text, of
         which a ``window`` leaves the last so many."""
-        back = self.positions[:, None] - self.positions
-        seen: np.ndarray = (self.rows[:, None] == self.rows) & (back >= 0)
-        return seen if window is None else seen & (back < window)
+        # Nothing of (T, T) is larger than the mask itself.
+        seen: np.ndarray = self.rows[:, None] == self.rows
+        seen &= self.positions[:, None] >= self.positions
+        if window is not None:
+            seen &= self.positions[:, None] - window < self.positions
+        return seen

@@ -88,12 +88,13 @@ class Cluster:
 def pipeline_seconds(
     workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, checkpoint: bool
 ) -> list[ModelSeconds]:
-    """Times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
+    """Times of micro-batches of ``rows`` sequences of ``length`` tokens on each pipeline rank.
 
     Of replicas that run the same stages those of the slowest: the others wait for it.
     """
     clocks = [cluster.clock(rank, workload, checkpoint) for rank in range(mesh.size)]
-    seconds = {clock: clock.seconds(rows, length) for clock in dict.fromkeys(clocks)}
+    shape = workload.micro_batch(rows, length)
+    seconds = {clock: clock.seconds(*shape) for clock in dict.fromkeys(clocks)}
     return [
         max(
             (seconds[clocks[each]] for each in mesh.replicas_of(rank)),

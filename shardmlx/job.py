@@ -262,6 +262,7 @@ def _plan(
         raise UserError(
             f"{error.fact}: {way}lower --max-seq-length, or use more machines"
         ) from None
+    _check_pack(config, model_config)
     mesh = make_mesh(stage_map, len(rooms), [room.host for room in rooms])
     rows, micro_batch_size = divide_batch(config, mesh)
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
@@ -282,6 +283,16 @@ def _plan(
         pack=config.pack,
     )
     return plan, slices
+
+
+def _check_pack(config: TrainConfig, model_config: dict[str, Any]) -> None:
+    """Rotary embeddings that depend on the length of the row would be others."""
+    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
+    if config.pack and "dynamic" in (rope.get("type"), rope.get("rope_type")):
+        raise UserError(
+            "--pack: the model's rotary embeddings are of type dynamic, and change with the length "
+            "of the row: train without --pack"
+        )
 
 
 def _data(

@@ -29,6 +29,7 @@ class TrainingSetup:
     ``first_trained_layer`` is the number of layers if none is trained. ``lora_keys`` None means
     all linear layers, as in mlx-lm. ``dropout``: the adapters drop some of their input.
     ``first_moment``: Adafactor with a beta_1, which then keeps one as large as the weights.
+    ``masks``: of ``length`` x ``length`` bytes, that all layers share.
     """
 
     shape: ModelShape
@@ -45,6 +46,7 @@ class TrainingSetup:
     optimizer: str = "adam"
     first_moment: bool = False
     grad_checkpoint: bool = False
+    masks: int = 0
     dp: int = 1
     backend: str = "metal"
 

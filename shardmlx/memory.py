@@ -158,7 +158,7 @@ def _of_layers(
         # Inputs of layers, and the last output. In I a layer computes what it needs again, and
         # its W comes along.
         again = layer.after_forward + FLOAT32 * layer.parameters
-        inputs = message * (live + 1) * (live > 0)
+        inputs = (message * (live + 1) + setup.masks * setup.length**2) * (live > 0)
         return inputs, 0.0, layer.during_checkpoint, layer.during_input + again
     held = live * layer.after_forward
     passing = layer.during_forward * (live > 0)

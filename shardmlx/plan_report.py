@@ -55,7 +55,7 @@ def _headline(choice: Choice, limits: Limits) -> str:
     stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
     if plan.stage_map.num_stages > plan.mesh.pp:
         stages += f" with {plan.stage_map.virtual} stages each"
-    again = ", with --grad-checkpoint" if way.checkpoint else ""
+    again = ", packed" * plan.pack + ", with --grad-checkpoint" * way.checkpoint
     return (
         f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
         f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
@@ -194,6 +194,7 @@ def as_json(choice: Choice, limits: Limits) -> dict[str, Any]:
         "length": limits.length,
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
+        "pack": plan.pack,
         "grad_checkpoint": choice.candidate.checkpoint,
         "step_seconds": prediction.step_seconds,
         "update_seconds": prediction.update_seconds,

@@ -156,12 +156,12 @@ def compute_of_ranks(
     computed = []
     for rank in range(plan.mesh.size):
         clock = cluster.clock(rank, workload, checkpoint)
-        model = clock.seconds(plan.micro_batch_size, length)
+        model = clock.seconds(*workload.micro_batch(plan.micro_batch_size, length))
         _, pipeline_rank = plan.mesh.coordinates(rank)
         ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
         total = sum((model.stage(*ends) for ends in ranges), Seconds())
-        # The last micro-batch may have fewer rows.
-        count = plan.rows / plan.micro_batch_size
+        # The last micro-batch may have fewer rows, but packed they are alike.
+        count = plan.microbatches if plan.pack else plan.rows / plan.micro_batch_size
         update = total.update / workload.config.grad_accumulation_steps
         computed.append(count * total.microbatch + update)
     return computed

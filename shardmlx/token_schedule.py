@@ -23,9 +23,11 @@ from shardmlx.prefix_cache import Beginning, held
 
 class Kind(Enum):
     PROMPT = "prompt"
-    """Tokens of one prompt; with its last token the text's first token is chosen."""
+    """Tokens of one prompt: all but its last, or an only one, with which the text's first token is
+    chosen."""
     TOKEN = "token"
-    """One token of every text in a group, and the choice of their next."""
+    """One token of every text in a group, the last of its prompt at first, and the choice of their
+    next."""
     REST = "rest"
     """Nothing to compute, but news of texts, and of the first rank's being alive."""
     STOP = "stop"

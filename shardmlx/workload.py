@@ -94,14 +94,17 @@ class Workload:
             return count
         return count - config.num_layers if config.num_layers > 0 else 0
 
+    def micro_batch(self, rows: int, length: int) -> tuple[int, int]:
+        """(rows, tokens a row) that are computed for so many sequences of ``length``; with --pack
+        one row of all."""
+        return (1, rows * length) if self.config.pack else (rows, length)
+
     def setup(
         self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
     ) -> TrainingSetup:
-        """What decides the memory of the run with micro-batches of ``rows`` x ``length``, which
-        --pack makes one row."""
+        """What decides the memory of the run with micro-batches of ``rows`` x ``length``."""
         config = self.config
-        if config.pack:
-            rows, length = 1, rows * length
+        rows, length = self.micro_batch(rows, length)
         # A full fine-tune may have anything there: it is not looked at.
         lora = {} if config.fine_tune_type == "full" else config.lora_parameters
         keys = lora.get("keys")
@@ -120,6 +123,7 @@ class Workload:
             optimizer=config.optimizer,
             first_moment=_has_first_moment(config),
             grad_checkpoint=checkpoint,
+            masks=(1 + any(self.shape.windows)) * config.pack,
             dp=dp,
             backend=backend,
         )

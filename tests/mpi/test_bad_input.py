@@ -105,6 +105,18 @@ def test_a_microbatch_larger_than_what_a_replica_has(
     )
 
 
+def test_packing_for_a_model_whose_positions_depend_on_the_length_of_the_row(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
+    (model / "config.json").write_text(json.dumps(config))
+    assert refused(tmp_path, 2, "--pack") == (
+        "--pack: the model's rotary embeddings are of type dynamic, and change with the length of "
+        "the row: train without --pack"
+    )
+
+
 def test_a_missing_data_file(model: Path, data: Path, tmp_path: Path) -> None:
     (data / "train.jsonl").unlink()
     assert refused(tmp_path, 2) == (

@@ -34,10 +34,17 @@ ENDS = {
 Work = Callable[[BatchFeed, LocalTransport], Any]
 
 
-def feed(layout: Layout, batches: list[Batch], work: Work, timeout: float = 20.0) -> list[Any]:
+def feed(
+    layout: Layout,
+    batches: list[Batch],
+    work: Work,
+    timeout: float = 20.0,
+    *,
+    pack: bool = False,
+) -> list[Any]:
     """What ``work`` returned on each rank; all that was sent was received."""
     network = LocalNetwork(layout.ranks, timeout)
-    plan = layout.plan(layers=8, rows=ROWS, micro_batch_size=4)
+    plan = layout.plan(layers=8, rows=ROWS, micro_batch_size=4, pack=pack)
 
     def body(transport: LocalTransport) -> Any:
         source = iter(batches) if transport.rank == 0 else None
@@ -86,6 +93,22 @@ def test_every_rank_has_its_micro_batches_and_the_ends_their_tokens(layout: Layo
                     assert ours.spans.dtype == theirs.spans.dtype
                 else:
                     assert ours.tokens.nbytes == 0
+
+
+def test_packed_all_ranks_of_a_pipeline_put_the_same_texts_together() -> None:
+    layout = Layout("1f1b", 3, dp=2)
+    batches = batches_of(layout, 2)
+    shares = feed(layout, batches, lambda feed, transport: feed.take(2), pack=True)
+    for rank, own in enumerate(shares):
+        first = shares[rank - rank % layout.pp]
+        for share, other in zip(own, first, strict=True):
+            assert describe(share) == describe(other)
+            for part, same in zip(share.microbatches, other.microbatches, strict=True):
+                assert part.places is not None
+                assert same.places is not None
+                assert np.array_equal(part.places.rows, same.places.rows)
+    counted = [sum(part.valid_tokens for part in own[1].microbatches) for own in shares[::3]]
+    assert sum(counted) == batches[1].valid_tokens
 
 
 def test_a_rank_in_the_middle_is_sent_an_outline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ class Case:
             lora_keys=None if keys is None else tuple(keys),
             dropout=self.lora_parameters["dropout"] > 0,
             grad_checkpoint=self.checkpoint,
+            masks=int(self.packed),
             backend=BACKEND,
         )
         return stage_memory(setup, self.start, self.stop), setup
@@ -177,6 +178,7 @@ CASES = [
     Case("lora", 1, 3, family="qwen3"),
     Case("full", 1, 3, checkpoint=True),
     *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
+    Case("full", 1, 3, packed=True, checkpoint=True),
 ]
 
 

@@ -181,6 +181,25 @@ def test_a_packed_step_is_the_step_of_its_rows(
         assert difference < SUMS, (name, count)
 
 
+@pytest.mark.parametrize("how", ["dora", "quantised", "bfloat16"])
+def test_a_packed_step_of_other_weights(how: str) -> None:
+    special = {"quantization": {"group_size": 32, "bits": 4}} if how == "quantised" else {}
+    model = tiny_model(layers=4, **special)
+    if how == "bfloat16":
+        model.set_dtype(mx.bfloat16)
+    model.freeze()
+    lora = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 4, lora, use_dora=how == "dora")
+    batch = random_batch(6, seed=3)
+    ranges = [(0, 2), (2, 4)]
+    loss, gradients = step(model, ranges, split(batch, 1, 0, 1), False)
+    packed_loss, packed = step(model, ranges, pack(batch, 2), False)
+    # Sums in bfloat16 have three digits.
+    assert packed_loss == pytest.approx(loss, rel=1e-3 if how == "bfloat16" else 1e-6)
+    difference, name = largest_difference(packed, gradients)
+    assert difference < (0.05 if how == "bfloat16" else SUMS), name
+
+
 def test_texts_do_not_see_each_other_to_the_bit() -> None:
     """Another first text of the same length changes nothing of the second."""
     model = tiny_model(layers=2)
