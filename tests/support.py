@@ -198,6 +198,46 @@ def backward(stage: Stage, j: int) -> mx.array | None:
     return gradient
 
 
+def through_stages(
+    model: nn.Module,
+    ranges: Sequence[tuple[int, int]],
+    microbatches: Sequence[MicroBatch],
+    *,
+    scale: float = 1.0,
+    key: tuple[int, ...] = (0,),
+    checkpoint: bool = False,
+) -> tuple[list[float], Gradients]:
+    """(summed loss of each micro-batch, gradients by name), through stages of these layers in one
+    process, one micro-batch after the other."""
+    slices = [Slice(model, start, stop) for start, stop in ranges]
+    stages = [
+        Stage(
+            i,
+            part,
+            needs_input_gradient=any(below.trainable for below in slices[:i]),
+            checkpoint=checkpoint,
+        )
+        for i, part in enumerate(slices)
+    ]
+    losses = []
+    for j, microbatch in enumerate(microbatches):
+        out = None
+        for stage in stages:
+            out = stage.forward(j, microbatch, out, scale=scale, key=key)
+        assert out is not None
+        losses.append(float(np.array(out)))
+        gradient = None
+        for stage in reversed(stages):
+            if gradient is not None:
+                stage.fill_cotangent(j, gradient)
+            gradient = backward(stage, j)
+    gradients: Gradients = {}
+    for stage in stages:
+        for name, array in stage.gradients.items():
+            gradients[name] = gradients.get(name, np.float32(0)) + np.array(array)
+    return losses, gradients
+
+
 def run_engine(
     transport: Transport,
     plan: Plan,

@@ -21,7 +21,7 @@ from shardmlx.models.dropout import (
 )
 from shardmlx.models.slice import Slice
 from shardmlx.stage import Stage
-from tests.support import Gradients, backward, largest_difference, random_batch, tiny_model
+from tests.support import Gradients, largest_difference, random_batch, through_stages, tiny_model
 
 LAYERS = 4
 BATCH = random_batch(4)
@@ -137,34 +137,8 @@ def run(
 ) -> tuple[list[float], Gradients]:
     """Losses and gradients of a step over all micro-batches."""
     model = model_with_dropout() if model is None else model
-    slices = [Slice(model, start, stop) for start, stop in ranges]
-    stages = [
-        Stage(
-            i,
-            part,
-            needs_input_gradient=any(below.trainable for below in slices[:i]),
-            checkpoint=checkpoint,
-        )
-        for i, part in enumerate(slices)
-    ]
-    losses = []
     microbatches = split(BATCH, dp=1, replica=0, micro_batch_size=micro_batch_size)
-    for j, microbatch in enumerate(microbatches):
-        out = None
-        for stage in stages:
-            out = stage.forward(j, microbatch, out, scale=1.0, key=(0, step))
-        assert out is not None
-        losses.append(float(np.array(out)))
-        gradient = None
-        for stage in reversed(stages):
-            if gradient is not None:
-                stage.fill_cotangent(j, gradient)
-            gradient = backward(stage, j)
-    gradients: Gradients = {}
-    for stage in stages:
-        for name, array in stage.gradients.items():
-            gradients[name] = gradients.get(name, np.float32(0)) + np.array(array)
-    return losses, gradients
+    return through_stages(model, ranges, microbatches, key=(0, step), checkpoint=checkpoint)
 
 
 CUTS = [[(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]

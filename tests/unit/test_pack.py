@@ -16,14 +16,13 @@ from shardmlx.local_transport import LocalNetwork
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.places import Places
 from shardmlx.models.slice import Slice
-from shardmlx.stage import Stage
 from tests.support import (
     Gradients,
     Layout,
-    backward,
     largest_difference,
     random_batch,
     run_engine,
+    through_stages,
     tiny_model,
 )
 
@@ -120,34 +119,13 @@ def test_of_a_window_the_last() -> None:
 
 
 def step(
-    model: nn.Module, ranges: list[tuple[int, int]], parts: list[MicroBatch], checkpoint: bool
+    model: nn.Module, parts: list[MicroBatch], *, checkpoint: bool = False
 ) -> tuple[float, Gradients]:
-    """Loss of the batch and gradients, through stages of these layers."""
-    slices = [Slice(model, *ends) for ends in ranges]
-    stages = [
-        Stage(
-            i,
-            part,
-            needs_input_gradient=any(below.trainable for below in slices[:i]),
-            checkpoint=checkpoint,
-        )
-        for i, part in enumerate(slices)
-    ]
-    loss = 0.0
-    for j, part in enumerate(parts):
-        out = None
-        for stage in stages:
-            out = stage.forward(j, part, out, scale=0.01, key=(0, 1))
-        assert out is not None
-        loss += float(np.array(out))
-        gradient = None
-        for stage in reversed(stages):
-            if gradient is not None:
-                stage.fill_cotangent(j, gradient)
-            gradient = backward(stage, j)
-    return loss, {
-        name: np.array(array) for stage in stages for name, array in stage.gradients.items()
-    }
+    """Loss of the batch and gradients, through two stages."""
+    losses, gradients = through_stages(
+        model, [(0, 2), (2, 4)], parts, scale=0.01, key=(0, 1), checkpoint=checkpoint
+    )
+    return sum(losses), gradients
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -172,10 +150,9 @@ def test_a_packed_step_is_the_step_of_its_rows(
         tree_map(lambda w: mx.random.normal(w.shape, scale=0.1), model.trainable_parameters())
     )
     batch = random_batch(6, seed=3)
-    ranges = [(0, 2), (2, 4)]
-    loss, gradients = step(model, ranges, split(batch, 1, 0, 1), checkpoint)
+    loss, gradients = step(model, split(batch, 1, 0, 1), checkpoint=checkpoint)
     for count in (1, 2, 4):
-        packed_loss, packed = step(model, ranges, pack(batch, count), checkpoint)
+        packed_loss, packed = step(model, pack(batch, count), checkpoint=checkpoint)
         assert packed_loss == pytest.approx(loss, rel=1e-6)
         difference, name = largest_difference(packed, gradients)
         assert difference < SUMS, (name, count)
@@ -191,9 +168,8 @@ def test_a_packed_step_of_other_weights(how: str) -> None:
     lora = {"rank": 4, "scale": 2.0, "dropout": 0.0}
     linear_to_lora_layers(model, 4, lora, use_dora=how == "dora")
     batch = random_batch(6, seed=3)
-    ranges = [(0, 2), (2, 4)]
-    loss, gradients = step(model, ranges, split(batch, 1, 0, 1), False)
-    packed_loss, packed = step(model, ranges, pack(batch, 2), False)
+    loss, gradients = step(model, split(batch, 1, 0, 1))
+    packed_loss, packed = step(model, pack(batch, 2))
     # Sums in bfloat16 have three digits.
     assert packed_loss == pytest.approx(loss, rel=1e-3 if how == "bfloat16" else 1e-6)
     difference, name = largest_difference(packed, gradients)
