@@ -1,12 +1,16 @@
 """Sets the process up before any test module imports MLX, as the commands of shardmlx do."""
 
 import os
+import signal
 
 import pytest
 
 from shardmlx.environment import prepare
 
 prepare()
+
+# A shell starts what it runs in the background without Ctrl-C; jobs of tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
