@@ -226,10 +226,11 @@ def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contende
     yield Contender(OURS, [mpirun(ranks, *own, "--as", "stages")], environments=[environment()])
 
 
-Rate = Callable[[Times], float]
+Cases = dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]]
+"""What is asked for, and the tokens per second that come out, by name."""
 
 
-def batch_cases(prompt: int, tokens: int) -> dict[str, tuple[tuple[int, int, int], Rate]]:
+def batch_cases(prompt: int, tokens: int) -> Cases:
     """Several texts at once: as a whole, and its two parts, which are not worked for again."""
     return {
         f"{BATCH} texts, {prompt} + {tokens} tokens each": (
@@ -247,25 +248,31 @@ def batch_cases(prompt: int, tokens: int) -> dict[str, tuple[tuple[int, int, int
     }
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each case: of each contender, in the rounds."""
-    tokens = options.tokens
-    cases: dict[str, tuple[tuple[int, int, int], Rate]] = {
+def groups_of_cases(tokens: int) -> list[Cases]:
+    """In the order of --only."""
+    prefill: Cases = {
         f"prefill of {LONG_PROMPT} tokens": (
             (1, LONG_PROMPT, 1),
             lambda t: LONG_PROMPT / t["first"],
-        ),
+        )
+    }
+    decode: Cases = {
         "decode of one text": (
             (1, SHORT_PROMPT, tokens),
             lambda t: (tokens - 1) / (t["all"] - t["first"]),
-        ),
+        )
     }
-    for prompt in BATCH_PROMPTS:
-        cases |= batch_cases(prompt, tokens)
-    only = options.only.split(",") if options.only else ["0", "1", "2", "3"]
-    chosen = {
-        name: c for i, (name, c) in enumerate(cases.items()) if str(min(i, (i + 4) // 3)) in only
-    }
+    return [prefill, decode, *(batch_cases(prompt, tokens) for prompt in BATCH_PROMPTS)]
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second of each case: of each contender, in the rounds."""
+    groups = groups_of_cases(options.tokens)
+    only = options.only.split(",") if options.only else None
+    chosen: Cases = {}
+    for number, group in enumerate(groups):
+        if only is None or str(number) in only:
+            chosen |= group
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in chosen}
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -128,13 +128,11 @@ def step(
     return sum(losses), gradients
 
 
-SPECIAL: dict[str, dict[str, Any]] = {
-    "llama": {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 7},
-    "ministral3": {
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "sliding_window": 7,
-    },
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 7,
 }
+SPECIAL = {"llama": WINDOWS, "ministral3": WINDOWS}
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
