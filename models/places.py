@@ -1,4 +1,5 @@
-"""Where the positions of a row come from that holds several texts. Pure: NumPy only."""
+"""Where the positions of a row come from that holds several texts. Pure, and all the same to it
+whether arrays are NumPy's or, inside a graph, MLX's."""
 
 from __future__ import annotations
 

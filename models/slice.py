@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -132,6 +133,12 @@ class Slice:
         """Turn dropout on or off."""
         for module in self._parts.values():
             module.train(mode)
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is on anywhere."""
+        dropouts = [*chain(*self._dropouts), *self._embedding_dropouts, *self._head_dropouts]
+        return any(dropout.training for dropout in dropouts)
 
     @property
     def nbytes(self) -> int:

@@ -5,25 +5,39 @@ the gradient arrives. Only the outputs are evaluated then; the graph stays lazy 
 activations that it needs. So nothing is computed twice, and the gradient for the input (I) and
 the gradients for the weights (W) can be evaluated apart, which zero-bubble schedules live on
 (Qi et al., arXiv:2401.10241).
+
+This joint graph is compiled once for each shape: then it is not traced in Python again, and
+elementwise operations are fused. Still nothing that depends on the cotangent is computed ahead of
+it: ``mx.compile`` fuses an operation only into one that alone uses its result, so that what is
+fused with something the forward needs is needed by the forward too. Only an output of the graph may
+be fused into a later operation, wherefore the forward's passes through one that is never fused. And
+until the gradient arrives the cotangent's buffer holds NaN: what came too early would be seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from shardmlx.batches import MicroBatch
+from shardmlx.models.places import Places
 from shardmlx.models.slice import Slice
 from shardmlx.transport import buffer_of, in_a_row
 
 
-def token_loss(logits: mx.array, microbatch: MicroBatch) -> mx.array:
+def answers_of(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
+    """The tokens that should come next, and which of them count: both (rows, T)."""
+    return mx.array(microbatch.targets), mx.array(microbatch.counts)
+
+
+def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
     """Sum, in float32, of the losses of the tokens that count; as mlx-lm's ``default_loss``."""
-    targets, counts = mx.array(microbatch.targets), mx.array(microbatch.counts)
     losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
     return losses.astype(mx.float32).sum()
 
@@ -59,6 +73,7 @@ class Stage:
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}
+        self._compiled = mx.compile(self._joint_graph)
 
     @property
     def is_trained(self) -> bool:
@@ -79,24 +94,15 @@ class Stage:
         gradient of the loss of the whole batch for one token's loss: 1 / valid tokens.
         """
 
-        def run(*primals: mx.array) -> mx.array:
-            arrays = list(primals)
-            inputs = arrays.pop(0) if self.needs_input_gradient else source
-            return self.part.with_parameters(
-                self.names,
-                arrays,
-                lambda: self._outputs(inputs, microbatch, key, self.checkpoint),
-            )
-
-        source = mx.array(microbatch.inputs) if x is None else x
-        primals = [source] if self.needs_input_gradient else []
-        primals += [self.part[name] for name in self.names]
-        if not primals:
-            out = run()
-            mx.eval(out)
-            return out
+        if not (self.names or self.needs_input_gradient):
+            return self.evaluate(microbatch, x)
+        graph = self._compiled
+        if self.part.drops:
+            # Keys are constants of a graph: it would be good for no other micro-batch.
+            graph = partial(self._joint_graph, key=key, first_row=microbatch.first_row)
         cotangent = self._new_cotangent(microbatch, scale)
-        (out,), gradients = mx.vjp(run, primals, [cotangent])
+        weights = [self.part[name] for name in self.names]
+        out, *gradients = graph(*self._given(microbatch, x), weights, cotangent)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
         self._pending[j] = _Pending(cotangent, input_gradient, gradients)
         mx.eval(out)
@@ -104,29 +110,61 @@ class Stage:
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
         """As ``forward``, without a backward pass to follow."""
-        source = mx.array(microbatch.inputs) if x is None else x
-        out = self._outputs(source, microbatch, (0,), checkpoint=False)
+        out = self._outputs(*self._given(microbatch, x))
         mx.eval(out)
         return out
 
+    def _given(
+        self, microbatch: MicroBatch, x: mx.array | None
+    ) -> tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """The input; if the row holds several texts, their places; on the last stage, answers."""
+        source = mx.array(microbatch.inputs) if x is None else x
+        places = tuple(map(mx.array, microbatch.places or ()))
+        return source, places, answers_of(microbatch) if self.part.is_last else ()
+
+    def _joint_graph(
+        self,
+        source: mx.array,
+        places: tuple[mx.array, ...],
+        answers: tuple[mx.array, ...],
+        weights: Sequence[mx.array],
+        cotangent: mx.array,
+        **dropout: Any,
+    ) -> list[mx.array]:
+        """The output, the gradient for the input if it is needed, those for the weights: lazy."""
+
+        def run(*primals: mx.array) -> mx.array:
+            arrays = list(primals)
+            inputs = arrays.pop(0) if self.needs_input_gradient else source
+            return self.part.with_parameters(
+                self.names,
+                arrays,
+                lambda: self._outputs(
+                    inputs, places, answers, checkpoint=self.checkpoint, **dropout
+                ),
+            )
+
+        primals = [source] if self.needs_input_gradient else []
+        (out,), gradients = mx.vjp(run, [*primals, *weights], [cotangent])
+        return [mx.contiguous(out), *gradients]
+
     def _outputs(
-        self, x: mx.array, microbatch: MicroBatch, key: tuple[int, ...], checkpoint: bool
+        self,
+        x: mx.array,
+        places: tuple[mx.array, ...],
+        answers: tuple[mx.array, ...],
+        **how: Any,
     ) -> mx.array:
-        out = self.part(
-            x,
-            key=key,
-            first_row=microbatch.first_row,
-            places=microbatch.places,
-            checkpoint=checkpoint,
-        )
-        return token_loss(out, microbatch) if self.part.is_last else out
+        out = self.part(x, places=Places(*places) if places else None, **how)
+        return token_loss(out, *answers) if answers else out
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:
         if self.part.is_last:
             cotangent = mx.array(scale, mx.float32)
         else:
             # A buffer of its own: it is written behind MLX's back.
-            cotangent = mx.zeros((*microbatch.shape, self.part.hidden_size), self.part.dtype)
+            shape = (*microbatch.shape, self.part.hidden_size)
+            cotangent = mx.full(shape, mx.nan, self.part.dtype)
         mx.eval(cotangent)
         return cotangent
 

@@ -22,7 +22,7 @@ from shardmlx.mesh import Mesh
 from shardmlx.models.slice import Slice
 from shardmlx.run_plan import Plan
 from shardmlx.schedules import get_schedule
-from shardmlx.stage import Stage, token_loss
+from shardmlx.stage import Stage, answers_of, token_loss
 from shardmlx.stage_map import Partition, StageMap
 from shardmlx.transport import Transport
 
@@ -130,7 +130,9 @@ def reference(
             return whole.with_parameters(
                 names,
                 weights,
-                lambda: token_loss(model(mx.array(microbatch.tokens[:, :-1])), microbatch),
+                lambda: token_loss(
+                    model(mx.array(microbatch.tokens[:, :-1])), *answers_of(microbatch)
+                ),
             )
 
         weights = [whole[name] for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,11 +107,14 @@ def test_adapters_hold_only_what_their_own_gradients_need() -> None:
     assert layer.after_input == 4 * 10 * (shared_input + outputs + 2 * low_rank)
 
 
-def test_adapters_of_half_precision_hold_a_float32_copy_of_each_input() -> None:
+def test_adapters_of_half_precision_share_a_float32_copy_of_their_input() -> None:
     keys = ("self_attn.q_proj", "self_attn.v_proj")
-    layer = layer_memory(setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2))
-    inputs, outputs, low_rank = 8 + 8, 8 + 4, 2 * 2
-    assert layer.after_input == 4 * 10 * (inputs + outputs + 2 * low_rank)
+    of = partial(setup, fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2)
+    shared, inputs, outputs, low_rank = 8, 8 + 8, 8 + 4, 2 * 2
+    others = outputs + 2 * low_rank
+    assert layer_memory(of()).after_input == 4 * 10 * (shared + others)
+    # What dropout leaves of it is another for each.
+    assert layer_memory(of(dropout=True)).after_input == 4 * 10 * (inputs + others)
 
 
 def test_experts_hold_what_each_token_passes_through() -> None:
