@@ -56,6 +56,15 @@ SMALL_BYTES = 1 << 20
 """So much is read in less than a millisecond once it is looked for, where memory is shared; of what
 comes over a network, its buffers hold a part."""
 
+SECONDS_TO_SPIN = 1e-3
+"""Any sleep, even one of 0 s, lasts some 50 us longer than it was asked to."""
+
+CALLS_TO_LOOK = 8
+"""Open MPI may look at its sockets on every eighth call only (``opal_progress``)."""
+
+LONGEST_PAUSE = 5e-4
+"""Between two looks at a message that is waited for, in seconds."""
+
 CHUNK_BYTES = 1 << 30
 """Longer messages go in parts: MPI counts are 32-bit."""
 
@@ -184,22 +193,37 @@ class MPITransport(Transport):
             self._groups[members] = self._world.Create_group(group_of)
 
     def _watch(self, message: _Message) -> _Message:
-        with self._lock:
-            self._pending.append(message)
-        self._poll()
-        if not message.done:
-            self._work.set()
+        if not self._ends(message):
+            with self._lock:
+                self._pending.append(message)
+            if not message.is_small:
+                self._work.set()
         return message
+
+    def _ends(self, message: _Message) -> bool:
+        """Whether the message is through, or has failed; lets MPI move all messages."""
+        requests = message.requests
+        try:
+            message.done = (
+                requests[0].Test() if len(requests) == 1 else MPI.Request.Testall(requests)
+            )
+        except MPI.Exception:
+            # Perhaps on the progress thread: whoever waits for the message must know.
+            message.error = PeerLost(self._broken(message.peer))
+        return message.done or message.error is not None
 
     def _poll(self) -> None:
         with self._lock:
-            for message in self._pending:
-                try:
-                    message.done = MPI.Request.Testall(message.requests)
-                except MPI.Exception:
-                    # Perhaps on the progress thread: whoever waits for the message must know.
-                    message.error = PeerLost(self._broken(message.peer))
-            self._pending = [m for m in self._pending if not m.done and m.error is None]
+            self._pending = [message for message in self._pending if not self._ends(message)]
+
+    def _poll_one(self, message: _Message) -> None:
+        with self._lock:
+            if message not in self._pending:
+                return
+            for _ in range(CALLS_TO_LOOK):
+                if self._ends(message):
+                    self._pending.remove(message)
+                    return
 
     def _broken(self, peer: int | None) -> str:
         """What it means that MPI cannot end a message."""
@@ -209,21 +233,20 @@ class MPITransport(Transport):
 
     def _keep_moving(self) -> None:
         while not self._closed:
-            pending = self._pending
-            if not pending:
-                self._work.wait()
-            elif all(message.is_small for message in pending):
-                self._work.wait(LAZY_POLL_SECONDS)
-            else:
+            only_small = all(message.is_small for message in self._pending)
+            if not only_small or self._work.wait(LAZY_POLL_SECONDS):
+                # Never at once: most messages are through before it would be this thread's turn.
+                self._work.clear()
                 time.sleep(POLL_SECONDS)
-            self._work.clear()
-            self._poll()
+            if self._pending:
+                self._poll()
 
     def progress(self, handle: Handle, seconds: float) -> bool:
-        looked = time.monotonic()
-        end = looked + seconds
-        for pause in _pauses():
-            self._poll()
+        assert isinstance(handle, _Message), "a message of this transport"
+        start = looked = time.monotonic()
+        end = start + seconds
+        while True:
+            self._poll_one(handle)
             if handle.error is not None:
                 raise handle.error
             if handle.done:
@@ -234,8 +257,7 @@ class MPITransport(Transport):
             looked = now
             if self.failure is not None or now > end:
                 return False
-            time.sleep(pause)
-        raise AssertionError("pauses never end")
+            _pause(now - start)
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
@@ -413,12 +435,13 @@ def _parts(array: Array) -> Iterator[list[object]]:
         yield [whole[start : start + CHUNK_BYTES], MPI.BYTE]
 
 
-def _pauses() -> Iterator[float]:
-    """First yield the core only, then sleep longer and longer: a short wait costs little latency,
-    a long one little of the core that another rank may need."""
-    for _ in range(20):
-        yield 0.0
-    pause = 1e-5
-    while True:
-        yield pause
-        pause = min(2 * pause, 5e-4)
+def _pause(waited: float) -> None:
+    """Between two looks at a message, after having ``waited`` so many seconds.
+
+    At first only give the core to who wants it; then sleep for an eighth of the wait, by which a
+    message may come late.
+    """
+    if waited < SECONDS_TO_SPIN:
+        os.sched_yield()
+    else:
+        time.sleep(min(waited / 8, LONGEST_PAUSE))

@@ -155,7 +155,9 @@ class Stage:
         answers: tuple[mx.array, ...],
         **how: Any,
     ) -> mx.array:
-        out = self.part(x, places=Places(*places) if places else None, **how)
+        # In a graph they are MLX's arrays.
+        texts = Places(*places) if places else None  # type: ignore[arg-type]
+        out = self.part(x, places=texts, **how)
         return token_loss(out, *answers) if answers else out
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:

@@ -166,10 +166,12 @@ class Transport(ABC):
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for."""
         self.check(what)
+        if handle.done:
+            return
         seconds = max(self.timeout, getattr(_patience, "seconds", 0.0))
         with self._waits(what):
             try:
-                done = handle.done or self.progress(handle, seconds)
+                done = self.progress(handle, seconds)
             except PeerLost as error:
                 raise PeerLost(f"{what()}: {error}") from error
         if done:
