@@ -71,6 +71,8 @@ class Work:
     steps: int = 1
     """Of a turn."""
     rounds: int = 7
+    grad_checkpoint: bool = False
+    """Of ours."""
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Work:
         return {
             "fine_tune_type": "full", "num_layers": -1, "unfreeze_all": True, "optimizer": "adamw",
             "batch_size": self.rows, "micro_batch_size": self.micro_batch_size,
-            "max_seq_length": self.length + 1,
+            "max_seq_length": self.length + 1, "grad_checkpoint": self.grad_checkpoint,
         }  # fmt: skip
 
     @property
@@ -282,6 +284,7 @@ def measure(options: argparse.Namespace) -> None:
     work = QUICK if options.quick else Work()
     if options.vocabulary:
         work = replace(work, changes={**work.changes, "vocab_size": options.vocabulary})
+    work = replace(work, grad_checkpoint=options.grad_checkpoint)
     rounds = options.rounds or work.rounds
     facts = machine()
     given: dict[str, list[tuple[int, ...]]] = {}
@@ -311,6 +314,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument(
         "--traces", type=Path, metavar="DIRECTORY", help="write what ranks did when, by contender"
+    )
+    parser.add_argument(
+        "--grad-checkpoint", action="store_true", help="compute activations again, in ours"
     )
     parser.add_argument("--bind", choices=("none", "core"), default="core", help="of the ranks")
     options = parser.parse_args()
