@@ -13,9 +13,11 @@ PROGRAM = ROOT / "scripts/bench/_train.py"
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
-    """``{"batch_size": 8, "test": True}`` as ``--batch-size 8 --test``."""
+    """``{"batch_size": 8, "test": True}`` as ``--batch-size 8 --test``; False is left out."""
     words: list[str] = []
     for name, value in values.items():
+        if value is False:
+            continue
         words.append(f"--{name.replace('_', '-')}")
         if value is not True:
             words.append(str(value))
