@@ -1,5 +1,4 @@
-"""Where the positions of a row come from that holds several texts. Pure, and all the same to it
-whether arrays are NumPy's or, inside a graph, MLX's."""
+"""Where the positions of a row come from that holds several texts. Pure: NumPy only."""
 
 from __future__ import annotations
 

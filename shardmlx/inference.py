@@ -8,6 +8,7 @@ tokens go back from the last rank to the first; logits never travel.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +33,14 @@ from shardmlx.models.slice import Slice
 from shardmlx.prefix_cache import Beginning, PrefixCache
 from shardmlx.sampling import packed_width, unpack
 from shardmlx.token_schedule import Item, Kind, Scheduler
-from shardmlx.transport import Handle, Transport, TransportError, buffer_of, new_buffer
+from shardmlx.transport import (
+    Handle,
+    PeerLost,
+    Transport,
+    TransportError,
+    buffer_of,
+    new_buffer,
+)
 
 AHEAD = 2
 """Announcements that are received, and passed on, before their time."""
@@ -247,9 +255,6 @@ class Leader(Pipeline):
             self._scheduler.forget(prefixes.shrink(capacity - self._scheduler.reserved))
         return beginning
 
-    def _has_come(self, handle: Handle) -> bool:
-        return handle.done or self.transport.progress(handle, 0.0)
-
 
 class Follower(Pipeline):
     """Every other rank: does what is announced, until it is told to stop."""
@@ -297,10 +302,19 @@ class Follower(Pipeline):
             self._caches.hear(item)
         self._begin(item)
         step = self._build(item, inputs)
-        while len(self._announced) < AHEAD and self._next[0].done:
+        while self._may_hear():
             self._hear()
         self._wait(handle, self._stage - 1)
         return step
+
+    def _may_hear(self) -> bool:
+        """Whether an announcement has come, and may be taken ahead of its time."""
+        stops = bool(self._announced) and self._announced[-1][0].kind is Kind.STOP
+        if stops or len(self._announced) >= AHEAD:
+            return False
+        with contextlib.suppress(PeerLost):  # who waits for it says where
+            return self._has_come(self._next[0])
+        return False
 
     def _hear(self) -> None:
         """Take an announcement that has come: pass it on, and post the receive it speaks of."""

@@ -150,17 +150,19 @@ class Pipeline:
         due = begin + DUE * min(self._waits)
         while now < begin + SECONDS_AWAKE and self.transport.failure is None:
             try:
-                done = handle.done or self.transport.progress(handle, 0.0)
+                if self._has_come(handle):
+                    self._waits.append(now - begin)
+                    return
             except PeerLost:
                 break  # what follows says where
-            if done:
-                self._waits.append(now - begin)
-                return
             time.sleep(NAP if now < due else PAUSE)
             now = time.monotonic()
         self.transport.wait(
             handle, lambda: f"{self._who()}, waiting for {self.transport.name(peer)}"
         )
+
+    def _has_come(self, handle: Handle) -> bool:
+        return handle.done or self.transport.progress(handle, 0.0)
 
     def _begin(self, item: Item | None) -> None:
         self._item = item

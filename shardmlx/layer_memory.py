@@ -1,6 +1,6 @@
 """What one decoder layer holds and makes of one micro-batch, array by array. No MLX, no MPI.
 
-The arrays are those that a stage's graph refers to, counted on real stages in float32 and
+The arrays are those that the graph of ``mx.vjp`` refers to, counted on real stages in float32 and
 bfloat16 on the CPU: llama, mistral, qwen2, qwen3 and mixtral; the others are built alike.
 """
 
@@ -141,9 +141,11 @@ def layer_memory(setup: TrainingSetup) -> LayerMemory:
     if shape.num_experts:
         core += uses * h * size
 
-    # Inputs of trained linear layers, shared; those of adapters in float32. With dropout each
-    # adapter has one of its own.
-    if has_adapters and setup.dropout:
+    # Inputs of trained linear layers, shared where they are used as they are. An adapter makes
+    # its own of it, in float32, with dropout, or where that is another type; of these a compiled
+    # stage makes one.
+    compiled = not (on_cpu or setup.dropout or setup.masks)
+    if has_adapters and (setup.dropout or (size != FLOAT32 and not compiled)):
         inputs = inputs_each * FLOAT32
     else:
         sources = {each.source: each.inputs * each.uses for each in trained.values()}
@@ -165,8 +167,7 @@ def layer_memory(setup: TrainingSetup) -> LayerMemory:
     wide = size if size == FLOAT32 or not has_adapters else size + FLOAT32
     forward = (4 * h + 2 * f + 2 * q) * wide if has_adapters else (2 * h + 5 * q + k) * size
     widened = FLOAT32 if has_adapters else (size + FLOAT32) / 2 if on_cpu else size
-    probabilities = (2 if has_adapters and not setup.dropout else 1.5) * scores * size
-    backward = (10 * h + 3 * f + 6 * q + 4 * k) * widened + probabilities + scaled / 2
+    backward = (10 * h + 3 * f + 6 * q + 4 * k) * widened + 1.5 * scores * size
     tokens = setup.tokens
     return LayerMemory(
         parameters=_trained_parameters(setup, trained),

@@ -65,8 +65,11 @@ CALLS_TO_LOOK = 8
 LONGEST_PAUSE = 5e-4
 """Between two looks at a message that is waited for, in seconds."""
 
-CHUNK_BYTES = 1 << 30
-"""Longer messages go in parts: MPI counts are 32-bit."""
+PART_BYTES = 4 << 20
+"""Longer messages go in parts: who waits for one sees it move, and keeps looking."""
+
+SUM_BYTES = 1 << 30
+"""Longer sums go in parts: MPI counts are 32-bit."""
 
 SECONDS_TO_RAISE = 4.0
 """For the main thread to come to a wait and say what it waited for, once a rank is lost."""
@@ -162,12 +165,16 @@ class MPITransport(Transport):
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
-            requests = [self._world.Isend(part, peer, tag) for part in _parts(array)]
+            requests = [
+                self._world.Isend([part, MPI.BYTE], peer, tag) for part in _parts(array, PART_BYTES)
+            ]
         return self._watch(_Message(array, requests, peer))
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock:
-            requests = [self._world.Irecv(part, peer, tag) for part in _parts(array)]
+            requests = [
+                self._world.Irecv([part, MPI.BYTE], peer, tag) for part in _parts(array, PART_BYTES)
+            ]
         return self._watch(_Message(array, requests, peer, array.nbytes <= SMALL_BYTES))
 
     def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
@@ -175,12 +182,10 @@ class MPITransport(Transport):
         if len(group) == 1:
             return Handle(array, done=True)
         communicator = self._groups[tuple(group)]
-        step = CHUNK_BYTES
-        whole = buffer_of(array)
         with self._lock:
             requests = [
-                communicator.Iallreduce(MPI.IN_PLACE, [whole[i : i + step], MPI.FLOAT], MPI.SUM)
-                for i in range(0, len(whole), step)
+                communicator.Iallreduce(MPI.IN_PLACE, [part, MPI.FLOAT], MPI.SUM)
+                for part in _parts(array, SUM_BYTES)
             ]
         return self._watch(_Message(array, requests, None))
 
@@ -202,11 +207,13 @@ class MPITransport(Transport):
 
     def _ends(self, message: _Message) -> bool:
         """Whether the message is through, or has failed; lets MPI move all messages."""
-        requests = message.requests
         try:
-            message.done = (
-                requests[0].Test() if len(requests) == 1 else MPI.Request.Testall(requests)
-            )
+            if len(message.requests) == 1:
+                message.done = message.requests[0].Test()
+            else:
+                MPI.Request.Testsome(message.requests)
+                message.requests = [r for r in message.requests if r != MPI.REQUEST_NULL]
+                message.done = not message.requests
         except MPI.Exception:
             # Perhaps on the progress thread: whoever waits for the message must know.
             message.error = PeerLost(self._broken(message.peer))
@@ -233,18 +240,20 @@ class MPITransport(Transport):
 
     def _keep_moving(self) -> None:
         while not self._closed:
-            only_small = all(message.is_small for message in self._pending)
-            if not only_small or self._work.wait(LAZY_POLL_SECONDS):
-                # Never at once: most messages are through before it would be this thread's turn.
-                self._work.clear()
-                time.sleep(POLL_SECONDS)
-            if self._pending:
-                self._poll()
+            with self._lock:
+                only_small = all(message.is_small for message in self._pending)
+            if only_small:
+                self._work.wait(LAZY_POLL_SECONDS)
+            self._work.clear()
+            # Also when there is work: most messages are through before it is this thread's turn.
+            time.sleep(POLL_SECONDS)
+            self._poll()
 
     def progress(self, handle: Handle, seconds: float) -> bool:
         assert isinstance(handle, _Message), "a message of this transport"
         start = looked = time.monotonic()
         end = start + seconds
+        parts = len(handle.requests)
         while True:
             self._poll_one(handle)
             if handle.error is not None:
@@ -257,6 +266,8 @@ class MPITransport(Transport):
             looked = now
             if self.failure is not None or now > end:
                 return False
+            if len(handle.requests) < parts:
+                parts, start = len(handle.requests), now  # it moves: the next part comes soon
             _pause(now - start)
 
     def set_timeout(self, seconds: float) -> None:
@@ -429,10 +440,10 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(MPI.__file__)
 
 
-def _parts(array: Array) -> Iterator[list[object]]:
+def _parts(array: Array, nbytes: int) -> list[memoryview]:
+    """The array's bytes, in parts of at most so many; one even of an empty array."""
     whole = buffer_of(array)
-    for start in range(0, max(len(whole), 1), CHUNK_BYTES):
-        yield [whole[start : start + CHUNK_BYTES], MPI.BYTE]
+    return [whole[start : start + nbytes] for start in range(0, max(len(whole), 1), nbytes)]
 
 
 def _pause(waited: float) -> None:

@@ -6,12 +6,12 @@ activations that it needs. So nothing is computed twice, and the gradient for th
 the gradients for the weights (W) can be evaluated apart, which zero-bubble schedules live on
 (Qi et al., arXiv:2401.10241).
 
-This joint graph is compiled once for each shape: then it is not traced in Python again, and
-elementwise operations are fused. Still nothing that depends on the cotangent is computed ahead of
-it: ``mx.compile`` fuses an operation only into one that alone uses its result, so that what is
-fused with something the forward needs is needed by the forward too. Only an output of the graph may
-be fused into a later operation, wherefore the forward's passes through one that is never fused. And
-until the gradient arrives the cotangent's buffer holds NaN: what came too early would be seen.
+On a GPU this joint graph is compiled, once for each shape: then it is not traced in Python again,
+and elementwise operations are fused. ``mx.compile`` fuses an operation only if all that use its
+result are in the same kernel, so that nothing the forward needs can come into a kernel that needs
+the cotangent. The one exception is an output of the graph itself, wherefore the forward's passes
+through an operation that is never fused. Until the gradient arrives the cotangent's buffer holds
+NaN: what was computed too early would be seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from shardmlx.batches import MicroBatch
-from shardmlx.models.places import Places
 from shardmlx.models.slice import Slice
 from shardmlx.transport import buffer_of, in_a_row
 
@@ -61,10 +60,17 @@ class Stage:
 
     ``needs_input_gradient``: some stage below has trained weights. The gradients of trained
     weights add up over micro-batches, in float32 if the weights are shorter, in ``gradients``.
+    ``compiled``: by default on a GPU.
     """
 
     def __init__(
-        self, index: int, part: Slice, *, needs_input_gradient: bool, checkpoint: bool = False
+        self,
+        index: int,
+        part: Slice,
+        *,
+        needs_input_gradient: bool,
+        checkpoint: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         self.index = index
         self.part = part
@@ -73,7 +79,11 @@ class Stage:
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}
-        self._compiled = mx.compile(self._joint_graph)
+        # On a CPU each kernel is a run of the C++ compiler, into files that all ranks of a host
+        # share and none locks.
+        on_gpu = mx.default_device() == mx.gpu
+        compiles = on_gpu if compiled is None else compiled
+        self._compiled = mx.compile(self._joint_graph) if compiles else None
 
     @property
     def is_trained(self) -> bool:
@@ -97,9 +107,15 @@ class Stage:
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
         graph = self._compiled
-        if self.part.drops:
-            # Keys are constants of a graph: it would be good for no other micro-batch.
-            graph = partial(self._joint_graph, key=key, first_row=microbatch.first_row)
+        if graph is None or self.part.drops or microbatch.places is not None:
+            # Keys of dropout are constants of a graph, and packed rows are rarely of equal length:
+            # the next micro-batch would want another graph.
+            graph = partial(
+                self._joint_graph,
+                key=key,
+                first_row=microbatch.first_row,
+                places=microbatch.places,
+            )
         cotangent = self._new_cotangent(microbatch, scale)
         weights = [self.part[name] for name in self.names]
         out, *gradients = graph(*self._given(microbatch, x), weights, cotangent)
@@ -110,26 +126,24 @@ class Stage:
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
         """As ``forward``, without a backward pass to follow."""
-        out = self._outputs(*self._given(microbatch, x))
+        out = self._outputs(*self._given(microbatch, x), places=microbatch.places)
         mx.eval(out)
         return out
 
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
-    ) -> tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...]]:
-        """The input; if the row holds several texts, their places; on the last stage, answers."""
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """The input, and on the last stage the answers."""
         source = mx.array(microbatch.inputs) if x is None else x
-        places = tuple(map(mx.array, microbatch.places or ()))
-        return source, places, answers_of(microbatch) if self.part.is_last else ()
+        return source, answers_of(microbatch) if self.part.is_last else ()
 
     def _joint_graph(
         self,
         source: mx.array,
-        places: tuple[mx.array, ...],
         answers: tuple[mx.array, ...],
         weights: Sequence[mx.array],
         cotangent: mx.array,
-        **dropout: Any,
+        **how: Any,
     ) -> list[mx.array]:
         """The output, the gradient for the input if it is needed, those for the weights: lazy."""
 
@@ -139,25 +153,15 @@ class Stage:
             return self.part.with_parameters(
                 self.names,
                 arrays,
-                lambda: self._outputs(
-                    inputs, places, answers, checkpoint=self.checkpoint, **dropout
-                ),
+                lambda: self._outputs(inputs, answers, checkpoint=self.checkpoint, **how),
             )
 
         primals = [source] if self.needs_input_gradient else []
         (out,), gradients = mx.vjp(run, [*primals, *weights], [cotangent])
         return [mx.contiguous(out), *gradients]
 
-    def _outputs(
-        self,
-        x: mx.array,
-        places: tuple[mx.array, ...],
-        answers: tuple[mx.array, ...],
-        **how: Any,
-    ) -> mx.array:
-        # In a graph they are MLX's arrays.
-        texts = Places(*places) if places else None  # type: ignore[arg-type]
-        out = self.part(x, places=texts, **how)
+    def _outputs(self, x: mx.array, answers: tuple[mx.array, ...], **how: Any) -> mx.array:
+        out = self.part(x, **how)
         return token_loss(out, *answers) if answers else out
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -38,8 +36,14 @@ def trained(how: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     return model
 
 
-def stage_of(part: Slice, checkpoint: bool = False) -> Stage:
-    return Stage(0, part, needs_input_gradient=not part.is_first, checkpoint=checkpoint)
+def stage_of(part: Slice, *, compiled: bool = True, checkpoint: bool = False) -> Stage:
+    return Stage(
+        0,
+        part,
+        needs_input_gradient=not part.is_first,
+        checkpoint=checkpoint,
+        compiled=compiled,
+    )
 
 
 def states(microbatch: MicroBatch, part: Slice, seed: int) -> mx.array:
@@ -67,15 +71,6 @@ def step(stage: Stage, microbatches: list[MicroBatch]) -> list[np.ndarray]:
     return [np.array(array.astype(mx.float32)) for array in found]
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    mx.disable_compile()
-    try:
-        yield
-    finally:
-        mx.enable_compile()
-
-
 def batch(seed: int, length: int = 20) -> MicroBatch:
     tokens = np.random.RandomState(seed).randint(1, VOCABULARY, size=(2, length + 1))
     return MicroBatch(tokens.astype(np.int32), np.array([[0, length + 1]] * 2, np.int32), 0)
@@ -90,9 +85,8 @@ def test_the_same_to_the_bit_as_uncompiled(
 ) -> None:
     microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
     part = Slice(trained(how, dtype), *WHERE[where])
-    with uncompiled():
-        expected = step(stage_of(part, checkpoint), microbatches)
-    found = step(stage_of(part, checkpoint), microbatches)
+    expected = step(stage_of(part, compiled=False, checkpoint=checkpoint), microbatches)
+    found = step(stage_of(part, checkpoint=checkpoint), microbatches)
     assert all(np.isfinite(array).all() and array.any() for array in expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert np.array_equal(ours, theirs)
@@ -108,10 +102,23 @@ class _Exponential(Slice):
 def test_nothing_is_computed_from_a_gradient_that_is_yet_to_come() -> None:
     microbatches = [batch(0), batch(1)]
     part = _Exponential(trained("nothing"), 1, 2)
-    with uncompiled():
-        expected = step(stage_of(part), microbatches)
+    expected = step(stage_of(part, compiled=False), microbatches)
     for ours, theirs in zip(step(stage_of(part), microbatches), expected, strict=True):
         assert np.allclose(ours, theirs, rtol=1e-6)  # not NaN, which waits in its place
+
+
+def test_a_graph_is_traced_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stage_of(Slice(trained("lora"), 1, 2))
+    shapes: list[tuple[int, ...]] = []
+    call = Slice.__call__
+
+    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
+        shapes.append(x.shape)
+        return call(part, x, **how)
+
+    monkeypatch.setattr(Slice, "__call__", counted)
+    step(stage, [batch(0), batch(1), batch(2, length=9), batch(3)])
+    assert [length for _, length, _ in shapes] == [20, 9]
 
 
 def test_a_graph_takes_the_weights_as_they_are() -> None:
@@ -120,8 +127,7 @@ def test_a_graph_takes_the_weights_as_they_are() -> None:
     for name in stage.names:
         stage.part[name] = stage.part[name] * 2
     stage.gradients.clear()
-    with uncompiled():
-        expected = step(stage_of(stage.part), [batch(0)])
+    expected = step(stage_of(stage.part, compiled=False), [batch(0)])
     for ours, theirs in zip(step(stage, [batch(0)]), expected, strict=True):
         assert np.array_equal(ours, theirs)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -107,14 +107,19 @@ def test_adapters_hold_only_what_their_own_gradients_need() -> None:
     assert layer.after_input == 4 * 10 * (shared_input + outputs + 2 * low_rank)
 
 
-def test_adapters_of_half_precision_share_a_float32_copy_of_their_input() -> None:
+@pytest.mark.parametrize(
+    ("copies", "changes"),
+    [(1, {}), (2, {"backend": "cpu"}), (2, {"dropout": True}), (2, {"masks": 1})],
+)
+def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compiled(
+    copies: int, changes: Mapping[str, Any]
+) -> None:
     keys = ("self_attn.q_proj", "self_attn.v_proj")
-    of = partial(setup, fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2)
-    shared, inputs, outputs, low_rank = 8, 8 + 8, 8 + 4, 2 * 2
-    others = outputs + 2 * low_rank
-    assert layer_memory(of()).after_input == 4 * 10 * (shared + others)
-    # What dropout leaves of it is another for each.
-    assert layer_memory(of(dropout=True)).after_input == 4 * 10 * (inputs + others)
+    layer = layer_memory(
+        setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2, **changes)
+    )
+    inputs, outputs, low_rank = copies * 8, 8 + 4, 2 * 2
+    assert layer.after_input == 4 * 10 * (inputs + outputs + 2 * low_rank)
 
 
 def test_experts_hold_what_each_token_passes_through() -> None:
