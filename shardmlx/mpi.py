@@ -65,7 +65,7 @@ CALLS_TO_LOOK = 8
 LONGEST_PAUSE = 5e-4
 """Between two looks at a message that is waited for, in seconds."""
 
-PART_BYTES = 4 << 20
+PART_BYTES = 1 << 20
 """Longer messages go in parts: who waits for one sees it move, and keeps looking."""
 
 SUM_BYTES = 1 << 30
