@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A step through two stages against the same step on one rank, beside torch's pipelining.
 
-    python scripts/bench/pipeline.py [--only WORD ...] [--split NAME=5,3 ...] [--json FILE]
+    python scripts/bench/pipeline.py [--only WORD ...] [--split NAME=5,3 ...] [--grad-checkpoint]
+                                     [--json FILE]
 
 A Mistral-style model of 8 layers and width 512, all of it trained in float32 with AdamW; 8
 micro-batches of 2 sequences of 256 tokens; a core and a BLAS thread for each rank. The vocabulary
@@ -16,8 +17,9 @@ Contenders, by turns:
                        in the same way; and one rank of it
 
 Efficiency is T1 / (2 T2), each against one rank of its own kind. Peaks are of MLX's arrays, beside
-those of the plan, and of whole processes for torch. Needs pip install '.[bench]' for torch. About
-a quarter of an hour on two cores.
+those of the plan, and of whole processes for torch. With --grad-checkpoint ours compute activations
+again; the others do not. Needs pip install '.[bench]' for torch. About a quarter of an hour on two
+cores.
 """
 
 from __future__ import annotations
