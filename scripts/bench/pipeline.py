@@ -7,7 +7,8 @@
 A Mistral-style model of 8 layers and width 512, all of it trained in float32 with AdamW; 8
 micro-batches of 2 sequences of 256 tokens; a core and a BLAS thread for each rank. The vocabulary
 is small, so that halves are equal; --vocabulary 8192 makes the head as heavy as 1.6 layers: then
-divide by hand. Two dozen processes that rest between their turns need 20 GB.
+divide by hand. --width and --length make memory another mix of weights and activations. Two dozen
+processes that rest between their turns need 20 GB.
 Contenders, by turns:
 
   plain MLX            a loop of the same work without this project; also with mx.compile
@@ -284,9 +285,17 @@ def memory_table(summaries: Mapping[str, Any]) -> Table:
 
 def measure(options: argparse.Namespace) -> None:
     work = QUICK if options.quick else Work()
+    changes = dict(work.changes)
     if options.vocabulary:
-        work = replace(work, changes={**work.changes, "vocab_size": options.vocabulary})
-    work = replace(work, grad_checkpoint=options.grad_checkpoint)
+        changes["vocab_size"] = options.vocabulary
+    if options.width:
+        changes |= {"hidden_size": options.width, "intermediate_size": 11 * options.width // 4}
+    work = replace(
+        work,
+        changes=changes,
+        length=options.length or work.length,
+        grad_checkpoint=options.grad_checkpoint,
+    )
     rounds = options.rounds or work.rounds
     facts = machine()
     given: dict[str, list[tuple[int, ...]]] = {}
@@ -314,6 +323,8 @@ def main() -> None:
         "--split", action="append", default=[], metavar="NAME=5,3", help="layers of each stage"
     )
     parser.add_argument("--vocabulary", type=int, help="of the model")
+    parser.add_argument("--width", type=int, help="of its hidden states")
+    parser.add_argument("--length", type=int, help="tokens of a row")
     parser.add_argument(
         "--traces", type=Path, metavar="DIRECTORY", help="write what ranks did when, by contender"
     )
