@@ -294,6 +294,7 @@ def measure(options: argparse.Namespace) -> None:
         work,
         changes=changes,
         length=options.length or work.length,
+        steps=options.steps or work.steps,
         grad_checkpoint=options.grad_checkpoint,
     )
     rounds = options.rounds or work.rounds
@@ -325,6 +326,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument("--width", type=int, help="of its hidden states")
     parser.add_argument("--length", type=int, help="tokens of a row")
+    parser.add_argument("--steps", type=int, help="of a turn, of which the mean counts")
     parser.add_argument(
         "--traces", type=Path, metavar="DIRECTORY", help="write what ranks did when, by contender"
     )
