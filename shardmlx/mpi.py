@@ -57,7 +57,7 @@ SMALL_BYTES = 1 << 20
 comes over a network, its buffers hold a part."""
 
 SECONDS_TO_SPIN = 1e-3
-"""Any sleep, even one of 0 s, lasts some 50 us longer than it was asked to."""
+"""So long a wait only gives up the core: any sleep, even of 0 s, takes some 50 us too long."""
 
 CALLS_TO_LOOK = 8
 """Open MPI may look at its sockets on every eighth call only (``opal_progress``)."""

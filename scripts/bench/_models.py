@@ -28,6 +28,11 @@ WIDE: dict[str, Any] = {
 """A Mistral-style model of 8 layers and width 512."""
 
 
+def of_width(width: int) -> dict[str, int]:
+    """Changes to ``WIDE``: another width, the inner one in proportion."""
+    return {"hidden_size": width, "intermediate_size": 11 * width // 4}
+
+
 def check_prepared() -> None:
     """SystemExit unless the demo has prepared its model and data."""
     for path in (SMOLLM2, PIRATE):

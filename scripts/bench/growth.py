@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _compare import Table, machine, mpirun, parser_of, publish, run
-from _models import WIDE, check_prepared, make_long_rows, make_wide
+from _models import WIDE, check_prepared, make_long_rows, make_wide, of_width
 from _splits import Splits, write_split
 from _training import as_flags
 
@@ -47,12 +47,7 @@ class Case:
     @property
     def model(self) -> dict[str, int]:
         """Changes to the configuration."""
-        inner = 11 * self.width // 4
-        return {
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.width,
-            "intermediate_size": inner,
-        }
+        return {"num_hidden_layers": self.layers, **of_width(self.width)}
 
     @property
     def flags(self) -> dict[str, Any]:

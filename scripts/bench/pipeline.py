@@ -45,7 +45,7 @@ from _compare import (
     publish,
     verdict,
 )
-from _models import WIDE, check_prepared, make_long_rows, make_wide
+from _models import WIDE, check_prepared, make_long_rows, make_wide, of_width
 from _splits import even, write_split
 from _training import as_flags, path_of, step_seconds, training
 from _turns import Contender, warmed_up
@@ -289,7 +289,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.vocabulary:
         changes["vocab_size"] = options.vocabulary
     if options.width:
-        changes |= {"hidden_size": options.width, "intermediate_size": 11 * options.width // 4}
+        changes |= of_width(options.width)
     work = replace(
         work,
         changes=changes,
