@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from shardmlx.models.places import Places
+from shardmlx.models.packed_positions import Places
 
 
 class KeyedDropout(nn.Module):

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models import ministral3
 from mlx_lm.models.base import create_attention_mask
 
-from shardmlx.models.places import Places
+from shardmlx.models.packed_positions import Places
 
 
 class LayerCall(Protocol):

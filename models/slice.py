@@ -20,7 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.families import FAMILIES, Cached, LayerCall
-from shardmlx.models.places import Places
+from shardmlx.models.packed_positions import Places
 
 EMBEDDING = "model.embed_tokens"
 

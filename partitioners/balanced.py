@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmlx.partitioners.evenest import evenest, exact_load
 from shardmlx.partitioners.problem import Problem
-from shardmlx.stage_map import StageMap
+from shardmlx.pipeline.stage_map import StageMap
 
 
 def balanced(problem: Problem) -> StageMap:

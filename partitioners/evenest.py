@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from shardmlx.partitioners.costs import LayerCosts
-from shardmlx.stage_map import Partition
+from shardmlx.pipeline.stage_map import Partition
 
 Load = Callable[[int, int, int], float]
 """(stage, start, stop) -> how heavy the stage is with these layers; more layers, no lighter."""

@@ -14,7 +14,7 @@ from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_f
 from shardmlx.partitioners.orders import Orders, kinds_of, orders_to_try
 from shardmlx.partitioners.problem import Problem
 from shardmlx.partitioners.shortest import Path, Tables, shortest
-from shardmlx.stage_map import Partition, StageMap
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 _ROUNDING = 1e-12
 """Relative; sums that differ by less are equal."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shardmlx.errors import UserError
 from shardmlx.partitioners.evenest import evenest
 from shardmlx.partitioners.problem import Problem
-from shardmlx.stage_map import Partition, StageMap
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
 def memory(problem: Problem) -> StageMap:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners.problem import Partitioner, Problem
-from shardmlx.stage_map import StageMap
+from shardmlx.pipeline.stage_map import StageMap
 
 GROUP = "shardmlx.partitioners"
 

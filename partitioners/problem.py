@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardmlx.partitioners.costs import LayerCosts
-from shardmlx.stage_map import Partition, StageMap
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 UNITS = ("FLOPs", "seconds")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardmlx.errors import UserError
 from shardmlx.partitioners.balanced import balanced
 from shardmlx.partitioners.problem import Problem
-from shardmlx.stage_map import StageMap
+from shardmlx.pipeline.stage_map import StageMap
 
 
 def profiled(problem: Problem) -> StageMap:

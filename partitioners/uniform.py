@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardmlx.partitioners.problem import Problem
-from shardmlx.stage_map import Partition, StageMap
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
 def uniform(problem: Problem) -> StageMap:

@@ -28,15 +28,15 @@ from types import FrameType
 import _spoil
 
 from shardmlx import inspect, plan
-from shardmlx.checkpoint_store import FileInfo, Manifest
-from shardmlx.config import load_config
+from shardmlx.checkpoint.run_identity import check_identity
+from shardmlx.checkpoint.store import FileInfo, Manifest
+from shardmlx.config.train import load_config
+from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.errors import UserError
-from shardmlx.hostfile import read_hostfile
-from shardmlx.inspection import planned_tensors
-from shardmlx.profile_file import read_profile
-from shardmlx.run_identity import check_identity
-from shardmlx.safetensors_header import INDEX_FILE, LENGTH_BYTES, read_header
-from shardmlx.stage_map import read_stage_map
+from shardmlx.modelfiles.parts import planned_tensors
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE, LENGTH_BYTES, read_header
+from shardmlx.pipeline.stage_map import read_stage_map
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shardmlx.chat_config import ChatConfig, load_config
-from shardmlx.environment import Blas
-from shardmlx.mpi_command import run_ranks
+from shardmlx.common.environment import Blas
+from shardmlx.config.chat import ChatConfig, load_config
+from shardmlx.distributed.run_ranks import run_ranks
 
 if TYPE_CHECKING:
-    from shardmlx.transport import Transport
+    from shardmlx.distributed.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[ChatConfig, Transport, Blas], None]:
-    from shardmlx.chatting import run
+    from shardmlx.inference.chat import run
 
     return run
 

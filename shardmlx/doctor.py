@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmlx.command import run_command
-from shardmlx.doctor_config import STDOUT, DoctorConfig, load_config
-from shardmlx.doctor_report import deliver, progress, visit_content, visit_text
-from shardmlx.doctor_ssh import visit
-from shardmlx.environment import Blas, launched_rank
+from shardmlx.common.cli import run_command
+from shardmlx.common.environment import Blas, launched_rank
+from shardmlx.common.reporter import check_writable
+from shardmlx.config.doctor import STDOUT, DoctorConfig, load_config
+from shardmlx.distributed.run_ranks import run_ranks
 from shardmlx.errors import UserError
-from shardmlx.mpi_command import run_ranks
-from shardmlx.report import check_writable
+from shardmlx.hosts.doctor_report import deliver, progress, visit_content, visit_text
+from shardmlx.hosts.doctor_ssh import visit
 
 if TYPE_CHECKING:
-    from shardmlx.transport import Transport
+    from shardmlx.distributed.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def _ask_with_ssh(given: Sequence[str]) -> int:
 
 
 def _load() -> Callable[[DoctorConfig, Transport, Blas], None]:
-    from shardmlx.doctor_run import run
+    from shardmlx.hosts.doctor_mpi import run
 
     return run
 

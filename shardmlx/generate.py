@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shardmlx.environment import Blas
-from shardmlx.generate_config import GenerateConfig, load_config
-from shardmlx.mpi_command import run_ranks
+from shardmlx.common.environment import Blas
+from shardmlx.config.generate import GenerateConfig, load_config
+from shardmlx.distributed.run_ranks import run_ranks
 
 if TYPE_CHECKING:
-    from shardmlx.transport import Transport
+    from shardmlx.distributed.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[GenerateConfig, Transport, Blas], None]:
-    from shardmlx.generation import run
+    from shardmlx.inference.generate import run
 
     return run
 

@@ -11,11 +11,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shardmlx.command import OneLineParser, run_command
+from shardmlx.common.cli import OneLineParser, run_command
+from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
 from shardmlx.errors import UserError
-from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
-from shardmlx.inspection import Inspection, inspect_files
-from shardmlx.inspection_report import (
+from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
+from shardmlx.modelfiles.parts import Inspection, inspect_files
+from shardmlx.modelfiles.verify import checksums_to_compare, verify
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.pipeline.stage_map import StageMap, read_stage_map
+from shardmlx.planning.model_report import (
     as_json,
     part_table,
     rank_report,
@@ -23,11 +27,7 @@ from shardmlx.inspection_report import (
     summary,
     verification_report,
 )
-from shardmlx.model_source import ModelFiles, find_source, read_model
-from shardmlx.partitioners import DoesNotFitError
-from shardmlx.shards import Generation, Split, divide
-from shardmlx.stage_map import StageMap, read_stage_map
-from shardmlx.verify import checksums_to_compare, verify
+from shardmlx.planning.weight_split import Generation, Split, divide
 
 DEFAULT_PARTITIONER = "balanced"
 

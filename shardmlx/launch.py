@@ -18,16 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shardmlx import profile
-from shardmlx.checkpoint_store import MARKER, Store
-from shardmlx.command import OneLineParser, run_command
-from shardmlx.config import TrainConfig, load_given_config
+from shardmlx.checkpoint.store import MARKER, Store
+from shardmlx.common.cli import OneLineParser, run_command
+from shardmlx.config.train import TrainConfig, load_given_config
+from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import Stopped, UserError, one_line
-from shardmlx.hostfile import Machine, machine_of_each_rank, read_hostfile
-from shardmlx.hosts_check import Way, addresses_of, check_hosts, is_local, without_hosts
-from shardmlx.mpirun_command import Job, find_mpirun, replaced
-from shardmlx.replan import plan_again
-from shardmlx.restarts import FAILED, Attempt, after, changes
-from shardmlx.supervise import Supervisor
+from shardmlx.hosts.degraded_layout import plan_again
+from shardmlx.hosts.mpirun import Job, find_mpirun, replaced
+from shardmlx.hosts.reachability import Way, addresses_of, check_hosts, is_local, without_hosts
+from shardmlx.hosts.restart_policy import FAILED, Attempt, after, changes
+from shardmlx.hosts.supervisor import Supervisor
 
 MAX_RESTARTS = 3
 

@@ -13,26 +13,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmlx.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
-from shardmlx.command import OneLineParser, run_command
-from shardmlx.config import TrainConfig, load_given_config
-from shardmlx.draw import timeline
+from shardmlx.common.cli import OneLineParser, run_command
+from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.train import TrainConfig, load_given_config
+from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
+from shardmlx.costmodel.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
+from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.costmodel.memory_limits import limited
+from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
-from shardmlx.layer_memory import BACKENDS
-from shardmlx.memory_limits import limited
-from shardmlx.mesh import Mesh
-from shardmlx.model_source import open_model
+from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
-from shardmlx.picture import check_picture, draw_schedule
-from shardmlx.plan_report import as_json, report
-from shardmlx.planner import Choice, Limits, TooManyMachinesError, choose
-from shardmlx.remedies import remedies
-from shardmlx.report import Reporter, check_writable
-from shardmlx.schedule_report import show_schedule
-from shardmlx.schedules import SCHEDULES
-from shardmlx.stage_map import StageMap, read_stage_map, write_stage_map
-from shardmlx.workload import Workload
+from shardmlx.pipeline.figure import check_picture, draw_schedule
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.report import show_schedule
+from shardmlx.pipeline.schedules import SCHEDULES
+from shardmlx.pipeline.stage_map import StageMap, read_stage_map, write_stage_map
+from shardmlx.pipeline.text_timeline import timeline
+from shardmlx.planning.report import as_json, report
+from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
+from shardmlx.planning.suggestions import remedies
 
 AUTO = "auto"
 

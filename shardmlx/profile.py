@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmlx.command import OneLineParser
-from shardmlx.config import TrainConfig, load_config
-from shardmlx.environment import Blas
+from shardmlx.common.cli import OneLineParser
+from shardmlx.common.environment import Blas
+from shardmlx.config.train import TrainConfig, load_config
+from shardmlx.distributed.run_ranks import run_ranks
 from shardmlx.errors import UserError
-from shardmlx.mpi_command import run_ranks
 
 if TYPE_CHECKING:
-    from shardmlx.transport import Transport
+    from shardmlx.distributed.transport import Transport
 
 MEASURED_PARTS = (8, 2, 1)
 """Sequences of --max-seq-length tokens divided by these are measured."""
@@ -90,7 +90,7 @@ def _lengths(text: str | None, config: TrainConfig) -> tuple[int, ...]:
 
 
 def _load() -> Callable[[ProfileOptions, Transport, Blas], None]:
-    from shardmlx.profiling import run
+    from shardmlx.training.profiling import run
 
     return lambda options, *rest: run(options.config, options.shapes, options.output, *rest)
 

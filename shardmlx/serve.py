@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shardmlx.environment import Blas
-from shardmlx.http_packages import check_packages
-from shardmlx.mpi_command import run_ranks
-from shardmlx.serve_config import ServeConfig, load_config
+from shardmlx.common.environment import Blas
+from shardmlx.config.serve import ServeConfig, load_config
+from shardmlx.distributed.run_ranks import run_ranks
+from shardmlx.server.packages import check_packages
 
 if TYPE_CHECKING:
-    from shardmlx.transport import Transport
+    from shardmlx.distributed.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[ServeConfig, Transport, Blas], None]:
-    from shardmlx.serving import run
+    from shardmlx.server.run import run
 
     return run
 

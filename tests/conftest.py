@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 

@@ -6,7 +6,7 @@ round. Messages hold 256 bytes. GPipe: no action waits for an answer to the one 
 
 from __future__ import annotations
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 
@@ -20,15 +20,15 @@ from typing import Any, cast  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from shardmlx.batches import MicroBatch  # noqa: E402
-from shardmlx.engine import Engine  # noqa: E402
-from shardmlx.mesh import Mesh  # noqa: E402
-from shardmlx.run_plan import Plan  # noqa: E402
-from shardmlx.stage import Stage  # noqa: E402
-from shardmlx.stage_map import Partition, StageMap  # noqa: E402
-from shardmlx.transport import new_buffer  # noqa: E402
+from shardmlx.distributed.transport import new_buffer  # noqa: E402
+from shardmlx.engine.batches import MicroBatch  # noqa: E402
+from shardmlx.engine.engine import Engine  # noqa: E402
+from shardmlx.engine.stage import Stage  # noqa: E402
+from shardmlx.pipeline.mesh import Mesh  # noqa: E402
+from shardmlx.pipeline.plan import Plan  # noqa: E402
+from shardmlx.pipeline.stage_map import Partition, StageMap  # noqa: E402
 
-from shardmlx.mpi import MPITransport  # isort: skip  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport  # isort: skip  # noqa: E402
 
 WIDTH = 64
 

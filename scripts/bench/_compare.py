@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmlx.tables import columns
+from shardmlx.common.formatting import columns
 
 T = TypeVar("T")
 

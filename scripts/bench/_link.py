@@ -7,7 +7,7 @@ Buffers are MLX's in both, so only the way to MPI differs.
 
 from __future__ import annotations
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 
@@ -19,8 +19,8 @@ from typing import Any, Protocol  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 
-from shardmlx.mpi import MPITransport  # noqa: E402
-from shardmlx.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport  # noqa: E402
+from shardmlx.distributed.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer  # noqa: E402
 
 from mpi4py import MPI  # isort: skip  # noqa: E402
 

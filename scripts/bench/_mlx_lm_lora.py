@@ -6,7 +6,7 @@ by itself computes with a BLAS that is 16 times as slow, and there would be noth
 
 from __future__ import annotations
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 

@@ -8,7 +8,7 @@ Rests after each turn of ``--steps`` steps.
 
 from __future__ import annotations
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 

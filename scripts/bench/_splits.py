@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.cluster import Cluster, read_profiles
-from shardmlx.config import TrainConfig
-from shardmlx.hostfile import Machine
-from shardmlx.mesh import Mesh
-from shardmlx.model_source import open_model
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster, read_profiles
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.predict import Prediction, predict
+from shardmlx.costmodel.workload import Workload
+from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import get_partitioner
-from shardmlx.planning import divide_batch
-from shardmlx.predict import Prediction, predict
-from shardmlx.problems import Candidate, make_problem, plan_of
-from shardmlx.schedules import get_schedule
-from shardmlx.stage_map import Partition, StageMap, write_stage_map
-from shardmlx.workload import Workload
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.pipeline.stage_map import Partition, StageMap, write_stage_map
+from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
 
 
 @dataclass(frozen=True)

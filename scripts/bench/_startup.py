@@ -17,9 +17,9 @@ from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from shardmlx.config import load_config  # noqa: E402
-from shardmlx.environment import launched_rank  # noqa: E402
-from shardmlx.mpi_command import run_ranks  # noqa: E402
+from shardmlx.common.environment import launched_rank  # noqa: E402
+from shardmlx.config.train import load_config  # noqa: E402
+from shardmlx.distributed.run_ranks import run_ranks  # noqa: E402
 
 PARTS = {
     "find_weights": "finding the model",
@@ -30,7 +30,7 @@ PARTS = {
     "read_tokenizer": "tokenizer and data",
     "read_data": "tokenizer and data",
 }
-"""What of ``shardmlx.job`` is timed, and under which name."""
+"""What of ``shardmlx.training.setup`` is timed, and under which name."""
 
 LOADING = "loading weights"
 
@@ -73,14 +73,16 @@ def main() -> int:
 
     def load() -> Callable[..., None]:
         reached("options")
-        from shardmlx.training_report import TrainingReport
+        from shardmlx.training.report import TrainingReport
 
-        job: Any = importlib.import_module("shardmlx.job")
-        trainer: Any = importlib.import_module("shardmlx.trainer")
-        supply: Any = importlib.import_module("shardmlx.weight_supply")
+        job: Any = importlib.import_module("shardmlx.training.setup")
+        trainer: Any = importlib.import_module("shardmlx.training.trainer")
+        supply: Any = importlib.import_module("shardmlx.loading.transfer")
         for function, name in PARTS.items():
             if not hasattr(job, function):
-                raise SystemExit(f"shardmlx.job has no {function} any more: mend {__file__}")
+                raise SystemExit(
+                    f"shardmlx.training.setup has no {function} any more: mend {__file__}"
+                )
             setattr(job, function, timed(name, getattr(job, function)))
         read_all = timed(LOADING, supply.Weights.load)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from _turns import Turns
 
-from shardmlx.config import load_config
-from shardmlx.environment import launched_rank
-from shardmlx.mpi_command import run_ranks
+from shardmlx.common.environment import launched_rank
+from shardmlx.config.train import load_config
+from shardmlx.distributed.run_ranks import run_ranks
 
 
 def main() -> int:
@@ -32,9 +32,9 @@ def main() -> int:
         return [event for event in events if event["event"] == name][-1]
 
     def load() -> Callable[..., None]:
-        from shardmlx.training_report import TrainingReport
+        from shardmlx.training.report import TrainingReport
 
-        trainer: Any = importlib.import_module("shardmlx.trainer")
+        trainer: Any = importlib.import_module("shardmlx.training.trainer")
 
         class RestingReport(TrainingReport):
             def step(self, *given: Any) -> None:

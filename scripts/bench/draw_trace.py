@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmlx.actions import Action, Kind
-from shardmlx.trace import Span
+from shardmlx.engine.trace import Span
+from shardmlx.pipeline.actions import Action, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

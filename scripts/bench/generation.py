@@ -71,7 +71,7 @@ def own_core(rank: int) -> None:
 
 def mlx_lm(model_path: str, *, pipeline: bool) -> None:
     """mlx-lm: one text by ``generate_step``, more by ``BatchGenerator``."""
-    from shardmlx.environment import prepare
+    from shardmlx.common.environment import prepare
 
     rank = int(os.environ.get("MLX_RANK", "0"))
     own_core(rank)
@@ -115,17 +115,17 @@ def mlx_lm(model_path: str, *, pipeline: bool) -> None:
 
 def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     """This project, on the ranks that mpirun has started."""
-    from shardmlx.environment import launched_rank, prepare
+    from shardmlx.common.environment import launched_rank, prepare
 
     own_core(launched_rank())
     prepare()
-    from shardmlx.choice import Choice
-    from shardmlx.inference import Follower, Leader
-    from shardmlx.loading import build_to_generate
+    from shardmlx.inference.pipeline import Follower, Leader
+    from shardmlx.inference.sampling_params import Choice
+    from shardmlx.inference.scheduler import Scheduler
+    from shardmlx.loading.build import build_to_generate
     from shardmlx.models.slice import Slice
-    from shardmlx.token_schedule import Scheduler
 
-    from shardmlx import mpi  # isort: skip
+    from shardmlx.distributed import mpi  # isort: skip
 
     transport = mpi.MPITransport(600.0)
     model = build_to_generate(Path(model_path), dtype=None, adapter_path=None, seed=0)
@@ -168,7 +168,7 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
 
 def as_qwen2(source: Path) -> Path:
     """A Llama with tied embeddings as a Qwen2 that computes the same, beside ``source``."""
-    from shardmlx.environment import prepare
+    from shardmlx.common.environment import prepare
 
     prepare()
     import mlx.core as mx

@@ -27,7 +27,7 @@ from _models import WIDE, check_prepared, make_long_rows, make_wide, of_width
 from _splits import Splits, write_split
 from _training import as_flags
 
-from shardmlx.config import TrainConfig
+from shardmlx.config.train import TrainConfig
 
 LAYERS_A_RANK = 4
 MOST_MEASURED = 4

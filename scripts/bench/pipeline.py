@@ -50,7 +50,7 @@ from _splits import even, write_split
 from _training import as_flags, path_of, step_seconds, training
 from _turns import Contender, warmed_up
 
-from shardmlx.schedules import SCHEDULES, get_schedule
+from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2

@@ -11,10 +11,10 @@ import random
 import time
 from collections.abc import Callable
 
-from shardmlx.lowering import lower, validate
+from shardmlx.common.formatting import columns
 from shardmlx.partitioners import LayerCosts, Problem, hetero
-from shardmlx.schedules import SCHEDULES, compute_actions, get_schedule
-from shardmlx.tables import columns
+from shardmlx.pipeline.lowering import lower, validate
+from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
 
 STAGES, MICROBATCHES = 256, 1024
 LAYERS, MACHINES, KINDS = 100, 16, 4

@@ -20,8 +20,8 @@ from pathlib import Path
 from _compare import mpirun, run
 from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
 
-from shardmlx.schedules import SCHEDULES
-from shardmlx.tables import columns
+from shardmlx.common.formatting import columns
+from shardmlx.pipeline.schedules import SCHEDULES
 
 STEPS, WINDOW = 6, 2
 """Steps of a run, and those that are reported together. The first report is warm-up; of the

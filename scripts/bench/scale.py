@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.cluster import Cluster
-from shardmlx.config import TrainConfig
+from shardmlx.common.formatting import columns, size
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.hostfile import Machine
-from shardmlx.model_source import open_model
-from shardmlx.picture import draw_schedule
-from shardmlx.plan_report import as_json, binding
-from shardmlx.planner import Choice, Limits, choose
-from shardmlx.tables import columns, size
-from shardmlx.workload import Workload
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.pipeline.figure import draw_schedule
+from shardmlx.planning.report import as_json, binding
+from shardmlx.planning.search import Choice, Limits, choose
 
 GIB = 2**30
 

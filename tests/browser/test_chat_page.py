@@ -16,8 +16,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from tests.helpers.mpirun import ROOT, Running
 from tests.mpi.conftest import small_directory, tokenizer_directory
-from tests.mpi.mpirun import ROOT, Running
 
 KEY = "a-secret"
 PATIENCE = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from selenium import webdriver
 
-PAGE = Path(__file__).parents[2] / "shardmlx" / "pages" / "chat.html"
+PAGE = Path(__file__).parents[2] / "shardmlx" / "server" / "pages" / "chat.html"
 
 
 @pytest.fixture(scope="module")

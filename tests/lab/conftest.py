@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import Lab, two_hosts
+from tests.helpers.hosts import Lab, two_hosts
 from tests.mpi.conftest import pirate, small, small_tokenizer
 
 __all__ = ["lab", "pirate", "small", "small_tokenizer"]

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from shardmlx.hostfile import read_hostfile
-from tests.lab.hosts import Lab, hosts
-from tests.mpi.mpirun import Job, mpirun
+from shardmlx.costmodel.hostfile import read_hostfile
+from tests.helpers.hosts import Lab, hosts
+from tests.helpers.mpirun import Job, mpirun
 
 LIMIT = 100e6 / 8
 """Bytes a second."""

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import TMP, Lab
-from tests.markdown import Block, anchors, blocks, links
+from tests.helpers.hosts import TMP, Lab
+from tests.helpers.markdown import Block, anchors, blocks, links
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import ROOT, mpirun
 from tests.mpi.conftest import small_directory
-from tests.mpi.mpirun import ROOT, mpirun
-from tests.support import load_weights
 
 GUIDE = ROOT / "docs" / "guide.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

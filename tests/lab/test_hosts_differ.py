@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardmlx
-from tests.lab.hosts import Lab
-from tests.mpi.mpirun import ROOT, Job, mpirun
+from tests.helpers.hosts import Lab
+from tests.helpers.mpirun import ROOT, Job, mpirun
 
 HERE, THERE = shardmlx.__version__, "0.0.9"
 

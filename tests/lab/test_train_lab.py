@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import hosts
-from tests.mpi.mpirun import events, mpirun, train_well
+from tests.helpers.hosts import hosts
+from tests.helpers.mpirun import events, mpirun, train_well
 
 STEPS, SAVED_EVERY = 12, 4
 TRAIN = (

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.lab.hosts import Lab, hosts
-from tests.mpi.mpirun import PROGRAMS, Job, mpirun
+from tests.helpers.hosts import Lab, hosts
+from tests.helpers.mpirun import PROGRAMS, Job, mpirun
 
 
 def run_until(lab: Lab, event: Callable[[dict[int, int]], None]) -> tuple[Job, float]:

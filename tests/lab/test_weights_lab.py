@@ -8,8 +8,8 @@ from pathlib import Path
 
 import mlx_lm
 
-from tests.lab.hosts import Lab
-from tests.mpi.mpirun import mpirun
+from tests.helpers.hosts import Lab
+from tests.helpers.mpirun import mpirun
 
 PROMPT = "Who sails on the sea?"
 TOKENS = 8

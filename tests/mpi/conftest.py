@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.mpi.mpirun import ROOT
-from tests.support import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.mpirun import ROOT
 
 ROWS = {"train": 32, "valid": 16, "test": 14}
 """Of each data set: ten steps of four rows begin a second epoch."""

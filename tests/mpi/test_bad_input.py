@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.mpi.mpirun import train
+from tests.helpers.mpirun import train
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.mpirun import Job, mpirun
+from tests.helpers.mpirun import Job, mpirun
 from tests.mpi.test_generate import mlx_lm
 
 

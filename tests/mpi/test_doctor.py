@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.hostfile import read_hostfile
-from tests.mpi.mpirun import mpirun
+from shardmlx.costmodel.hostfile import read_hostfile
+from tests.helpers.mpirun import mpirun
 
 DOCTOR = ("-m", "shardmlx.doctor", "--seconds", "0.1")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mpi import engine_checks
-from tests.mpi.mpirun import run_checks, verdict
+from tests.helpers import engine_checks
+from tests.helpers.mpirun import run_checks, verdict
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.checkpoint_store import Store
-from tests.mpi.mpirun import PROGRAMS, Running, mpirun, train
+from shardmlx.checkpoint.store import Store
+from tests.helpers.mpirun import PROGRAMS, Running, mpirun, train
 
 
 @pytest.fixture

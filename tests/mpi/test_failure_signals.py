@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.mpirun import PROGRAMS, SECONDS_TO_END, Job, mpirun
+from tests.helpers.mpirun import PROGRAMS, SECONDS_TO_END, Job, mpirun
 
 
 def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.mpirun import PROGRAMS, ROOT, Job, mpirun, train_well
+from tests.helpers.mpirun import PROGRAMS, ROOT, Job, mpirun, train_well
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.costmodel.hostfile import machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
-from shardmlx.hostfile import machine_of_each_rank, read_hostfile
-from tests.mpi.mpirun import ROOT
+from tests.helpers.mpirun import ROOT
 
 EXAMPLES = sorted((ROOT / "hostfiles").iterdir())
 

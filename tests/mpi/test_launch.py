@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.mpi.mpirun import ROOT, Running, events, train_well
-from tests.support import load_weights
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import ROOT, Running, events, train_well
 
 STEPS = 24
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.mpi.mpirun import events, train_many
-from tests.support import load_weights
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import events, train_many
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),

@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.mpirun import PROGRAMS, mpirun
 from tests.mpi.conftest import SMALL_VOCABULARY
-from tests.mpi.mpirun import PROGRAMS, mpirun
-from tests.support import save_model_directory, tiny_config
 
 LAYERS = 8
 SLACK = 1_000_000

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train
-from tests.support import load_weights
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
-from tests.mpi.mpirun import Job, events, train_many, train_well
-from tests.support import load_weights
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import Job, events, train_many, train_well
 
 Arguments = list[str | Path]
 

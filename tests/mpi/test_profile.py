@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.plan import main as plan
-from shardmlx.profile_file import read_profile
-from tests.mpi.mpirun import Job, events, mpirun, train, train_well
+from tests.helpers.mpirun import Job, events, mpirun, train, train_well
 
 LAYERS = 8
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train, train_many
-from tests.support import load_weights
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train, train_many
 
 COMMON: dict[str, Any] = {
     "seed": 5,

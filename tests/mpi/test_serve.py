@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.mpi.mpirun import Running, mpirun
+from tests.helpers.mpirun import Running, mpirun
 from tests.mpi.test_generate import mlx_lm
 
 SECONDS_TO_START = 60.0

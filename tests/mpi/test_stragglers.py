@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardmlx.stage_map import Partition, StageMap, read_stage_map, write_stage_map
-from tests.mpi.mpirun import PROGRAMS, events, mpirun, train_well
+from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
+from tests.helpers.mpirun import PROGRAMS, events, mpirun, train_well
 
 
 def flags(model: Path, data: Path, tmp_path: Path, steps: int) -> list[str | Path]:

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from shardmlx.local_transport import LocalNetwork, LocalTransport
-from shardmlx.transport import PeerLost
-from tests.mpi import transport_checks
-from tests.mpi.mpirun import PROGRAMS, SECONDS_TO_END, mpirun, run_checks, verdict
-from tests.mpi.transport_checks import CHECKS
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.transport import PeerLost
+from tests.helpers import transport_checks
+from tests.helpers.mpirun import PROGRAMS, SECONDS_TO_END, mpirun, run_checks, verdict
+from tests.helpers.transport_checks import CHECKS
 
 SIZES = (2, 3, 4)
 """Three: sums over a number of ranks that is no power of two."""

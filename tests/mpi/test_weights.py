@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.mpirun import PROGRAMS, Job, events, mpirun, train_well
-from tests.unit.hub_server import File, Hub, serve
+from tests.helpers.hub_server import File, Hub, serve
+from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train_well
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 SAY = ("--prompt", PROMPT, "--max-tokens", "12")

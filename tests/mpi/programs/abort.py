@@ -1,6 +1,6 @@
 """Rank 1 gives up, by ``Transport.abort`` or with ``--die`` by a signal; the others wait for it."""
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 
@@ -8,7 +8,7 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 
-from shardmlx.mpi import MPITransport  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport  # noqa: E402
 
 transport = MPITransport(timeout=600.0)
 transport.barrier()

@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from shardmlx.environment import launched_rank
+from shardmlx.common.environment import launched_rank
 
 module, homes, *arguments = sys.argv[1:]
 rank = launched_rank()
@@ -28,7 +28,7 @@ def fail(*_: object) -> None:
 
 
 if str(rank) == os.environ.get("SHARDMLX_TEST_BREAKS"):
-    from shardmlx.weight_cache import PartialCopy
+    from shardmlx.loading.partial_copy import PartialCopy
 
     PartialCopy.write = fail  # type: ignore[assignment, method-assign]
 

@@ -11,8 +11,8 @@ from shardmlx import generate  # noqa: E402 - argv first
 
 
 def failing() -> Any:
-    from shardmlx.generation import run
-    from shardmlx.inference import Pipeline
+    from shardmlx.inference.generate import run
+    from shardmlx.inference.pipeline import Pipeline
 
     compute = Pipeline._compute
     seen = []

@@ -10,12 +10,12 @@ import sys
 import time
 from typing import Any
 
-from shardmlx.environment import launched_rank, prepare
+from shardmlx.common.environment import launched_rank, prepare
 
 prepare()
 
+from shardmlx.engine.stage import Stage  # noqa: E402
 from shardmlx.models.slice import Slice  # noqa: E402
-from shardmlx.stage import Stage  # noqa: E402
 from shardmlx.train import main  # noqa: E402
 
 rank, when, how, *arguments = sys.argv[1:]

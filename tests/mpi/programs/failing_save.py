@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.environment import launched_rank, prepare
+from shardmlx.common.environment import launched_rank, prepare
 
 prepare()
 
-from shardmlx.checkpoint_writer import Snapshot  # noqa: E402
+from shardmlx.checkpoint.writer import Snapshot  # noqa: E402
 from shardmlx.train import main  # noqa: E402
 
 how, *arguments = sys.argv[1:]

@@ -5,7 +5,7 @@ all is loaded and until the run is over, 0 where the system does not count them;
 while loading; and its memory limit.
 """
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 blas = prepare()
 
@@ -15,11 +15,11 @@ from pathlib import Path  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 
-from shardmlx.config import load_config  # noqa: E402
-from shardmlx.job import prepare_job  # noqa: E402
-from shardmlx.mpi import MPITransport  # noqa: E402
-from shardmlx.report import Reporter  # noqa: E402
-from shardmlx.trainer import Trainer  # noqa: E402
+from shardmlx.common.reporter import Reporter  # noqa: E402
+from shardmlx.config.train import load_config  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport  # noqa: E402
+from shardmlx.training.setup import prepare_job  # noqa: E402
+from shardmlx.training.trainer import Trainer  # noqa: E402
 
 
 def bytes_read() -> int:

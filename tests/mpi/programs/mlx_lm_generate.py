@@ -1,6 +1,6 @@
 """mlx_lm.generate's own main, in one process, in the environment of this project."""
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 

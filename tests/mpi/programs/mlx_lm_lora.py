@@ -4,7 +4,7 @@ Its losses go, at full precision, to the file's name with .json: lists "train" a
 (iteration, loss), "learning_rate" of each iteration, and "test".
 """
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 

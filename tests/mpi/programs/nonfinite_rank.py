@@ -4,13 +4,13 @@ gradients of its third step."""
 import sys
 from collections.abc import Callable
 
-import shardmlx.environment
+import shardmlx.common.environment
 
-shardmlx.environment.prepare()
+shardmlx.common.environment.prepare()
 
 import mlx.core as mx  # noqa: E402
 
-from shardmlx.reduce import GradientReducer  # noqa: E402
+from shardmlx.engine.gradient_reducer import GradientReducer  # noqa: E402
 from shardmlx.train import main  # noqa: E402
 
 norm = GradientReducer.norm

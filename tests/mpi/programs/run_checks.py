@@ -4,7 +4,7 @@ Every rank writes one JSON line a check to DIRECTORY/rank-R.jsonl: its name, and
 it failed. A failure ends the job, for the other ranks would wait for ever.
 """
 
-from shardmlx.environment import prepare
+from shardmlx.common.environment import prepare
 
 prepare()
 
@@ -14,7 +14,7 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from shardmlx.mpi import MPITransport  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport  # noqa: E402
 
 module, directory = sys.argv[1:]
 transport = MPITransport(timeout=20.0)

@@ -5,11 +5,11 @@ import sys
 import time
 from typing import Any
 
-from shardmlx.environment import launched_rank, prepare
+from shardmlx.common.environment import launched_rank, prepare
 
 prepare()
 
-from shardmlx.stage import Stage  # noqa: E402
+from shardmlx.engine.stage import Stage  # noqa: E402
 from shardmlx.train import main  # noqa: E402
 
 forward = Stage.forward

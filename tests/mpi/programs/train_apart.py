@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardmlx.environment import launched_rank
+from shardmlx.common.environment import launched_rank
 from shardmlx.train import main
 
 home = Path(sys.argv[1].split(",")[launched_rank()])

@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from shardmlx.environment import Blas
+from shardmlx.common.environment import Blas
+from shardmlx.distributed.run_ranks import run_ranks
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import Stopped
-from shardmlx.mpi_command import run_ranks
-from shardmlx.transport import Transport
 
 phase, directory = sys.argv[1:]
 

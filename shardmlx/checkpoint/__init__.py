@@ -1,0 +1,1 @@
+"""Writing, finding, reading and exporting a run's state."""

@@ -1,0 +1,217 @@
+"""Finds the checkpoint to go on from, and gives every rank its part of it, whatever the layout.
+
+Files may lie on several disks, and a rank may see none of them. Whoever has a sound copy sends
+the tensors, one by one, to the ranks that need them and have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from shardmlx.checkpoint.export import SAFETENSORS_NAMES
+from shardmlx.checkpoint.placement import Disks
+from shardmlx.checkpoint.store import Manifest, Store, name_of
+from shardmlx.distributed.byte_stream import Outgoing, incoming
+from shardmlx.distributed.transport import OBJECT_TAG, Transport, buffer_of, new_buffer
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import Header, read_header
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A sound checkpoint. ``disks[file]`` are the disks with a sound copy of each of its files."""
+
+    store: Store
+    seen_by: Disks
+    manifest: Manifest
+    disks: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was found, and what was passed over: by step, what is wrong with it."""
+
+    found: Found | None
+    faults: Mapping[int, str]
+
+
+def find_checkpoint(
+    transport: Transport, store: Store, disks: Disks, step: int | None = None
+) -> Search:
+    """The newest sound checkpoint on any disk, or that of ``step``. Collective.
+
+    Every file is read once on each disk that has it; the ranks that see a disk share the work.
+    """
+    newest_first = _manifests(transport, store, disks)
+    faults: dict[int, str] = {}
+    for candidate in sorted(newest_first, reverse=True):
+        if step is not None and candidate != step:
+            continue
+        # One step may lie about in several versions: of a run that was set back, on a disk that
+        # was away meanwhile. The one that most disks have is the one that was completed last.
+        versions = newest_first[candidate]
+        manifests = [each for each in versions.values() if isinstance(each, Manifest)]
+        problems = [each for each in versions.values() if isinstance(each, str)]
+        distinct = [each for i, each in enumerate(manifests) if each not in manifests[:i]]
+        for manifest in sorted(distinct, key=manifests.count, reverse=True):
+            holders = [disk for disk, each in versions.items() if each == manifest]
+            sound, wrong = _check(transport, store, disks, manifest, holders)
+            if not wrong:
+                return Search(Found(store, disks, manifest, sound), faults)
+            problems += wrong
+        faults[candidate] = problems[0]
+    return Search(None, faults)
+
+
+def _manifests(
+    transport: Transport, store: Store, disks: Disks
+) -> dict[int, dict[int, Manifest | str]]:
+    """By step and disk, what the checkpoints say of themselves, or what is wrong with them."""
+    what = "looking for checkpoints"
+    mine: dict[int, Manifest | str] = {}
+    if disks.leader(transport.rank) == transport.rank:
+        for step in store.steps():
+            try:
+                mine[step] = store.manifest(step)
+            except UserError as error:
+                mine[step] = str(error)
+    found: dict[int, dict[int, Manifest | str]] = {}
+    for rank, theirs in enumerate(transport.all_gather(mine, what)):
+        for step, manifest in theirs.items():
+            found.setdefault(step, {})[disks.of(rank)] = manifest
+    return found
+
+
+def _check(
+    transport: Transport, store: Store, disks: Disks, manifest: Manifest, holders: Sequence[int]
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """The disks with a sound copy of each file; and, where a file has none, what is wrong."""
+    mine: dict[str, str | None] = {}
+    disk = disks.of(transport.rank)
+    if disk in holders:
+        group = disks.groups[disk]
+        share = manifest.files[group.index(transport.rank) :: len(group)]
+        mine = {file.name: store.fault(manifest.step, file) for file in share}
+    everyone = transport.all_gather(mine, f"checking {name_of(manifest.step)}")
+    sound: dict[str, list[int]] = {file.name: [] for file in manifest.files}
+    faults: dict[str, list[str]] = {name: [] for name in sound}
+    for rank, theirs in enumerate(everyone):
+        for name, fault in theirs.items():
+            if fault is None:
+                sound[name].append(disks.of(rank))
+            else:
+                faults[name].append(f"{fault} ({transport.name(rank)})")
+    # A damaged copy says more than that another disk has none.
+    wrong = [
+        min(faults[name], key=lambda text: " is missing (" in text)
+        for name in sound
+        if not sound[name]
+    ]
+    return {name: tuple(where) for name, where in sound.items()}, wrong
+
+
+class CheckpointReader:
+    """Reads the tensors of a sound checkpoint. All methods are collective."""
+
+    def __init__(self, transport: Transport, found: Found) -> None:
+        self._transport = transport
+        self._found = found
+        self._directory = found.store.path(found.manifest.step)
+        self._headers = self._read_headers()
+
+    def names(self, kind: str) -> list[str]:
+        """Of all tensors in the files of one kind: ``weights`` or ``optimizer``."""
+        return [
+            name
+            for file, header in self._headers.items()
+            if file.startswith(f"{kind}-")
+            for name in header.tensors
+        ]
+
+    def read(self, kind: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, mx.array]]:
+        """This rank's tensors of the files of one kind, one after the other. Exhaust it."""
+        transport, rank = self._transport, self._transport.rank
+        for file, header in self._headers.items():
+            if not file.startswith(f"{kind}-"):
+                continue
+            mine = [name for name in header.tensors if wanted(name)]
+            sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
+            lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
+            path = self._directory / file
+            for name in header.tensors:
+                for peer, needed in enumerate(lacking):
+                    if name not in needed:
+                        continue
+                    if rank == self._source(file):
+                        self._send(path, header, name, peer)
+                    elif rank == peer:
+                        yield name, self._receive(file, header, name)
+                if sees_it and name in mine:
+                    yield name, _read(path, header, name)
+
+    def _source(self, file: str) -> int:
+        """The rank that sends from a file to those who do not see it."""
+        return self._found.seen_by.groups[self._found.disks[file][0]][0]
+
+    def _read_headers(self) -> dict[str, Header]:
+        mine = {
+            file.name: _plain(read_header(self._directory / file.name))
+            for file in self._found.manifest.files
+            if self._source(file.name) == self._transport.rank
+        }
+        headers: dict[str, Header] = {}
+        for theirs in self._transport.all_gather(mine, "reading the headers of the checkpoint"):
+            headers.update({name: Header(*parts) for name, parts in theirs.items()})
+        return dict(sorted(headers.items()))
+
+    def _send(self, path: Path, header: Header, name: str, peer: int) -> None:
+        start, end = header.span(name)
+        stream = Outgoing(self._transport, end - start, peer, OBJECT_TAG, f"reading {name}")
+        with path.open("rb") as file:
+            file.seek(start)
+            left = end - start
+            while left:
+                data = file.read(min(left, 1 << 22))
+                if not data:
+                    raise OSError(f"{path} ends in the middle of {name}")
+                stream.write(memoryview(data))
+                left -= len(data)
+        stream.close()
+
+    def _receive(self, file: str, header: Header, name: str) -> mx.array:
+        array = _empty(header, name)
+        buffer = buffer_of(array)
+        start = 0
+        for piece in incoming(
+            self._transport, len(buffer), self._source(file), OBJECT_TAG, f"reading {name}"
+        ):
+            buffer[start : start + len(piece)] = piece
+            start += len(piece)
+        return array
+
+
+def _read(path: Path, header: Header, name: str) -> mx.array:
+    array = _empty(header, name)
+    buffer = buffer_of(array)
+    with path.open("rb") as file:
+        file.seek(header.span(name)[0])
+        if file.readinto(buffer) != len(buffer):
+            raise OSError(f"{path} ends in the middle of {name}")
+    return array
+
+
+def _empty(header: Header, name: str) -> mx.array:
+    tensor = header.tensors[name]
+    return new_buffer(tensor.shape, _DTYPES[tensor.dtype])
+
+
+def _plain(header: Header) -> tuple[Any, ...]:
+    """A header as it travels: mapping proxies do not."""
+    return (dict(header.tensors), dict(header.metadata), header.data_offset, header.file_size)

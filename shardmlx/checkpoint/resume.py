@@ -1,0 +1,189 @@
+"""Where a run saves its checkpoints, and which one it goes on from: checked before it loads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardmlx.checkpoint.placement import Storage, choose_storage, find_disks
+from shardmlx.checkpoint.reader import Found, find_checkpoint
+from shardmlx.checkpoint.run_identity import check_identity
+from shardmlx.checkpoint.store import Store, name_of, step_of
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.agreement import AgreedError, together
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where checkpoints are written; ``lock`` keeps other runs away for as long as it is open."""
+
+    store: Store
+    storage: Storage
+    lock: IO[bytes] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """``place`` is None where the run saves nothing, ``found`` where it starts anew."""
+
+    place: Place | None = None
+    found: Found | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step that was done before."""
+        return 0 if self.found is None else self.found.manifest.step
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what the run goes on from is one of its own checkpoints."""
+        return (
+            self.place is not None
+            and self.found is not None
+            and self.found.store is self.place.store
+        )
+
+
+def prepare_resumption(
+    config: TrainConfig,
+    transport: Transport,
+    reporter: Reporter,
+    identity: Mapping[str, Any] | None,
+    owners: int,
+) -> Resumption:
+    """What ``--checkpoint-dir`` and ``--resume`` ask for. Collective; ``AgreedError`` on all.
+
+    ``identity``, on rank 0, says which run this is. Never takes a damaged checkpoint, nor
+    one of another run; auto passes over damaged ones, with a warning that names the file.
+    """
+    if not config.train:
+        return Resumption()
+    resume = None if config.resume in ("auto", "never") else Path(config.resume)
+    step = None if resume is None else _named_step(resume)
+    directory = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
+    place = None if directory is None else _open(config, transport, directory, owners)
+    if place is None and resume is None:
+        return Resumption()
+    if resume is None:
+        assert place is not None
+        store, disks = place.store, place.storage.disks
+    elif place is not None and transport.broadcast(
+        _is_same(resume.parent, place.store.directory), what="comparing directories"
+    ):
+        store, disks = place.store, place.storage.disks
+    else:
+        _refuse_mixture(config, transport, place)
+        store = Store(resume.parent)
+        disks = find_disks(transport, resume.parent, make=False)
+    if config.resume == "never":
+        _refuse_mixture(config, transport, place)
+        return Resumption(place)
+    search = find_checkpoint(transport, store, disks, step)
+    if search.found is None:
+        _refuse_to_start_anew(config, search.faults)
+        return Resumption(place)
+    found = search.found
+    where = store.path(found.manifest.step)
+
+    def compare() -> None:
+        if identity is not None:
+            check_identity(identity, found.manifest.identity, where)
+
+    together(transport, "comparing the checkpoint with this run", compare)
+    if found.manifest.step > config.iters:
+        raise AgreedError(
+            f"{where} is of step {found.manifest.step}, beyond --iters {config.iters}: raise that, "
+            "or name another --checkpoint-dir"
+        )
+    for text in search.faults.values():
+        reporter.warn(f"damaged checkpoint passed over: {text}")
+    if place is not None and store is place.store:
+        _set_aside(transport, place, found.manifest.step, search.faults)
+    return Resumption(place, found)
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    """As rank 0 sees it: the others may work elsewhere, and all must do the same."""
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False
+
+
+def _named_step(path: Path) -> int:
+    step = step_of(path.name)
+    if step is None:
+        raise AgreedError(
+            f"--resume {path}: give auto, never, or the directory of a checkpoint, which is called "
+            f"like {name_of(100)}"
+        )
+    return step
+
+
+def _open(config: TrainConfig, transport: Transport, directory: Path, owners: int) -> Place:
+    disks = find_disks(transport, directory)
+    names = [transport.name(rank) for rank in range(transport.size)]
+    storage = choose_storage(config.checkpoint_storage, disks, owners, names)
+    store = Store(directory)
+    if not any(disks.of(rank) == disks.of(transport.rank) for rank in storage.writers):
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # made to look who sees it; if it is empty, nobody needs it here
+
+    def lock() -> IO[bytes] | None:
+        return store.lock() if transport.rank in storage.committers else None
+
+    return Place(store, storage, together(transport, "locking the checkpoints", lock))
+
+
+def _refuse_mixture(config: TrainConfig, transport: Transport, place: Place | None) -> None:
+    """Checkpoints of two runs in one directory: auto could not tell which is the newest."""
+    if place is None:
+        return
+    mine = place.store.steps() if _acts_for_disk(transport, place) else []
+    steps = sorted({s for theirs in transport.all_gather(mine, "looking around") for s in theirs})
+    if steps:
+        raise AgreedError(
+            f"--resume {config.resume}: --checkpoint-dir {config.checkpoint_dir} holds checkpoints "
+            f"of another run, up to step {steps[-1]}: go on from them with --resume auto, or name "
+            "another directory"
+        )
+
+
+def _refuse_to_start_anew(config: TrainConfig, faults: Mapping[int, str]) -> None:
+    """Where something was asked for, or something is there that should be looked at."""
+    if faults:
+        raise AgreedError(
+            f"--resume {config.resume}: no checkpoint is sound: {'; '.join(faults.values())}: "
+            "restore the file, or name another --checkpoint-dir to start anew"
+        )
+    if config.resume != "auto":
+        raise AgreedError(f"--resume {config.resume}: there is no complete checkpoint")
+
+
+def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:
+    """What is newer than the checkpoint that the run goes on from is of a time that will not be."""
+
+    def rename() -> None:
+        newer = [each for each in place.store.steps() if each > step]
+        try:
+            for each in newer:
+                place.store.set_aside(each, "damaged" if each in faults else "superseded")
+        except OSError as error:
+            raise UserError(f"cannot rename {error.filename}: {error.strerror}") from None
+
+    together(
+        transport,
+        "setting newer checkpoints aside",
+        lambda: rename() if _acts_for_disk(transport, place) else None,
+    )
+
+
+def _acts_for_disk(transport: Transport, place: Place) -> bool:
+    """Whatever is saved where now: checkpoints are found on all disks."""
+    return place.storage.disks.leader(transport.rank) == transport.rank

@@ -1,0 +1,154 @@
+"""Which run a checkpoint belongs to: model, data, optimizer, and what else decides the losses.
+
+What may change from one part of a run to the next is left out: the layout, the number of steps,
+reports, paths. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.engine.batches import Sample
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import MODEL_FILES
+
+SAME_OPTIONS = (
+    "fine_tune_type",
+    "num_layers",
+    "lora_parameters",
+    "unfreeze_all",
+    "resume_adapter_file",
+    "batch_size",
+    "grad_accumulation_steps",
+    "max_seq_length",
+    "mask_prompt",
+    "max_grad_norm",
+    "dtype",
+    "seed",
+)
+"""Options without which a run would be another one."""
+
+_PROBES = 16
+_PROBE_BYTES = 1 << 16
+_READERS = 8
+
+_ANEW = "or start anew with another --checkpoint-dir"
+
+
+Read = Callable[[str, int, int], bytes]
+"""So many bytes, or all that are left, of a weight file from an offset on."""
+
+
+def identity_of(
+    config: TrainConfig,
+    model_path: Path,
+    train: Sequence[Sample],
+    valid: Sequence[Sample],
+    read: Read | None = None,
+) -> dict[str, Any]:
+    """What a checkpoint says of its run; JSON-able.
+
+    ``read`` reads the weights of a model that is not whole at ``model_path``.
+    """
+    values = {name: getattr(config, name) for name in SAME_OPTIONS}
+    identity = {
+        "model": {"name": config.model, "sha256": _model(model_path, read)},
+        "data": {
+            "name": config.data,
+            "train": {"samples": len(train), "sha256": _samples(train)},
+            "valid": {"samples": len(valid), "sha256": _samples(valid)},
+        },
+        "optimizer": {
+            "name": config.optimizer,
+            "learning_rate": config.learning_rate,
+            "lr_schedule": config.lr_schedule,
+            "settings": config.optimizer_config.get(config.optimizer, {}),
+        },
+        "options": values,
+    }
+    result: dict[str, Any] = json.loads(json.dumps(identity))
+    return result
+
+
+def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
+    """``UserError`` unless the checkpoint at ``where`` is of the same run."""
+    try:
+        _check_model(ours["model"], theirs["model"], where)
+        _check_data(ours["data"], theirs["data"], where)
+        if ours["optimizer"] != theirs["optimizer"]:
+            raise UserError(
+                f"{where} was made with the optimizer {_optimizer(theirs['optimizer'])}, not "
+                f"{_optimizer(ours['optimizer'])}: resume with that, {_ANEW}"
+            )
+        for name, value in ours["options"].items():
+            if theirs["options"][name] != value:
+                raise UserError(
+                    f"{where} was made with {name} {theirs['options'][name]}, not {value}: resume "
+                    f"with that, {_ANEW}"
+                )
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{where} does not say which run it is of: take another one") from None
+
+
+def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
+    if ours["sha256"] == theirs["sha256"]:
+        return
+    what = f"{theirs['name']}, not {ours['name']}"
+    if ours["name"] == theirs["name"]:
+        what = f"{ours['name']} had other weights or another config.json then"
+    raise UserError(
+        f"{where} is a checkpoint of another model: {what}: resume with that model, {_ANEW}"
+    )
+
+
+def _check_data(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
+    for name in ("train", "valid"):
+        if ours[name] != theirs[name]:
+            raise UserError(
+                f"{where} is a checkpoint of a run on other data: its {name} set came from "
+                f"{theirs['name']} with {theirs[name]['samples']} samples, now it is "
+                f"{ours['name']} with {ours[name]['samples']}, and the tokens differ: resume with "
+                f"the same data and tokenizer, {_ANEW}"
+            )
+
+
+def _optimizer(optimizer: Mapping[str, Any]) -> str:
+    rate = optimizer["lr_schedule"] or optimizer["learning_rate"]
+    return f"{optimizer['name']} {optimizer['settings']} with the learning rate {rate}"
+
+
+def _model(path: Path, read: Read | None) -> str:
+    """Of configuration, headers and samples of the weights: a large model is not read whole."""
+
+    def read_file(file: str, offset: int, count: int) -> bytes:
+        with (path / file).open("rb") as content:
+            content.seek(offset)
+            return content.read(count)
+
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    with ThreadPoolExecutor(_READERS) as pool:
+        for file in sorted(path.glob(MODEL_FILES)):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            offsets = [i * max(0, size - _PROBE_BYTES) // (_PROBES - 1) for i in range(_PROBES)]
+            probe = partial(read or read_file, file.name)
+            for data in pool.map(probe, offsets, [_PROBE_BYTES] * _PROBES):
+                digest.update(data)
+    return digest.hexdigest()
+
+
+def _samples(samples: Iterable[Sample]) -> str:
+    digest = hashlib.sha256()
+    for tokens, start in samples:
+        digest.update(np.array([len(tokens), start], np.int64).tobytes())
+        digest.update(np.asarray(tokens, np.int64).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,268 @@
+"""Checkpoints on one disk: which are complete, which are sound, which may go. Pure.
+
+::
+
+    checkpoints/
+        step-0000100/
+            weights-00.safetensors    what is trained on pipeline rank 0, by global names
+            optimizer-00.safetensors  its optimizer state: the name of the weight, and of the state
+            ...
+            checkpoint.json           all else, and the checksums of the files above
+            COMMITTED                 the checksum of checkpoint.json: written last
+        partial-step-0000200/         being written, or what a run that died left behind
+
+A directory gets its final name only when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardmlx.common.durable_files import flush_directory, write_durably
+from shardmlx.errors import UserError
+
+MANIFEST = "checkpoint.json"
+MARKER = "COMMITTED"
+LOCK = ".lock"
+MARK = ".rank-"
+"""Begins the names of the files by which ranks see that they see the same directory."""
+
+FORMAT = 1
+"""Of the manifest; a program refuses what is newer than itself."""
+
+_NAME = re.compile(r"step-(\d{7,})")
+_PARTIAL = "partial-"
+_REPLACED = "replaced-"
+_CHUNK = 4 << 20
+
+
+def name_of(step: int) -> str:
+    """The directory of a checkpoint: ``step-0000100``."""
+    return f"step-{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a directory's name; None for others."""
+    match = _NAME.fullmatch(name)
+    if match is None or name_of(step := int(match[1])) != name:
+        return None
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of a checkpoint as it was when it was written."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+\.safetensors", self.name, re.ASCII):
+            raise ValueError(f"{self.name!r} is no file of a checkpoint")
+        if self.nbytes < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"{self.name}: {self.nbytes} bytes, sha256 {self.sha256!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds beside tensors.
+
+    ``identity`` says which run it is, ``state`` where the run stands, ``plan`` how it was laid
+    out and ``versions`` with what; only the first two are needed to go on.
+    """
+
+    step: int
+    files: tuple[FileInfo, ...]
+    identity: Mapping[str, Any]
+    state: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        names = [file.name for file in self.files]
+        if self.step < 1 or len(set(names)) != len(names):
+            raise ValueError(f"step {self.step} with the files {', '.join(names)}")
+
+    def to_json(self) -> bytes:
+        return (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, where: str | Path) -> Manifest:
+        """``UserError`` where it is none."""
+        try:
+            content = json.loads(text)
+            if content["format"] > FORMAT:
+                raise UserError(
+                    f"{where} is of format {content['format']}, and this shardmlx reads up to "
+                    f"{FORMAT}: install the version that wrote it, or a newer one"
+                )
+            files = tuple(FileInfo(**file) for file in content["files"])
+            parts = {key: content[key] for key in ("identity", "state", "plan", "versions")}
+            if not files or not all(isinstance(part, dict) for part in parts.values()):
+                raise TypeError("a part is missing, or no object")
+            if not isinstance(content["step"], int):
+                raise TypeError("no step")
+            return cls(step=content["step"], files=files, **parts)
+        except UserError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError(f"{where} is no checkpoint's manifest: take another one") from None
+
+
+class Store:
+    """The checkpoints in one directory. ``OSError`` where the disk fails."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        """Of a complete checkpoint: also if a run died while it put another one in its place."""
+        path = self.directory / name_of(step)
+        replaced = self.directory / (_REPLACED + path.name)
+        return replaced if replaced.exists() and not path.exists() else path
+
+    def partial(self, step: int) -> Path:
+        """Of one that is being written."""
+        return self.directory / (_PARTIAL + name_of(step))
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, from the oldest; whether they are sound is not looked at."""
+        if not self.directory.is_dir():
+            return []
+        found = {step_of(path.name.removeprefix(_REPLACED)) for path in self.directory.iterdir()}
+        return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
+
+    def lock(self) -> IO[bytes]:
+        """Keep other runs from writing here, until the file is closed or this process ends.
+
+        ``UserError`` where another run writes.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = (self.directory / LOCK).open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"--checkpoint-dir {self.directory}: another run writes there: wait for "
+                "its end, or name another directory"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        return file
+
+    def begin(self, step: int) -> Path:
+        """An empty directory for the parts of a new checkpoint; removes what was begun before."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._finish_replacing()
+        for path in self.directory.glob(f"{_PARTIAL}step-*"):
+            shutil.rmtree(path)
+        for path in self.directory.glob(f"{MARK}*"):
+            path.unlink()
+        partial = self.partial(step)
+        partial.mkdir()
+        return partial
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make what was begun a complete checkpoint: its files are on the disk.
+
+        Takes the place of a complete one of the same step, which stays until the new one is there.
+        """
+        text = manifest.to_json()
+        partial, final = self.partial(manifest.step), self.directory / name_of(manifest.step)
+        write_durably(partial / MANIFEST, text)
+        write_durably(partial / MARKER, _marker(text))
+        flush_directory(partial)
+        replaced = self.directory / (_REPLACED + final.name)
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        flush_directory(self.directory)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _finish_replacing(self) -> None:
+        """What a run left that died between the two renames of ``commit``."""
+        for path in self.directory.glob(f"{_REPLACED}step-*"):
+            final = self.directory / path.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                os.rename(path, final)
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Rename a complete checkpoint, so that it is none any more; nothing is deleted."""
+        target = self.directory / f"{why}-{name_of(step)}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.directory / f"{why}-{number}-{name_of(step)}"
+        os.rename(self.path(step), target)
+        flush_directory(self.directory)
+        return target
+
+    def prune(self, keep: int) -> list[int]:
+        """Delete all complete checkpoints but the ``keep`` newest; their steps."""
+        old = self.steps()[: -max(1, keep)]
+        for step in old:
+            # Renamed first: what is half deleted is no checkpoint, and goes when one is begun.
+            os.rename(self.path(step), self.partial(step))
+            flush_directory(self.directory)
+            shutil.rmtree(self.partial(step))
+        return old
+
+    def manifest(self, step: int) -> Manifest:
+        """What a complete checkpoint says of itself; ``UserError`` names the damaged file."""
+        path = self.path(step) / MANIFEST
+        try:
+            text, marker = path.read_bytes(), (self.path(step) / MARKER).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from None
+        if marker != _marker(text):
+            raise UserError(
+                f"{path}: its sha256 is {hashlib.sha256(text).hexdigest()[:16]}..., not the one in "
+                f"{MARKER}"
+            )
+        manifest = Manifest.from_json(text, path)
+        if manifest.step != step:
+            raise UserError(f"{path} is of step {manifest.step}: the directory was renamed")
+        return manifest
+
+    def fault(
+        self, step: int, file: FileInfo, advance: Callable[[int], None] = lambda count: None
+    ) -> str | None:
+        """What is wrong with a file; None if its bytes are those that were written.
+
+        ``advance`` is told of bytes read.
+        """
+        path = self.path(step) / file.name
+        digest = hashlib.sha256()
+        try:
+            size = path.stat().st_size
+            if size != file.nbytes:
+                return f"{path} has {size} bytes, not {file.nbytes}"
+            with path.open("rb") as content:
+                while chunk := content.read(_CHUNK):
+                    digest.update(chunk)
+                    advance(len(chunk))
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror or error}"
+        if digest.hexdigest() != file.sha256:
+            return f"{path}: its sha256 is {digest.hexdigest()[:16]}..., not {file.sha256[:16]}..."
+        return None
+
+
+def _marker(manifest: bytes) -> bytes:
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()

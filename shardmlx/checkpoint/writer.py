@@ -1,0 +1,279 @@
+"""Writes checkpoints in the background, while the next step computes.
+
+A snapshot copies nothing: it holds the arrays of weights and optimizer state, which nobody
+changes before the next optimizer update. That update waits until they are written (the pipelining
+of CheckFreq, Mohan et al., FAST 2021), so a checkpoint takes no memory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from shardmlx.checkpoint.export import TensorSpec, safetensors_header
+from shardmlx.checkpoint.placement import Storage
+from shardmlx.checkpoint.store import FileInfo, Manifest, Store
+from shardmlx.common.durable_files import flush_to_disk
+from shardmlx.distributed.byte_stream import PIECE_BYTES, Outgoing, incoming
+from shardmlx.distributed.transport import CHECKPOINT_TAG, Transport, buffer_of
+from shardmlx.errors import one_line
+
+SECONDS_TO_WRITE = 12 * 3600.0
+"""A large part may take hours over a slow network; whether its rank lives is seen elsewhere."""
+
+POLL_SECONDS = 0.1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the message names rank, host, file and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A safetensors file to be: its name, and what it consists of."""
+
+    name: str
+    header: bytes
+    arrays: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, name: str, tensors: Mapping[str, mx.array]) -> Snapshot:
+        arrays = [mx.contiguous(array) for array in tensors.values()]
+        mx.eval(arrays)
+        specs = [
+            TensorSpec(key, tuple(array.shape), array.dtype)
+            for key, array in zip(tensors, arrays, strict=True)
+        ]
+        return cls(name, safetensors_header(specs), tuple(arrays))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(array.nbytes for array in self.arrays)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All its bytes, in order."""
+        yield memoryview(self.header)
+        for array in self.arrays:
+            data = buffer_of(array)
+            for start in range(0, len(data), PIECE_BYTES):
+                yield data[start : start + PIECE_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete. ``seconds`` it took to write, in the background."""
+
+    step: int
+    nbytes: int
+    seconds: float
+
+
+class CheckpointWriter:
+    """One rank's part in writing. Every rank has one, and calls the same methods in turn."""
+
+    def __init__(self, transport: Transport, store: Store, storage: Storage, keep: int) -> None:
+        self._transport = transport
+        self._store = store
+        self._storage = storage
+        self._keep = keep
+        self._taking_part = sorted({*range(storage.owners), *storage.writers, *storage.committers})
+        self._thread: threading.Thread | None = None
+        self._arrays_free = threading.Event()
+        self._arrays_free.set()
+        self._files: list[Path] = []
+        self._saved: Saved | None = None
+        self._error: Exception | None = None
+
+    def start(self, manifest: Manifest | None, step: int, parts: Sequence[Snapshot]) -> None:
+        """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only the files.
+
+        Waits until what was begun before is complete.
+        """
+        self.wait()
+        if self._transport.rank not in self._taking_part:
+            return
+        if parts:
+            self._arrays_free.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(manifest, step, list(parts)), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def release(self) -> None:
+        """Return once the arrays of this rank's parts may change."""
+        self._wait_until(self._arrays_free.wait)
+
+    def wait(self) -> None:
+        """Return once this rank has nothing more to write; on rank 0, once all is complete."""
+        if (thread := self._thread) is not None:
+
+            def ended(seconds: float) -> bool:
+                thread.join(seconds)
+                return not thread.is_alive()
+
+            self._wait_until(ended)
+            self._thread = None
+
+    def take_saved(self) -> Saved | None:
+        """On rank 0, what was completed since the last call."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def _wait_until(self, done: Callable[[float], bool]) -> None:
+        while not done(POLL_SECONDS):
+            if self._transport.failure is not None:
+                raise self._transport.failure
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, manifest: Manifest | None, step: int, parts: list[Snapshot]) -> None:
+        start = time.monotonic()
+        try:
+            with self._transport.patient(SECONDS_TO_WRITE):
+                files = self._write(manifest, step, parts)
+            if self._transport.rank == 0:
+                nbytes = sum(file.nbytes for file in files)
+                self._saved = Saved(step, nbytes, time.monotonic() - start)
+        except Exception as error:
+            self._error = CheckpointError(
+                f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "
+                f"{step} to {self._store.directory}: {_reason(error)}"
+            )
+            # The disk may be full. What others write there is theirs, until the next is begun.
+            with contextlib.suppress(OSError):
+                for path in self._files:
+                    path.unlink(missing_ok=True)
+            self._transport.fail(self._error)
+        finally:
+            self._arrays_free.set()
+
+    def _write(
+        self, manifest: Manifest | None, step: int, parts: list[Snapshot]
+    ) -> tuple[FileInfo, ...]:
+        rank = self._transport.rank
+        self._files.clear()
+        self._begin(step)
+        mine: list[FileInfo] = []
+        # All in one order of owners, so that nobody waits for one who waits for him.
+        for owner in range(self._storage.owners):
+            homes = self._storage.homes(owner)
+            if rank == owner:
+                mine += self._write_own(step, parts, homes)
+                self._arrays_free.set()
+            elif rank in homes:
+                mine += self._write_for(step, owner)
+        # Complete only when every part is on its disks, and all agree on what it is.
+        if rank != 0:
+            self._send(mine, 0)
+            if rank in self._storage.committers:
+                self._store.commit(self._receive(0))
+                self._send(None, 0)
+                self._receive(0)
+                self._store.prune(self._keep)
+            return tuple(mine)
+        files: dict[str, FileInfo] = {}
+        for file in [
+            *mine,
+            *(f for peer in self._taking_part if peer for f in self._receive(peer)),
+        ]:
+            if files.setdefault(file.name, file) != file:
+                raise OSError(f"two copies of {file.name} differ")
+        assert manifest is not None, "rank 0 has it"
+        complete = replace(manifest, files=tuple(files[name] for name in sorted(files)))
+        others = [peer for peer in self._storage.committers if peer]
+        for peer in others:
+            self._send(complete, peer)
+        self._store.commit(complete)
+        for peer in others:
+            self._receive(peer)
+        # Old ones go when all have the new one: one disk alone may not have all of its files.
+        for peer in others:
+            self._send(None, peer)
+        self._store.prune(self._keep)
+        return complete.files
+
+    def _begin(self, step: int) -> None:
+        """The directory is there before any rank that sees the same disk writes to it."""
+        rank, disks = self._transport.rank, self._storage.disks
+        if rank in self._storage.committers:
+            self._store.begin(step)
+            for home in sorted(self._storage.writers - {rank}):
+                if disks.of(home) == disks.of(rank):
+                    self._send(None, home)
+        elif rank in self._storage.writers:
+            self._receive(disks.leader(rank))
+
+    def _write_own(
+        self, step: int, parts: list[Snapshot], homes: Sequence[int]
+    ) -> Iterator[FileInfo]:
+        rank = self._transport.rank
+        away = [home for home in homes if home != rank]
+        for home in away:
+            self._send([(part.name, part.nbytes) for part in parts], home)
+        while parts:
+            part = parts.pop(0)  # its arrays are free as soon as it is written
+            streams = [
+                Outgoing(self._transport, part.nbytes, home, CHECKPOINT_TAG, f"saving {part.name}")
+                for home in away
+            ]
+            digest = hashlib.sha256()
+            with ExitStack() as stack:
+                file = None
+                if rank in homes:
+                    file = stack.enter_context(self._path(step, part.name).open("wb"))
+                for piece in part.pieces():
+                    digest.update(piece)
+                    if file is not None:
+                        file.write(piece)
+                    for stream in streams:
+                        stream.write(piece)
+                if file is not None:
+                    flush_to_disk(file)
+            for stream in streams:
+                stream.close()
+            info = FileInfo(part.name, part.nbytes, digest.hexdigest())
+            for home in away:
+                self._send(info, home)
+            yield info
+
+    def _write_for(self, step: int, owner: int) -> Iterator[FileInfo]:
+        """The part of another rank, as it comes."""
+        for name, nbytes in self._receive(owner):
+            digest = hashlib.sha256()
+            with self._path(step, name).open("wb") as file:
+                for piece in incoming(
+                    self._transport, nbytes, owner, CHECKPOINT_TAG, f"saving {name}"
+                ):
+                    digest.update(piece)
+                    file.write(piece)
+                flush_to_disk(file)
+            info = FileInfo(name, nbytes, digest.hexdigest())
+            if info != self._receive(owner):
+                raise OSError(f"{name} was damaged on its way from {self._transport.name(owner)}")
+            yield info
+
+    def _path(self, step: int, name: str) -> Path:
+        self._files.append(self._store.partial(step) / name)
+        return self._files[-1]
+
+    def _send(self, value: Any, peer: int) -> None:
+        self._transport.send_object(value, peer, "writing a checkpoint", CHECKPOINT_TAG)
+
+    def _receive(self, peer: int) -> Any:
+        return self._transport.receive_object(peer, "writing a checkpoint", CHECKPOINT_TAG)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full: free some of it, or lower --keep-checkpoints"
+    return one_line(error)

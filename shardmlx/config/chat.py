@@ -1,0 +1,52 @@
+"""The options of ``shardmlx.chat``: those of ``mlx_lm.chat``, and ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import options
+from shardmlx.config.inference import SAMPLING, InferenceConfig
+from shardmlx.config.options import load_options, option
+from shardmlx.inference.prefix_cache import held
+
+_CHAT = "chat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig(InferenceConfig):
+    """With which model to talk, and how. Raises ``OptionError``, a ``UserError``."""
+
+    max_tokens: int = option(
+        256, "tokens of an answer at most", minimum=1, short="-m", group=SAMPLING
+    )
+    system_prompt: str | None = option(None, "system prompt of the chat template", group=_CHAT)
+    cache_tokens: int = option(
+        8192,
+        "tokens of a conversation at most, whose keys and values are kept",
+        minimum=256,
+        group=_CHAT,
+    )
+    verbose: bool = option(True, "say more than the answers", group=_CHAT)
+
+    def __post_init__(self) -> None:
+        super(ChatConfig, self).__post_init__()
+        object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+
+
+def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+    """The command line of ``shardmlx.chat``; help is printed on rank 0 only."""
+    return options.build_parser(
+        ChatConfig,
+        prog="python -m shardmlx.chat",
+        description="Talk with a model in the terminal, through pipeline stages, one MPI rank "
+        "each.",
+        rank=rank,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> ChatConfig:
+    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
+    with status 0 after ``--help`` and ``--version``."""
+    return load_options(ChatConfig, build_parser(rank), argv, rank)

@@ -1,0 +1,160 @@
+"""Checks of the structured options: LoRA, optimizer, learning-rate schedule, data sets.
+
+Each takes an option's value and raises ``OptionError``. The names and meanings are mlx-lm's
+(``mlx_lm.tuner.utils``, ``mlx.optimizers``); what mlx-lm ignores is ignored here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.config.options import OptionError
+
+Check = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words, and the test for it."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+_NUMBER: Check = ("a number", _is_number)
+_SWITCH: Check = ("true or false", lambda value: isinstance(value, bool))
+_COUNT: Check = (
+    "a whole number above 0",
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+)
+_PAIR: Check = ("two numbers, like [1.0e-30, 1.0e-3]", _is_pair)
+_BETAS: Check = (
+    "two numbers from 0 to below 1, like [0.9, 0.999]",
+    lambda value: _is_pair(value) and all(0 <= beta < 1 for beta in value),
+)
+_SHARE: Check = ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+
+_ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
+
+FINE_TUNE_TYPES = ("lora", "dora", "full")
+
+OPTIMIZERS: Mapping[str, Mapping[str, Check]] = MappingProxyType(
+    {
+        "adam": _ADAM,
+        "adamw": {**_ADAM, "weight_decay": _NUMBER},
+        "muon": {
+            "momentum": _NUMBER,
+            "weight_decay": _NUMBER,
+            "nesterov": _SWITCH,
+            "ns_steps": _COUNT,
+        },
+        "sgd": {
+            "momentum": _NUMBER,
+            "weight_decay": _NUMBER,
+            "dampening": _NUMBER,
+            "nesterov": _SWITCH,
+        },
+        "adafactor": {
+            "eps": _PAIR,
+            "clip_threshold": _NUMBER,
+            "decay_rate": _NUMBER,
+            "beta_1": ("a number, or null", lambda value: value is None or _is_number(value)),
+            "weight_decay": _NUMBER,
+            "scale_parameter": _SWITCH,
+            "relative_step": _SWITCH,
+            "warmup_init": _SWITCH,
+        },
+    }
+)
+"""The optimizers of mlx_lm.lora, and the settings that each one takes."""
+
+LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "exponential_decay": ("init", "decay_rate"),
+        "step_decay": ("init", "decay_rate", "step_size"),
+        "cosine_decay": ("init", "decay_steps", "[end]"),
+        "linear_schedule": ("init", "end", "steps"),
+    }
+)
+"""The learning-rate schedules of mlx.optimizers and their arguments, optional ones in brackets."""
+
+
+def check_lora(parameters: Mapping[str, Any]) -> None:
+    """rank, scale and dropout must be there; ``keys`` may choose the layers."""
+    name = "lora_parameters"
+    checks: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
+    for key, check in checks.items():
+        if key not in parameters:
+            hint = ""
+            if key == "scale" and "alpha" in parameters:
+                hint = "; it has 'alpha', but mlx-lm scales by 'scale' (elsewhere alpha / rank)"
+            raise OptionError(name, f"lacks {key!r}: add {check[0]}{hint}")
+        _require(name, key, parameters[key], check)
+    keys = parameters.get("keys")
+    if keys is not None and not (
+        isinstance(keys, list) and keys and all(isinstance(key, str) for key in keys)
+    ):
+        raise OptionError(name, f"has keys {keys!r}: list module names, like ['self_attn.q_proj']")
+
+
+def check_optimizer_config(config: Mapping[str, Any]) -> None:
+    """Settings for each optimizer by name, for instance ``adamw: {weight_decay: 0.1}``."""
+    name = "optimizer_config"
+    for optimizer, settings in config.items():
+        if optimizer not in OPTIMIZERS:
+            remedy = did_you_mean(optimizer, OPTIMIZERS) or f"choose from {', '.join(OPTIMIZERS)}"
+            raise OptionError(name, f"names {optimizer!r}: {remedy}")
+        if not isinstance(settings, Mapping):
+            raise OptionError(name, f"has {optimizer}: {settings!r}: give a mapping, or {{}}")
+        known = OPTIMIZERS[optimizer]
+        for key, value in settings.items():
+            if key not in known:
+                remedy = did_you_mean(key, known) or f"it takes {', '.join(known)}"
+                raise OptionError(name, f"has unknown {optimizer} setting {key!r}: {remedy}")
+            _require(name, f"{optimizer}.{key}", value, known[key])
+        if (
+            optimizer == "sgd"
+            and settings.get("nesterov")
+            and (settings.get("momentum", 0) <= 0 or settings.get("dampening", 0) != 0)
+        ):
+            raise OptionError(name, "has sgd.nesterov: it needs momentum above 0 and dampening 0")
+
+
+def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
+    """``name`` and ``arguments`` of a schedule, with ``warmup`` steps from ``warmup_init``."""
+    name = "lr_schedule"
+    kind = schedule.get("name")
+    if not isinstance(kind, str) or kind not in LR_SCHEDULES:
+        raise OptionError(name, f"has name {kind!r}: choose from {', '.join(LR_SCHEDULES)}")
+    parameters = LR_SCHEDULES[kind]
+    needed = sum(not each.startswith("[") for each in parameters)
+    arguments = schedule.get("arguments")
+    if (
+        not isinstance(arguments, list)
+        or not needed <= len(arguments) <= len(parameters)
+        or not all(map(_is_number, arguments))
+    ):
+        raise OptionError(
+            name, f"has arguments {arguments!r}: {kind} takes numbers [{', '.join(parameters)}]"
+        )
+    warmup = schedule.get("warmup", 0)
+    if not (isinstance(warmup, int) and warmup >= 0):
+        raise OptionError(name, f"has warmup {warmup!r}: give a whole number of steps")
+    _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
+
+
+def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> None:
+    """One Hugging Face data set, or a list of them, each with its ``path``."""
+    for each in [dataset] if isinstance(dataset, Mapping) else dataset:
+        if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):
+            raise OptionError("hf_dataset", f"has {each!r}: give a mapping with 'path: NAME'")
+
+
+def _require(name: str, key: str, value: Any, check: Check) -> None:
+    words, fits = check
+    if not fits(value):
+        raise OptionError(name, f"has {key} {value!r}: give {words}")

@@ -1,0 +1,76 @@
+"""The options that training and generating have in common, in whatever group of their help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardmlx.config.options import option
+from shardmlx.partitioners import partitioner_names
+
+WEIGHTS = ("auto", "local", "rank0")
+"""Who reads the model: each rank that can, every rank, or rank 0 for all."""
+
+
+def parse_bytes(text: str) -> int:
+    """``2GB``, ``500 M`` or ``1000`` in bytes; decimal units, as mlx_lm counts them."""
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([MG]?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("give bytes, or a size like 500MB or 2GB")
+    unit = {"": 1, "M": 10**6, "G": 10**9}[match[2].upper()]
+    return round(float(match[1]) * unit)
+
+
+def weights_option(group: str) -> Any:
+    return option(
+        "auto",
+        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
+        "others; each its own; or rank 0 for all",
+        choices=WEIGHTS,
+        group=group,
+    )
+
+
+def weight_cache_option(group: str) -> Any:
+    return option(
+        None, "directory in which a rank keeps the part of the model that it was sent", group=group
+    )
+
+
+def stage_map_option(group: str) -> Any:
+    return option(None, "YAML file that divides the layers; wins over --partitioner", group=group)
+
+
+def partitioner_option(group: str) -> Any:
+    return option(
+        "balanced", "how the layers are divided", choices=partitioner_names(), group=group
+    )
+
+
+def memory_limit_option(group: str) -> Any:
+    return option(
+        None,
+        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
+        "share of the machine, or what macOS wires)",
+        above=0,
+        parse=parse_bytes,
+        group=group,
+    )
+
+
+def dtype_option(group: str) -> Any:
+    return option(
+        None,
+        "type of weights and activations (default: as stored)",
+        choices=("float32", "bfloat16", "float16"),
+        group=group,
+    )
+
+
+def timeout_option(group: str) -> Any:
+    return option(
+        600.0,
+        "seconds a rank may wait for another before the run fails",
+        above=0,
+        group=group,
+    )

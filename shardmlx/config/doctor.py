@@ -1,0 +1,83 @@
+"""The options of ``shardmlx.doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import options
+from shardmlx.config.options import OptionError, check_options, load_options, option
+
+_OUTPUT = "output"
+_MEASURING = "measuring"
+_SSH = "before mpirun"
+
+STDOUT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """Everything an examination is told. Raises ``OptionError``, a ``UserError``."""
+
+    json: str | None = option(
+        None, "file for all that was found, as JSON; - for stdout, without the tables",
+        group=_OUTPUT,
+    )  # fmt: skip
+    write_hostfile: str | None = option(
+        None, "hostfile to write, with what was measured, for shardmlx.plan", group=_OUTPUT
+    )
+    strict: bool = option(False, "end with status 1 if there are warnings", group=_OUTPUT)
+
+    hostfile: str | None = option(
+        None,
+        "hostfile: the hosts to ask with --ssh; else the names, slots and users that "
+        "--write-hostfile keeps",
+        group=_MEASURING,
+    )
+    seconds: float = option(
+        1.0, "to measure each direction of a link, and matrix products", above=0, group=_MEASURING
+    )
+    timeout: float = option(
+        60.0, "seconds that a rank may wait for another", above=0, group=_MEASURING
+    )
+
+    ssh: bool = option(False, "ask the hosts with ssh instead, without mpirun and MLX", group=_SSH)
+    agent: str | None = option(
+        None, "what logs in on other hosts, called as AGENT HOST COMMAND (default: ssh)",
+        group=_SSH,
+    )  # fmt: skip
+    python: str = option(
+        sys.executable, "the Python of the ranks, the same path on all hosts", group=_SSH
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.ssh and self.hostfile is None:
+            raise OptionError("ssh", "has no hosts: give --hostfile F")
+        if self.ssh and self.write_hostfile is not None:
+            raise OptionError(
+                "write_hostfile", "is for what is measured under mpirun: leave out --ssh"
+            )
+        if self.agent is not None and not self.ssh:
+            raise OptionError("agent", f"is {self.agent!r}: it is for --ssh")
+        if self.write_hostfile == STDOUT:
+            raise OptionError("write_hostfile", "is '-': give the name of a file")
+
+
+def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+    """The command line of ``shardmlx.doctor``; help is printed on rank 0 only."""
+    return options.build_parser(
+        DoctorConfig,
+        prog="python -m shardmlx.doctor",
+        description="Look at the machines and the links between them: under mpirun, one rank a "
+        "host; or, before that works, with --ssh.",
+        rank=rank,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> DoctorConfig:
+    """Read flags. Raises ``UserError``; ``SystemExit`` with status 0 after ``--help`` and
+    ``--version``."""
+    return load_options(DoctorConfig, build_parser(rank), argv, rank)

@@ -1,0 +1,56 @@
+"""The options of ``shardmlx.generate``: those of ``mlx_lm.generate``, its defaults, and ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import options
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.options import OptionError, load_options, option
+
+_PROMPT = "prompt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig(InferenceConfig):
+    """What to generate, and how. Raises ``OptionError``, a ``UserError``."""
+
+    prompt: str = option(
+        "hello", "what to say to the model; - reads from stdin", short="-p", group=_PROMPT
+    )
+    prompts: str | None = option(
+        None,
+        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
+        "answered in JSON lines in the same order",
+        group=_PROMPT,
+    )
+    output: str | None = option(
+        None, "file for the answers to --prompts (default: stdout)", group=_PROMPT
+    )
+    system_prompt: str | None = option(None, "system prompt of the chat template", group=_PROMPT)
+    prefill_response: str | None = option(None, "how the answer begins", group=_PROMPT)
+    ignore_chat_template: bool = option(False, "use the prompt as it is", group=_PROMPT)
+    verbose: bool = option(True, "say more than the text", group=_PROMPT)
+
+    def __post_init__(self) -> None:
+        super(GenerateConfig, self).__post_init__()
+        if self.output is not None and self.prompts is None:
+            raise OptionError("output", f"is {self.output}: it is for the answers to --prompts")
+
+
+def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+    """The command line of ``shardmlx.generate``; help is printed on rank 0 only."""
+    return options.build_parser(
+        GenerateConfig,
+        prog="python -m shardmlx.generate",
+        description="Generate text through pipeline stages, one MPI rank each.",
+        rank=rank,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> GenerateConfig:
+    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
+    with status 0 after ``--help`` and ``--version``."""
+    return load_options(GenerateConfig, build_parser(rank), argv, rank)

@@ -1,0 +1,135 @@
+"""The options that all commands share that generate text: those of mlx-lm, and ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from shardmlx.config.common_options import (
+    dtype_option,
+    memory_limit_option,
+    partitioner_option,
+    stage_map_option,
+    timeout_option,
+    weight_cache_option,
+    weights_option,
+)
+from shardmlx.config.options import OptionError, check_options, option
+
+MODEL = "model"
+SAMPLING = "choice of tokens"
+PIPELINE = "pipeline"
+
+PIPELINED_CHUNK = 128
+"""Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
+that a matrix product is worth its weights."""
+
+WHOLE_CHUNK = 2048
+"""mlx-lm's own, for a single stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceConfig:
+    """Everything a run is told, checked as far as neither model nor files are needed.
+
+    Raises ``OptionError``, a ``UserError``.
+    """
+
+    model: str = option(
+        "mlx-community/Llama-3.2-3B-Instruct-4bit",
+        "model directory, or Hugging Face repository",
+        group=MODEL,
+    )
+    weights: str = weights_option(MODEL)
+    weight_cache: str | None = weight_cache_option(MODEL)
+    adapter_path: str | None = option(None, "directory of trained adapters", group=MODEL)
+    trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
+    extra_eos_token: str | None = option(
+        None, "tokens, with spaces between, that end a text too", group=MODEL
+    )
+    config: str | None = option(
+        None, "YAML file with any of these options; flags win over it", short="-c", group=MODEL
+    )
+    chat_template_config: str | None = option(
+        None, "further arguments of the chat template, as a JSON object", group=MODEL
+    )
+
+    max_tokens: int = option(
+        100, "tokens to generate at most", minimum=1, short="-m", group=SAMPLING
+    )
+    temp: float = option(
+        0.0, "sampling temperature; 0 takes the likeliest", minimum=0, group=SAMPLING
+    )
+    top_p: float = option(1.0, "sample from this mass of probability", minimum=0, group=SAMPLING)
+    min_p: float = option(
+        0.0,
+        "leave out what is less likely than this times the likeliest",
+        minimum=0,
+        group=SAMPLING,
+    )
+    top_k: int = option(0, "sample from so many tokens; 0 for all", minimum=0, group=SAMPLING)
+    min_tokens_to_keep: int = option(1, "that --min-p leaves", minimum=1, group=SAMPLING)
+    xtc_probability: float = option(
+        0.0, "how often the likeliest tokens are left out (XTC)", minimum=0, group=SAMPLING
+    )
+    xtc_threshold: float = option(
+        0.1, "from which probability on they are", minimum=0, group=SAMPLING
+    )
+    seed: int | None = option(None, "seed of the choices", minimum=0, group=SAMPLING)
+
+    stage_map: str | None = stage_map_option(PIPELINE)
+    partitioner: str = partitioner_option(PIPELINE)
+    hosts: str | None = option(
+        None, "hostfile that says what the machines have, for the partitioners", group=PIPELINE
+    )
+    batch_size: int = option(
+        8, "prompts under way at a time, over all groups together", minimum=1, group=PIPELINE
+    )
+    prefill_step_size: int | None = option(
+        None,
+        f"tokens of a prompt computed at a time (default: {PIPELINED_CHUNK}, {WHOLE_CHUNK} on one "
+        "rank)",
+        minimum=1,
+        group=PIPELINE,
+    )
+    max_kv_size: int | None = option(
+        None, "tokens of each text that the cache keeps", minimum=8, group=PIPELINE
+    )
+    memory_limit: int | None = memory_limit_option(PIPELINE)
+    dtype: str | None = dtype_option(PIPELINE)
+    timeout: float = timeout_option(PIPELINE)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.seed is not None and self.seed >= 2**64:
+            raise OptionError("seed", f"is {self.seed}: give less than 2**64")
+        for name, most in (
+            ("top_p", 1),
+            ("min_p", 1),
+            ("xtc_probability", 1),
+            ("xtc_threshold", 0.5),
+        ):
+            if getattr(self, name) > most:
+                raise OptionError(name, f"is {getattr(self, name):g}: give {most} or less")
+        if self.chat_template_config is not None:
+            try:
+                arguments = json.loads(self.chat_template_config)
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise OptionError(
+                    "chat_template_config",
+                    f"is {self.chat_template_config!r}: give a JSON object, like "
+                    '{"enable_thinking": false}',
+                )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Of the chat template."""
+        arguments: dict[str, Any] = json.loads(self.chat_template_config or "{}")
+        return arguments
+
+    def chunk(self, ranks: int) -> int:
+        """Tokens of a prompt that a stage computes at a time."""
+        return self.prefill_step_size or (WHOLE_CHUNK if ranks == 1 else PIPELINED_CHUNK)

@@ -1,0 +1,107 @@
+"""The options of ``shardmlx.serve``."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import options
+from shardmlx.config.inference import SAMPLING, InferenceConfig
+from shardmlx.config.options import OptionError, load_options, option
+from shardmlx.inference.prefix_cache import held
+
+_SERVER = "server"
+
+KEY_VARIABLE = "SHARDMLX_API_KEY"
+"""The environment variable that may hold the key, which a command line shows to all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(InferenceConfig):
+    """What is served, where, and within which limits. Raises ``OptionError``, a ``UserError``."""
+
+    max_tokens: int = option(
+        512,
+        "tokens of an answer, where a request says nothing",
+        minimum=1,
+        short="-m",
+        group=SAMPLING,
+    )
+    host: str = option(
+        "127.0.0.1", "address to listen at; others than this machine's own need it", group=_SERVER
+    )
+    port: int = option(8080, "port to listen at; 0 takes a free one", minimum=0, group=_SERVER)
+    api_key: str | None = option(
+        None,
+        f"what requests must bring as bearer token; other users of this machine do not see it in "
+        f"${KEY_VARIABLE}",
+        group=_SERVER,
+    )
+    allow_origin: str | None = option(
+        None, "web site whose pages may ask, like https://example.org; * for all", group=_SERVER
+    )
+    allow_host: str | None = option(
+        None,
+        "names by which requests may call this server beside localhost, with commas between: "
+        "those that a proxy passes on",
+        group=_SERVER,
+    )
+    cache_tokens: int = option(
+        16384,
+        "tokens whose keys and values are kept at a time, of all texts together; a request may "
+        "have so many",
+        minimum=256,
+        group=_SERVER,
+    )
+    prefix_cache: bool = option(
+        True, "keep texts that have ended, for prompts that begin like them", group=_SERVER
+    )
+    max_queue: int = option(
+        64, "requests that may wait; further ones are refused", minimum=0, group=_SERVER
+    )
+    max_body: int = option(4_000_000, "bytes of a request at most", minimum=1000, group=_SERVER)
+    grace: float = option(
+        30.0, "seconds that open requests are given when the server stops", minimum=0, group=_SERVER
+    )
+    access_log: bool = option(False, "say a line for each request", group=_SERVER)
+
+    def __post_init__(self) -> None:
+        super(ServeConfig, self).__post_init__()
+        if self.port > 65535:
+            raise OptionError("port", f"is {self.port}: give 65535 or less")
+        if self.cache_tokens != held(self.cache_tokens):
+            object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise OptionError("api_key", "is empty or not ASCII: give letters and digits")
+
+    @property
+    def extra_hosts(self) -> list[str]:
+        """The names of ``allow_host``."""
+        return [name.strip().lower() for name in (self.allow_host or "").split(",") if name.strip()]
+
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether other machines can reach the server."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+
+def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+    """The command line of ``shardmlx.serve``; help is printed on rank 0 only."""
+    return options.build_parser(
+        ServeConfig,
+        prog="python -m shardmlx.serve",
+        description="Serve a model over HTTP, with the API of OpenAI and a chat page, through "
+        "pipeline stages, one MPI rank each.",
+        rank=rank,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> ServeConfig:
+    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
+    with status 0 after ``--help`` and ``--version``."""
+    return load_options(ServeConfig, build_parser(rank), argv, rank)

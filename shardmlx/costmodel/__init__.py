@@ -1,0 +1,1 @@
+"""The bytes and the seconds that a stage takes on a machine."""

@@ -1,0 +1,119 @@
+"""The machines of a run as the planner counts on them: memory, speed, links. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.costmodel.profile_file import Profile, merge, read_profile
+from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.pipeline.mesh import Mesh
+
+MEMORY_FRACTION = 0.75
+"""Of a machine's memory, for MLX: what macOS lets its GPU wire on machines above 36 GB."""
+
+EFFICIENCY = 0.6
+"""Of published peak FLOP/s, in training. A guess for lack of a measurement: ``--profile``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """One machine for each world rank; ranks that share one have their share of it.
+
+    ``profile`` has measured times, which win over ``flops``. Raises ``UserError`` where a number
+    is asked for that nobody has given.
+    """
+
+    machines: tuple[Machine, ...]
+    profile: Profile | None = None
+    memory_fraction: float = MEMORY_FRACTION
+    efficiency: float = EFFICIENCY
+    backend: str = BACKENDS[0]
+
+    @property
+    def size(self) -> int:
+        return len(self.machines)
+
+    @property
+    def unit(self) -> str:
+        """``seconds``, or ``FLOPs`` where it is not known how fast all the machines are."""
+        known = self.profile is not None or all(each.flops for each in self.machines)
+        return "seconds" if known else "FLOPs"
+
+    def check_speeds(self) -> None:
+        """``UserError`` for the first machine of which it is not known how fast it is."""
+        for machine in self.machines:
+            if self.profile is None and machine.flops is None:
+                raise UserError(
+                    f"it is not known how fast {machine.host} is: write flops=27T, or what it has, "
+                    "into its line of the hostfile, or measure with python -m shardmlx.profile"
+                )
+
+    def capacity(self, rank: int) -> float:
+        """Bytes that a rank may use; ``inf`` where the machine's memory is not known."""
+        memory = self.machines[rank].memory
+        return math.inf if memory is None else memory * self.memory_fraction
+
+    def clock(self, rank: int, workload: Workload, checkpoint: bool) -> Speed | Measured:
+        """What tells the times of the work on a rank, in ``unit``."""
+        machine = self.machines[rank]
+        if self.profile is not None:
+            return workload.measured(self.profile, machine.host, machine.kind, checkpoint)
+        if self.unit == "FLOPs" or machine.flops is None:
+            return workload.at_speed(1.0, checkpoint)
+        return workload.at_speed(machine.flops * self.efficiency, checkpoint)
+
+    def link_seconds(self, a: int, b: int, nbytes: float) -> float:
+        """How long a message occupies the link between two ranks; 0 within a machine."""
+        if self.is_same_host(a, b):
+            return 0.0
+        known = [each.link for each in (self.machines[a], self.machines[b]) if each.link]
+        return nbytes / min(known) if known else 0.0
+
+    def latency(self, a: int, b: int) -> float:
+        """Seconds that a message takes beside that."""
+        if self.is_same_host(a, b):
+            return 0.0
+        return max(self.machines[a].latency or 0.0, self.machines[b].latency or 0.0)
+
+    def is_same_host(self, a: int, b: int) -> bool:
+        return self.machines[a].host == self.machines[b].host
+
+
+def pipeline_seconds(
+    workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, checkpoint: bool
+) -> list[ModelSeconds]:
+    """Times of micro-batches of ``rows`` sequences of ``length`` tokens on each pipeline rank.
+
+    Of replicas that run the same stages those of the slowest: the others wait for it.
+    """
+    clocks = [cluster.clock(rank, workload, checkpoint) for rank in range(mesh.size)]
+    shape = workload.micro_batch(rows, length)
+    seconds = {clock: clock.seconds(*shape) for clock in dict.fromkeys(clocks)}
+    return [
+        max(
+            (seconds[clocks[each]] for each in mesh.replicas_of(rank)),
+            key=lambda times: times.stage(0, len(times.layers)).microbatch,
+        )
+        for rank in range(mesh.pp)
+    ]
+
+
+def between_ranks(mesh: Mesh, time: Callable[[int, int], float]) -> tuple[tuple[float, ...], ...]:
+    """``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas."""
+
+    def longest(a: int, b: int) -> float:
+        pairs = zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
+        return max(time(x, y) for x, y in pairs)
+
+    return tuple(tuple(longest(a, b) for b in range(mesh.pp)) for a in range(mesh.pp))
+
+
+def read_profiles(names: str) -> Profile:
+    """The profiles of several files, with commas between their names, as one."""
+    return merge([read_profile(name.strip()) for name in names.split(",")])

@@ -1,0 +1,347 @@
+"""Open MPI hostfiles whose comments say what each machine has. Pure.
+
+::
+
+    mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=30us, in the office
+
+``mpirun`` passes over the comment. In it every word of the form key=value is for the planner and
+must have a key of ``KEYS``; all other words, and comments on lines of their own, are prose. The
+rest of the line is read as mpirun 5 reads it (PRRTE's ``hostfile.c``), but what mpirun guesses or
+silently drops is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A host: what is None is not known. ``ValueError`` for what no machine has."""
+
+    host: str
+    slots: int = 1
+    """Ranks that mpirun starts there before it goes on to the next host."""
+    memory: int | None = None
+    """Bytes of the whole machine."""
+    flops: float | None = None
+    """FLOP/s of the whole machine."""
+    link: float | None = None
+    """Bytes a second to other machines, each way."""
+    latency: float | None = None
+    """Seconds, one way."""
+    kind: str | None = None
+    """A name that machines alike share: what was measured on one is then true of all."""
+    where: str = field(default="", compare=False)
+    """File and line that it comes from, for messages."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"{self.host} has {self.slots} slots")
+        if self.kind == "":
+            raise ValueError(f"{self.host} has a kind without a name")
+        for what in (self.memory, self.flops, self.link, self.latency):
+            if what is not None and not (math.isfinite(what) and what > 0):
+                raise ValueError(f"{self.host} has {what} of something")
+
+
+def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
+    """The machines of a hostfile in mpirun's order; ``UserError`` names file, line and value.
+
+    A host listed n times without slots has n of them.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read hostfile {path}: {error.strerror or error}") from None
+    try:
+        lines = content.decode().split("\n")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}, line {number}: byte {content[error.start]:#04x} is no UTF-8 text: is it a "
+            "hostfile?"
+        ) from None
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        entry = _entry(line, where)
+        if entry is None:
+            continue
+        entries.append(entry)
+        if number == len(lines) and _COMMENT.search(line):
+            raise UserError(f"{where}: mpirun reads no comment without a line end: add one")
+    machines = _merged(entries)
+    if not machines:
+        raise UserError(f"{path}: no hosts: write one 'name slots=1' a line")
+    return machines
+
+
+def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
+    """One entry a slot, in the order in which mpirun gives out ranks.
+
+    Memory and FLOP/s are divided among the slots of a machine; its link is shared.
+    """
+    return tuple(
+        replace(
+            machine,
+            slots=1,
+            memory=None if machine.memory is None else machine.memory // machine.slots,
+            flops=None if machine.flops is None else machine.flops / machine.slots,
+        )
+        for machine in machines
+        for _ in range(machine.slots)
+    )
+
+
+_COMMENT = re.compile("#|//")
+_SLOTS = ("slots", "count", "cpu")
+_MAX_SLOTS = tuple(
+    f"{a}{joint}{b}" for what in _SLOTS for a, b in (("max", what), (what, "max")) for joint in "-_"
+)
+_PASSED_OVER = ("port", "username", "user-name", "user_name")
+
+_DECIMAL = {"": 1e0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_BYTES = {f"{prefix}B": size for prefix, size in (_DECIMAL | _BINARY).items()}
+
+UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "memory": _BYTES,
+        "flops": {
+            f"{prefix}{unit}": size
+            for unit in ("", "FLOPS", "FLOP/s")
+            for prefix, size in _DECIMAL.items()
+        },
+        "link": {f"{unit}/s": size for unit, size in _BYTES.items()}
+        | {
+            f"{prefix}{unit}": size / 8
+            for unit in ("bps", "bit/s")
+            for prefix, size in _DECIMAL.items()
+        },
+        "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    }
+)
+"""The units of each key of a comment, in bytes, FLOP/s, bytes a second and seconds."""
+
+_KIND = "kind"
+
+KEYS = (*UNITS, _KIND)
+"""The keys of a comment; a kind is any name."""
+
+_EXAMPLES = {"memory": "64GiB", "flops": "27T", "link": "40Gbps", "latency": "30us"}
+
+_LIMITS = {
+    "memory": ((1, "MiB"), (1, "PB")),
+    "flops": ((1, "M"), (1000, "P")),
+    "link": ((1, "kB/s"), (1, "PB/s")),
+    "latency": ((1, "ns"), (1000, "s")),
+}
+"""Least and most: beyond it is a typing error, with which nothing can be computed."""
+
+_LEAST_MEMORY = 1 << 20
+"""Bytes of a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line: ``slots`` is None where it does not say."""
+
+    where: str
+    host: str
+    slots: int | None
+    facts: Mapping[str, Any]
+
+    @property
+    def node(self) -> str:
+        """What mpirun knows it by: without its domain, unless that is an address."""
+        return self.host if _address(self.host) else self.host.split(".")[0]
+
+
+def _entry(line: str, where: str) -> _Entry | None:
+    if "\r" in line:
+        raise UserError(f"{where}: mpirun reads no Windows line ends: save the file with Unix ones")
+    text, *comment = _COMMENT.split(line, maxsplit=1)
+    if "/*" in text:
+        raise UserError(f"{where}: '/*': write comments with #")
+    words = _joined(text)
+    if not words:
+        return None
+    host = _host(words[0], where)
+    slots = maximum = None
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if key in _SLOTS and equals and slots is None:
+            slots = _count(key, value, where)
+        elif key in _MAX_SLOTS and equals:
+            maximum = _count(key, value, where)
+        elif not (key in _PASSED_OVER and equals):
+            raise UserError(f"{where}: {word!r}: {_what_to_write(key, equals)}")
+    if slots is None:
+        slots = maximum
+    elif maximum is not None and maximum < slots:
+        raise UserError(f"{where}: {slots} slots, but {maximum} at most: give no more than that")
+    return _Entry(where, host, slots, _facts(comment, where))
+
+
+def _joined(text: str) -> list[str]:
+    """Words; spaces around = are none."""
+    return re.sub(r"\s*=\s*", "=", text).split()
+
+
+def _host(word: str, where: str) -> str:
+    """The name without its user."""
+    host = word.rpartition("@")[2]
+    if _address(host):
+        return host
+    name, colon, count = host.partition(":")
+    if colon:
+        raise UserError(f"{where}: host {word!r}: write {name} slots={count or 1}")
+    if not re.fullmatch(r"(\w[\w-]*@)?\w[\w.-]*", word, re.ASCII):
+        raise UserError(f"{where}: host {word!r}: write a name or an address, like mac-mini.local")
+    return host
+
+
+def is_unnamed(host: str) -> bool:
+    """Whether a host goes by an address, or by a name that every machine has for itself."""
+    return host == "localhost" or _address(host) is not None
+
+
+def host_key(host: str) -> str:
+    """What is the same for two names of one host: its name without the domain, in lower case.
+
+    Addresses are kept whole.
+    """
+    return _address(host) or host.split(".")[0].casefold()
+
+
+def same_host(a: str, b: str) -> bool:
+    """Whether two names, or addresses, are those of one host."""
+    return host_key(a) == host_key(b)
+
+
+def kind_key(kind: str) -> str:
+    """A kind of machine as one word of a hostfile: ``Apple M2 Ultra`` is ``apple-m2-ultra``."""
+    return re.sub(r"[\s=]+", "-", kind.strip()).strip(",;.").casefold()
+
+
+def _address(host: str) -> str | None:
+    """An IP address as it is usually written; None for a name."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None
+
+
+def _count(key: str, value: str, where: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
+        raise UserError(f"{where}: {key} is {value!r}: give a whole number from 1")
+    return int(value)
+
+
+def _what_to_write(key: str, equals: str) -> str:
+    if key in UNITS and equals:
+        return f"mpirun does not know {key}: write it after a #"
+    if key in _SLOTS and equals:
+        return "slots are given already: give them once"
+    return did_you_mean(key, _SLOTS + _MAX_SLOTS) or "write 'name slots=1', and all else after a #"
+
+
+def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for word in _joined(" ".join(comment)):
+        match = re.fullmatch(r"([A-Za-z_-]+)=(.*?)[,;.]?", word)
+        if match is None:
+            continue
+        key, value = match.groups()
+        if key not in KEYS:
+            known = f"the planner knows {', '.join(KEYS)}; prose goes without ="
+            raise UserError(f"{where}: unknown key {key!r}: {did_you_mean(key, KEYS) or known}")
+        if key in facts:
+            raise UserError(f"{where}: {key} is given twice: give it once")
+        facts[key] = _kind(value, where) if key == _KIND else _quantity(key, value, where)
+    return facts
+
+
+def _kind(value: str, where: str) -> str:
+    if not value:
+        raise UserError(f"{where}: {_KIND} has no name: give one, like {_KIND}=m2-ultra")
+    return value
+
+
+def _quantity(key: str, value: str, where: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(.*)", value, re.ASCII)
+    if match is None:
+        raise UserError(f"{where}: {key} is {value!r}: give a number, like {_EXAMPLES[key]}")
+    unit = match[2]
+    if unit not in UNITS[key]:
+        said = f"has the unknown unit {unit!r}" if unit else "has no unit"
+        some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
+        raise UserError(f"{where}: {key}={value} {said}: use one of {', '.join(some)}")
+    size = float(match[1]) * UNITS[key][unit]
+    (least, its_unit), (most, other_unit) = _LIMITS[key]
+    if not least * UNITS[key][its_unit] <= size <= most * UNITS[key][other_unit]:
+        raise UserError(
+            f"{where}: {key} is {value!r}: give {least}{its_unit} to {most}{other_unit}, like "
+            f"{_EXAMPLES[key]}"
+        )
+    return size
+
+
+def _merged(entries: Iterable[_Entry]) -> tuple[Machine, ...]:
+    """Hosts in the order of their first lines; further lines of a host add a slot each."""
+    nodes: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        nodes.setdefault(host_key(entry.host), []).append(entry)
+    return tuple(map(_machine, nodes.values()))
+
+
+def _machine(entries: list[_Entry]) -> Machine:
+    first, *others = entries
+    facts = dict(first.facts)
+    for entry in others:
+        if entry.node != first.node:
+            raise UserError(
+                f"{entry.where}: host {entry.host!r} is {first.host!r} of {first.where}, but for "
+                "mpirun another host: write both alike"
+            )
+        if entry.slots is not None:
+            raise UserError(
+                f"{entry.where}: host {entry.host!r} is the host of {first.where}: mpirun takes "
+                "either one line with slots, or one line for each slot without"
+            )
+        for key, size in entry.facts.items():
+            if facts.setdefault(key, size) != size:
+                raise UserError(
+                    f"{entry.where}: {key} of {entry.host!r} differs from that in {first.where}: "
+                    "give it once"
+                )
+    if first.slots is None and not others:
+        raise UserError(
+            f"{first.where}: host {first.host!r} has no slots, and mpirun would start as many "
+            f"ranks there as it has cores: write {first.host} slots=1"
+        )
+    memory = facts.pop("memory", None)
+    slots = (first.slots or 1) + len(others)
+    if memory is not None and memory < slots * _LEAST_MEMORY:
+        raise UserError(
+            f"{first.where}: host {first.host!r} has less than 1 MiB of memory for each of its "
+            f"{slots} slots: give more memory, or fewer slots"
+        )
+    return Machine(
+        host=first.host,
+        slots=slots,
+        memory=None if memory is None else round(memory),
+        where=first.where,
+        **facts,
+    )

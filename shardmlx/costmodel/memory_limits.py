@@ -1,0 +1,213 @@
+"""How much memory each rank may take: MLX's limits from the plan and the machine. Pure.
+
+What MLX does with them (0.32, ``allocator.cpp`` of each backend, ``resident.cpp``,
+``transforms.cpp``); each array is *active* until it is freed, then its buffer is *cached*:
+
+- memory limit: while active arrays take more, evaluation waits for what is running before it
+  starts anything new; on Metal cached buffers are given back when both together would take more.
+  An allocation beyond it succeeds all the same: what keeps a run below it is its plan.
+- cache limit: bytes of buffers kept for reuse, which only arrays of about the same size can have.
+- wired limit: bytes of buffers, cached ones too, that macOS 15 keeps in memory whatever else goes
+  on; those that come after it is reached may be swapped out. Nothing is wired on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardmlx.common.formatting import gigabytes
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.errors import UserError
+
+LEAST_CACHE = 32 << 20
+"""What MLX keeps on a CPU by default. It is enough there: glibc keeps freed memory too, and can
+divide it, where a cache of all that a step frees made it no faster (measured)."""
+
+CACHE_MARGIN = 1.25
+"""Times what a step frees. Measured with SmolLM2: 1.01 times; the plan's is within a fifth."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """Bytes that the plan expects of a rank: at its peak, and of these what is always there."""
+
+    peak: int
+    resident: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.resident <= self.peak:
+            raise ValueError(f"{self.resident} bytes always there, of {self.peak} at most")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a rank may use: ``inf`` where the machine is not known; ``reason`` says why so
+    many. ``most`` is all of its share of the machine, ``wirable`` what of it macOS lets the GPU
+    wire; None where nothing is wired."""
+
+    host: str
+    nbytes: float
+    reason: str
+    most: float
+    wirable: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Of one rank, in bytes, with a reason for each. ``wired`` is None where nothing is wired."""
+
+    planned: PlannedMemory
+    memory: int
+    cache: int
+    wired: int | None
+    reasons: tuple[str, str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the metrics."""
+        return {
+            "planned_peak_bytes": self.planned.peak,
+            "memory_limit_bytes": self.memory,
+            "cache_limit_bytes": self.cache,
+            "wired_limit_bytes": self.wired,
+            "reasons": dict(zip(("memory", "cache", "wired"), self.reasons, strict=True)),
+        }
+
+
+def rooms_of(
+    cluster: Cluster,
+    limit: int | None = None,
+    working_sets: Sequence[int | None] = (),
+) -> tuple[Room, ...]:
+    """What each world rank may use: ``limit``, if one is given, but no more than its share of the
+    machine; else the part of that on which plans count, or more where macOS wires more.
+
+    ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
+    """
+    ranks = Counter(machine.host for machine in cluster.machines)
+    rooms = []
+    for rank, machine in enumerate(cluster.machines):
+        count = ranks[machine.host]
+        most = math.inf if machine.memory is None else float(machine.memory)
+        working_set = working_sets[rank] if working_sets else None
+        wirable = None if working_set is None else working_set // count
+        usable = 0.0 if wirable is None else min(wirable, most)
+        shared = f", shared by {count} ranks" if count > 1 else ""
+        if limit is not None:
+            nbytes, reason = float(limit), "--memory-limit"
+            if limit > most:
+                nbytes, reason = most, f"all that there is{shared}; --memory-limit is more"
+        elif usable > cluster.capacity(rank):
+            nbytes, reason = usable, f"what macOS wires for the GPU{shared}"
+        else:
+            nbytes = cluster.capacity(rank)
+            reason = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{shared}"
+        rooms.append(Room(machine.host, nbytes, reason, most, wirable))
+    return tuple(rooms)
+
+
+def within(cluster: Cluster, rooms: Sequence[Room]) -> Cluster:
+    """The same machines with no more memory than these, all of which may be used."""
+    machines = (
+        replace(machine, memory=None if math.isinf(room.nbytes) else max(1, int(room.nbytes)))
+        for machine, room in zip(cluster.machines, rooms, strict=True)
+    )
+    return replace(cluster, machines=tuple(machines), memory_fraction=1.0)
+
+
+def limited(cluster: Cluster, limit: int | None) -> Cluster:
+    """The machines of a plan, with no more memory than the user's ``limit`` for a rank."""
+    return cluster if limit is None else within(cluster, rooms_of(cluster, limit))
+
+
+def check_rooms(rooms: Sequence[Room], planned: Sequence[PlannedMemory], remedy: str) -> None:
+    """``UserError`` for the first rank whose plan does not fit; ``remedy`` is how to need less."""
+    for rank, (room, plan) in enumerate(zip(rooms, planned, strict=True)):
+        if plan.peak > room.nbytes:
+            raise UserError(
+                f"rank {rank} ({room.host}) would hold {gigabytes(plan.peak)} of its "
+                f"{gigabytes(room.nbytes)} ({room.reason}): {how_to_allow(room, plan.peak)}{remedy}"
+            )
+
+
+def how_to_allow(room: Room, nbytes: int) -> str:
+    """The limit that would be enough, where the machine has as much; else nothing."""
+    if _rounded_up(nbytes) > room.most:
+        return ""
+    return f"give --memory-limit {limit_for(nbytes)} or more, "
+
+
+def how_to_allow_more(limit: int | None, rooms: Sequence[Room]) -> str:
+    """As ``how_to_allow``, where nobody knows how much would be enough."""
+    can_be_raised = limit is not None and any(room.nbytes < room.most for room in rooms)
+    return "raise --memory-limit, " * can_be_raised
+
+
+def limit_for(nbytes: int) -> str:
+    """A ``--memory-limit`` that is enough for so many bytes."""
+    enough = _rounded_up(nbytes)
+    if enough < 10**9:
+        return f"{enough // 10**6}MB"
+    return f"{enough / 1e9:.1f}".removesuffix(".0") + "GB"
+
+
+def _rounded_up(nbytes: int) -> int:
+    step = 10**8 if nbytes >= 10**9 else 10**6
+    return -(-nbytes // step) * step
+
+
+def memory_limits(room: Room, planned: PlannedMemory, backend: str) -> MemoryLimits:
+    """The limits of a rank whose plan fits: see ``check_rooms``.
+
+    On a CPU nothing gives way, so that cache and plan together stay within the room. On Metal MLX
+    sees to that, and the cache has room for what a step frees, so that none of it is allocated
+    anew; were it larger it would fill with buffers of lengths that do not come again.
+    """
+    memory = int(room.nbytes)
+    of_a_step = planned.peak - planned.resident
+    if backend == "cpu":
+        cache = max(0, min(LEAST_CACHE, memory - planned.peak))
+        why_cache = "MLX's own on a CPU" if cache == LEAST_CACHE else "what the plan leaves"
+        wired, why_wired = None, "nothing is wired on a CPU"
+    else:
+        cache = max(LEAST_CACHE, round(CACHE_MARGIN * of_a_step))
+        why_cache = "what a step frees, and a margin"
+        if cache > memory - planned.resident:
+            cache, why_cache = max(0, memory - planned.resident), "what the weights leave"
+        wired, why_wired = _wired(room, min(memory, planned.peak + cache))
+    return MemoryLimits(planned, memory, cache, wired, (room.reason, why_cache, why_wired))
+
+
+def _wired(room: Room, wanted: int) -> tuple[int | None, str]:
+    if room.wirable is None:
+        return None, "macOS does not say how much may be wired"
+    if wanted > room.wirable:
+        return room.wirable, "this rank's share of what macOS wires for the GPU"
+    return wanted, "plan and cache"
+
+
+def unwired(rooms: Sequence[Room], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
+    """A warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
+    return tuple(
+        f"rank {rank} ({room.host}) plans {gigabytes(plan.peak)}, of which macOS keeps "
+        f"{gigabytes(room.wirable)} in memory: it may swap the rest out, which is slow; python -m "
+        "shardmlx.doctor prints the command that raises iogpu.wired_limit_mb"
+        for rank, (room, plan) in enumerate(zip(rooms, planned, strict=True))
+        if room.wirable is not None and plan.peak > room.wirable
+    )
+
+
+def exceeded(
+    limits: Sequence[MemoryLimits], hosts: Sequence[str], peaks: Sequence[int]
+) -> tuple[str, ...]:
+    """A warning for each rank that took more than its memory limit, which MLX does not enforce."""
+    return tuple(
+        f"rank {rank} ({host}) held {gigabytes(peak)} at its peak, more than its limit of "
+        f"{gigabytes(each.memory)} ({each.reasons[0]}), and {gigabytes(each.planned.peak)} were "
+        "planned"
+        for rank, (each, host, peak) in enumerate(zip(limits, hosts, peaks, strict=True))
+        if peak > each.memory
+    )

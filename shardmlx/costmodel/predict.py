@@ -1,0 +1,153 @@
+"""What a plan will take on its machines: memory of every rank, time of a step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
+from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.timing import Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """One pipeline rank, and the slowest and smallest of its replicas.
+
+    ``seconds`` are of one micro-batch through all its stages, ``update`` among them of a step;
+    ``capacity`` is ``inf`` where it is not known.
+    """
+
+    hosts: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    weights: float
+    peak: float
+    capacity: float
+    seconds: Seconds
+    busy: float
+    exposed: float
+    bubble: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one step: forward and backward of all micro-batches, sums over replicas, update.
+
+    Where gradients of several steps make one update, a step has its share of sums and update.
+    """
+
+    plan: Plan
+    ranks: tuple[RankPrediction, ...]
+    simulation: Simulation
+    reduce_seconds: float
+    update_seconds: float
+    tokens: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulation.makespan + self.reduce_seconds + self.update_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+
+def predict_memory(
+    plan: Plan, workload: Workload, length: int, *, checkpoint: bool, backend: str
+) -> tuple[list[int], dict[int, StageMemory]]:
+    """(peak bytes of each pipeline rank, memory of each stage), for sequences of ``length``."""
+    setup = workload.setup(
+        plan.micro_batch_size, length, checkpoint=checkpoint, dp=plan.mesh.dp, backend=backend
+    )
+    stages = {
+        index: stage_memory(setup, *ends)
+        for index, ends in enumerate(plan.stage_map.partition.ranges)
+    }
+    peaks = []
+    for rank, actions in enumerate(plan.actions):
+        own = {index: stages[index] for index in plan.stage_map.stages_of(rank)}
+        peaks.append(rank_peak(actions, own, setup))
+    return peaks, stages
+
+
+def predict(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool = False
+) -> Prediction:
+    """A step with sequences of ``length`` tokens, on ``cluster.machines[world rank]``."""
+    mesh, stage_map, rows = plan.mesh, plan.stage_map, plan.micro_batch_size
+    peaks, memories = predict_memory(
+        plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
+    )
+    models = pipeline_seconds(workload, cluster, mesh, rows, length, checkpoint=checkpoint)
+    stages = [
+        models[rank].stage(*ends)
+        for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
+    ]
+    message = max(each.message for each in memories.values())
+    simulation = simulate(
+        plan.actions,
+        stage_map.placement,
+        [each.costs for each in stages],
+        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message)),
+        latency=between_ranks(mesh, cluster.latency),
+    )
+    of_rank = [
+        sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
+        for rank in range(mesh.pp)
+    ]
+    accumulated = workload.config.grad_accumulation_steps
+    return Prediction(
+        plan=plan,
+        ranks=tuple(
+            RankPrediction(
+                hosts=tuple(cluster.machines[each].host for each in mesh.replicas_of(rank)),
+                ranges=tuple(
+                    stage_map.partition.ranges[index] for index in stage_map.stages_of(rank)
+                ),
+                weights=_weights(workload, [memories[i] for i in stage_map.stages_of(rank)]),
+                peak=peaks[rank],
+                capacity=min(cluster.capacity(each) for each in mesh.replicas_of(rank)),
+                seconds=of_rank[rank],
+                busy=simulation.busy[rank],
+                exposed=simulation.exposed[rank],
+                bubble=simulation.bubbles[rank],
+            )
+            for rank in range(mesh.pp)
+        ),
+        simulation=simulation,
+        reduce_seconds=_reduce_seconds(cluster, plan, memories) / accumulated,
+        update_seconds=max(each.update for each in of_rank) / accumulated,
+        tokens=plan.rows * mesh.dp * length,
+    )
+
+
+def _weights(workload: Workload, stages: list[StageMemory]) -> float:
+    """Bytes of a rank's parameters; a tied matrix that two of its stages hold is there once."""
+    twice = sum(stage.tied > 0 for stage in stages) == 2
+    return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
+
+
+def _reduce_seconds(cluster: Cluster, plan: Plan, stages: dict[int, StageMemory]) -> float:
+    """Of summing gradients over replicas in a ring, the slowest stage's; none of it overlapped.
+
+    An upper bound: buckets start while the backward pass still computes.
+    """
+    mesh, stage_map = plan.mesh, plan.stage_map
+    if mesh.dp == 1:
+        return 0.0
+    times = []
+    for rank in range(mesh.pp):
+        nbytes = sum(stages[index].gradients for index in stage_map.stages_of(rank))
+        ring = mesh.replicas_of(rank)
+        slowest_link = max(
+            cluster.link_seconds(a, b, nbytes)
+            for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+        )
+        times.append(2 * (mesh.dp - 1) / mesh.dp * slowest_link)
+    return max(times)

@@ -1,0 +1,218 @@
+"""The file of measured times that ``shardmlx.profile`` writes and the planner reads. Pure."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.hostfile import kind_key, same_host
+from shardmlx.costmodel.timing import Measured, Sample, Seconds
+from shardmlx.errors import UserError
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.tensors import read_quantisation
+
+FORMAT = 1
+
+_AGAIN = "measure again with python -m shardmlx.profile"
+
+_MOST_TOKENS = 1 << 30
+_MOST_SECONDS = 1e6
+"""A micro-batch of more is none that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """What one rank measured: as many rows in each sample, in ascending order of length.
+
+    ``chip`` says what kind of machine it is.
+    """
+
+    host: str
+    chip: str
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError(f"no samples of {self.host}")
+        for sample in self.samples:
+            _check_sample(sample)
+        lengths = [sample.length for sample in self.samples]
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"samples of {self.host} with {lengths} tokens a row: not ascending")
+        rows = {sample.rows for sample in self.samples}
+        if len(rows) > 1:
+            raise ValueError(f"samples of {self.host} with {sorted(rows)} rows: not as many each")
+
+
+def _check_sample(sample: Sample) -> None:
+    """``ValueError`` for what no clock shows; embedding and head are differences of times."""
+    if sample.tokens > _MOST_TOKENS:
+        raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
+    for part in (sample.layer, sample.frozen, sample.embedding, sample.head):
+        if max(map(abs, astuple(part))) > _MOST_SECONDS:
+            raise ValueError(f"a time over {_MOST_SECONDS:g} s")
+    for part in (sample.layer, sample.frozen):
+        if part.forward <= 0 or min(astuple(part)) < 0:
+            raise ValueError(f"a layer with times of {astuple(part)} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured times of one model, trained in one way, on one or more machines.
+
+    ``work`` is what the times depend on beside the machine: see ``work_of``.
+    """
+
+    work: Mapping[str, Any]
+    machines: tuple[MachineProfile, ...]
+    path: str = "profile"
+
+    def check(self, work: Mapping[str, Any]) -> None:
+        """``UserError`` when this was measured for other work."""
+        for key in work:
+            if self.work.get(key) != work[key]:
+                raise UserError(
+                    f"{self.path} was measured with {key} {reprlib.repr(self.work.get(key))}, not "
+                    f"{reprlib.repr(work[key])}: {_AGAIN}"
+                )
+
+    def machine(self, host: str, kind: str | None = None) -> MachineProfile:
+        """The measurements on a host, or on another machine of the same kind.
+
+        A kind is a measured chip or host. Where ranks share a host, the slowest of them speaks
+        for all.
+        """
+        name = socket.gethostname() if host == "localhost" else host
+        found = [each for each in self.machines if same_host(each.host, name)]
+        if not found and kind is not None:
+            found = [each for each in self.machines if _is_of_kind(each, kind)]
+        if not found:
+            known = ", ".join(dict.fromkeys(each.host for each in self.machines))
+            kinds = dict.fromkeys(kind_key(each.chip or each.host) for each in self.machines)
+            words = " or ".join(f"kind={each}" for each in kinds)
+            raise UserError(
+                f"{self.path} has no measurement of {host}, only of {known}: measure there too, "
+                f"or write {words} into its line of the hostfile if it is a machine like that"
+            )
+        return max(found, key=lambda each: each.samples[-1].layer.microbatch)
+
+    def measured(
+        self, host: str, kind: str | None, num_layers: int, first_trained: int, checkpoint: bool
+    ) -> Measured:
+        """The times of a model on a host."""
+        return Measured(
+            num_layers=num_layers,
+            samples=self.machine(host, kind).samples,
+            first_trained=first_trained,
+            checkpoint=checkpoint,
+        )
+
+
+def _is_of_kind(machine: MachineProfile, kind: str) -> bool:
+    return kind_key(kind) == kind_key(machine.chip) or same_host(kind, machine.host)
+
+
+def work_of(
+    config: TrainConfig,
+    shape: ModelShape,
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What times depend on: sizes of a layer and of the head, and what is trained how.
+
+    ``quantization`` is the entry of config.json.
+    """
+    trained: dict[str, Any] = {"fine_tune_type": config.fine_tune_type}
+    if config.fine_tune_type == "full":
+        trained["unfreeze_all"] = config.unfreeze_all
+    else:
+        trained["lora_parameters"] = json.loads(json.dumps(dict(config.lora_parameters)))
+    sizes = asdict(shape)
+    for each in ("num_layers", "windows"):
+        del sizes[each]
+    return {
+        **sizes,
+        "dtype": dtype,
+        "quantization": _quantisation(quantization),
+        "optimizer": config.optimizer,
+        **trained,
+    }
+
+
+def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Defaults filled in: how a model is quantised may be said in several ways."""
+    quantisation = read_quantisation({"quantization": entry})
+    if quantisation is None:
+        return None
+    modules = {
+        path: how and asdict(how)
+        for path, how in quantisation.modules.items()
+        if how != quantisation.default
+    }
+    return {**asdict(quantisation.default), **modules}
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write it as JSON."""
+    content = {
+        "format": FORMAT,
+        "work": dict(profile.work),
+        "machines": [asdict(each) for each in profile.machines],
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read it; ``UserError`` names the file and what is wrong with it."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}): {_AGAIN}") from None
+    try:
+        if content["format"] != FORMAT:
+            raise UserError(
+                f"{path} has format {content['format']!r}, this shardmlx reads {FORMAT}: {_AGAIN}"
+            )
+        machines = tuple(_machine(each) for each in content["machines"])
+        if not machines:
+            raise ValueError("no machines")
+        return Profile(dict(content["work"]), machines, str(path))
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"{path} is no profile ({error!r}): {_AGAIN}") from None
+
+
+def merge(profiles: Sequence[Profile]) -> Profile:
+    """One profile of the machines of several, measured for the same work."""
+    first = profiles[0]
+    for other in profiles[1:]:
+        other.check(first.work)
+    machines = tuple(machine for each in profiles for machine in each.machines)
+    return Profile(first.work, machines, first.path)
+
+
+def _machine(entry: Any) -> MachineProfile:
+    samples = tuple(
+        Sample(
+            rows=int(sample["rows"]),
+            length=int(sample["length"]),
+            **{
+                part: Seconds(**{key: float(value) for key, value in sample[part].items()})
+                for part in ("layer", "frozen", "embedding", "head")
+            },
+        )
+        for sample in entry["samples"]
+    )
+    return MachineProfile(str(entry["host"]), str(entry["chip"]), samples)

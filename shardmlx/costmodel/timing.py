@@ -1,0 +1,223 @@
+"""How long the parts of a model take on a machine: from its speed, or from a measurement.
+
+A part is a decoder layer, the embedding, or the head with the final norm. Its times are those of
+one micro-batch: forward (F), gradient for the input (I), gradient for the weights (W).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.pipeline.simulate import Costs
+
+TYPICAL_LENGTH = 512
+"""Tokens; what a layer costs is taken at this length where no other is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one micro-batch through a part; ``update`` is the optimizer's, once a step.
+
+    The embedding's may be negative: the first stage spares what others compute for the stage
+    below.
+    """
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    update: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.update + other.update,
+        )
+
+    def scaled(self, factor: float) -> Seconds:
+        """The same on a part that takes ``factor`` times as long."""
+        return Seconds(
+            factor * self.forward,
+            factor * self.input_gradient,
+            factor * self.weight_gradient,
+            factor * self.update,
+        )
+
+    @property
+    def microbatch(self) -> float:
+        """F + I + W."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.forward, self.input_gradient, self.weight_gradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSeconds:
+    """Of each part of a model, on one machine, for micro-batches of one size.
+
+    ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none:
+    whatever lies below has a forward only.
+    """
+
+    layers: tuple[Seconds, ...]
+    embedding: Seconds = Seconds()
+    head: Seconds = Seconds()
+    first_trained: int = 0
+    checkpoint: bool = False
+
+    def layer(self, index: int) -> float:
+        """F + I + W of one layer, and its F again with checkpointing."""
+        seconds = self.layers[index]
+        again = self.checkpoint and index >= self.first_trained
+        return max(0.0, seconds.microbatch + again * seconds.forward)
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """F + I + W of each part, for a partitioner."""
+        return LayerCosts(
+            tuple(map(self.layer, range(len(self.layers)))),
+            max(0.0, self.embedding.microbatch),
+            max(0.0, self.head.microbatch),
+        )
+
+    def stage(self, start: int, stop: int) -> Seconds:
+        """Of the stage with layers ``start`` to ``stop``, as the engine runs it.
+
+        A stage with nothing trained below it has no I: its W is its whole backward. With
+        checkpointing I, or that W, computes the forward again and all gradients.
+        """
+        parts = list(self.layers[start:stop])
+        if start == 0:
+            parts.append(self.embedding)
+        if stop == len(self.layers):
+            parts.append(self.head)
+        total = sum(parts, Seconds())
+        forward, update = max(0.0, total.forward), max(0.0, total.update)
+        if stop <= self.first_trained:
+            return Seconds(forward)
+        backward = max(0.0, total.input_gradient + total.weight_gradient)
+        if self.checkpoint:
+            # Only layers are computed again, and only those that have a backward pass.
+            backward += sum(
+                each.forward for each in self.layers[max(start, self.first_trained) : stop]
+            )
+        if start <= self.first_trained:
+            return Seconds(forward, 0.0, backward, update)
+        if self.checkpoint:
+            return Seconds(forward, backward, 0.0, update)
+        return Seconds(
+            forward, max(0.0, total.input_gradient), max(0.0, total.weight_gradient), update
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A machine known by its FLOP/s alone: what it reaches in matrix products."""
+
+    shape: ModelShape
+    flops: float
+    first_trained: int
+    trains_weights: bool
+    trains_ends: bool = False
+    checkpoint: bool = False
+
+    def seconds(self, rows: int, length: int) -> ModelSeconds:
+        """FLOPs of F, I and W, each as many, at the machine's speed (6N: Kaplan et al. 2020).
+
+        Below ``first_trained`` there is F alone. The few FLOPs of W with adapters are left out,
+        as are embedding, norms and update.
+        """
+        tokens = rows * length
+        layers = [
+            self._pass_of(self.shape.layer_flops(layer, length) * tokens, layer)
+            for layer in range(self.shape.num_layers)
+        ]
+        head = self._pass_of(self.shape.head_flops() * tokens, self.shape.num_layers - 1)
+        return ModelSeconds(
+            layers=tuple(layers),
+            head=replace(head, weight_gradient=head.weight_gradient * self.trains_ends),
+            first_trained=self.first_trained,
+            checkpoint=self.checkpoint,
+        )
+
+    def _pass_of(self, flops: float, layer: int) -> Seconds:
+        once = flops / self.flops
+        backward = once if layer >= self.first_trained else 0.0
+        return Seconds(once, backward, backward * self.trains_weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What was measured with micro-batches of ``rows`` x ``length`` tokens.
+
+    ``layer`` is a layer that trains, with every gradient; ``frozen`` one of which only the
+    forward is asked.
+    """
+
+    rows: int
+    length: int
+    layer: Seconds
+    frozen: Seconds
+    embedding: Seconds
+    head: Seconds
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.length < 1:
+            raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
+        for part in (self.layer, self.frozen, self.embedding, self.head):
+            if not all(map(math.isfinite, astuple(part))):
+                raise ValueError(f"times of {astuple(part)} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A machine on which samples were taken: of as many rows each, in ascending order of length."""
+
+    num_layers: int
+    samples: tuple[Sample, ...]
+    first_trained: int
+    checkpoint: bool = False
+
+    def seconds(self, rows: int, length: int) -> ModelSeconds:
+        """On the line between the samples of the next shorter and longer sequences.
+
+        Beyond the samples the outermost line goes on; from one sample times are proportional to
+        tokens. A row costs as much as in the samples.
+        """
+        layer, frozen, embedding, head = (
+            self._interpolated(part, rows, length)
+            for part in ("layer", "frozen", "embedding", "head")
+        )
+        trained = self.num_layers - self.first_trained
+        return ModelSeconds(
+            layers=(frozen,) * self.first_trained + (layer,) * trained,
+            embedding=embedding,
+            head=head,
+            first_trained=self.first_trained,
+            checkpoint=self.checkpoint,
+        )
+
+    def _interpolated(self, part: str, rows: int, length: int) -> Seconds:
+        points = [(each.length, getattr(each, part), each.rows) for each in self.samples]
+        _, seconds, measured_rows = points[0]
+        if len(points) == 1:
+            mixed: Seconds = seconds.scaled(length / points[0][0])
+        else:
+            segments = list(pairwise(points))
+            (low, at_low, _), (high, at_high, _) = next(
+                (segment for segment in segments if length <= segment[1][0]), segments[-1]
+            )
+            weight = (length - low) / (high - low)
+            mixed = at_low.scaled(1 - weight) + at_high.scaled(weight)
+        return replace(mixed.scaled(rows / measured_rows), update=seconds.update)

@@ -1,0 +1,203 @@
+"""Ranks as threads of one process: for tests, and for reading along in a debugger."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.distributed.transport import Array, Handle, Transport, buffer_of, check_sum
+
+
+class LocalTransport(Transport):
+    """One of the ranks."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        self.rank = rank
+        self.size = network.size
+        self.hosts = ("localhost",) * network.size
+        self.timeout = network.timeout
+        self._network = network
+
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
+        return self._network.post((self.rank, peer, tag), Handle(array), is_send=True)
+
+    def receive(self, array: Array, peer: int, tag: int) -> Handle:
+        return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
+
+    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
+        check_sum(array)
+        return self._network.add(tuple(group), self.rank, Handle(array))
+
+    def progress(self, handle: Handle, seconds: float) -> bool:
+        return self._network.wait(handle, seconds, lambda: self.failure is not None)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._network.wake()
+
+    def abort(self, code: int) -> None:
+        self._network.abort()
+
+
+class LocalNetwork:
+    """What the threads of one ``LocalTransport`` world share."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._aborted = False
+        self._changed = threading.Condition()
+        self._sends: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
+        self._receives: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
+        self._sums: defaultdict[tuple[int, ...], list[dict[int, Handle]]] = defaultdict(list)
+
+    def post(self, key: tuple[int, int, int], handle: Handle, is_send: bool) -> Handle:
+        """Match a send with a receive, in order; the later of the two copies."""
+        if key[0] == key[1]:
+            raise ValueError(f"rank {key[0]} sends to itself")
+        ours, theirs = self._sends, self._receives
+        if not is_send:
+            ours, theirs = theirs, ours
+        with self._changed:
+            if not theirs[key]:
+                ours[key].append(handle)
+                return handle
+            other = theirs[key].popleft()
+        source, target = (handle, other) if is_send else (other, handle)
+        if source.array.nbytes != target.array.nbytes:
+            target.error = ValueError(
+                f"message {key}: {source.array.shape} sent, {target.array.shape} due"
+            )
+            self._complete(source)
+            return handle
+        buffer_of(target.array)[:] = buffer_of(source.array)
+        self._complete(source, target)
+        return handle
+
+    def add(self, group: tuple[int, ...], rank: int, handle: Handle) -> Handle:
+        """Join the group's earliest sum that ``rank`` has not joined; the last one to join adds."""
+        with self._changed:
+            rounds = self._sums[group]
+            joined = next((r for r in rounds if rank not in r), None)
+            if joined is None:
+                rounds.append(joined := {})
+            joined[rank] = handle
+            if len(joined) < len(group):
+                return handle
+            rounds.remove(joined)
+        arrays = [np.frombuffer(buffer_of(joined[r].array), np.float32) for r in group]
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total += array
+        for member in group:
+            buffer_of(joined[member].array)[:] = total.view(np.uint8).data
+        self._complete(*joined.values())
+        return handle
+
+    def _complete(self, *handles: Handle) -> None:
+        with self._changed:
+            for handle in handles:
+                handle.done = True
+            self._changed.notify_all()
+
+    def wait(self, handle: Handle, seconds: float, failed: Callable[[], bool]) -> bool:
+        """Whether ``handle`` is done within ``seconds``, or until its rank has ``failed``; raises
+        once another rank has aborted."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: handle.done or handle.error or self._aborted or failed(), seconds
+            )
+        if handle.error is not None:
+            raise handle.error
+        if not handle.done and self._aborted:
+            raise RuntimeError("another rank failed")
+        return handle.done
+
+    def wake(self) -> None:
+        """Let all ranks that wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Wake all ranks that wait."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
+        """Run ``work`` on a thread for each rank; its results by rank, or the first error."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            threading.current_thread().name = f"rank-{rank}"
+            try:
+                results[rank] = work(LocalTransport(self, rank))
+            except BaseException as error:
+                errors.append(error)
+                self.abort()
+
+        done = [_pool().start(functools.partial(body, rank)) for rank in range(self.size)]
+        for event in done:
+            event.wait()
+        if errors:
+            raise errors[0]
+        return results
+
+
+class _Pool:
+    """Threads that do one thing after the other.
+
+    MLX gives every thread that computes a thread of its own, which it never ends: with new threads
+    for each run, a process that makes many runs would come to have thousands.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []
+
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        """Begin ``work``, which raises nothing; set when it is done."""
+        done = threading.Event()
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = _Thread()
+
+        def body() -> None:
+            work()
+            self._idle.append(thread)
+            done.set()
+
+        thread.works.put(body)
+        return done
+
+
+class _Thread:
+    def __init__(self) -> None:
+        self.works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _run(self) -> None:
+        while (work := self.works.get()) is not None:
+            work()
+            del work  # and with it all that it holds
+        mx.clear_streams()  # MLX asks each thread for this at its end
+
+    def _end(self) -> None:
+        self.works.put(None)
+        self._thread.join(1.0)
+
+
+@functools.cache
+def _pool() -> _Pool:
+    return _Pool()

@@ -1,0 +1,109 @@
+"""What the commands share that run as one process a rank: MPI started last, failures by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare
+from shardmlx.distributed.shutdown import Ending
+from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
+
+if TYPE_CHECKING:
+    from shardmlx.distributed.transport import Transport
+
+T = TypeVar("T")
+
+SECONDS_FOR_RANK_0 = 5.0
+"""More than ranks start apart, and than mpirun needs to end the others."""
+
+SECONDS_FOR_THE_SPEAKER = 2.0
+"""For the rank that has said what failed to end the job, with its own exit status."""
+
+
+def run_ranks(
+    read_options: Callable[[int], T],
+    timeout: Callable[[T], float],
+    load: Callable[[], Callable[[T, Transport, Blas], None]],
+    *,
+    alike: bool = True,
+) -> int:
+    """Exit status of ``load()(options, transport, blas)`` on this rank: 0, 2 after bad input, 1
+    where all ranks found that they cannot go on, or 128 + a signal that all ranks obeyed.
+
+    ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
+    Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
+    A failure at run time ends all ranks.
+    """
+    rank = launched_rank()
+    try:
+        options = read_options(rank)
+        blas = prepare()
+    except UserError as error:
+        return _refuse_before_mpi(error, rank)
+    run = load()
+
+    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
+    from shardmlx.distributed.agreement import AgreedError
+    from shardmlx.distributed.version_check import compare_versions
+
+    from shardmlx.distributed import mpi  # isort: skip
+
+    ending = Ending(rank)
+    try:
+        transport = mpi.MPITransport(timeout(options), ending)
+        try:
+            if alike:
+                compare_versions(transport)
+            options = transport.broadcast(options, what="options")
+            transport.set_timeout(timeout(options))
+            run(options, transport, blas)
+            status = 0
+        except AgreedError as error:
+            status = _refuse(error, transport.rank)
+        except AgreedFailure as error:
+            status = 1
+            if transport.rank == 0:
+                ending.say(f"failed: {one_line(error)}")
+        except Stopped as stop:
+            status = 128 + stop.signal
+            if transport.rank == 0:
+                print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
+        transport.close()
+        if transport.rank == 0 and status == 0:
+            _tell_launcher()
+    except BaseException as error:
+        # The other ranks know nothing of it and would wait.
+        if not ending.report(error):
+            time.sleep(SECONDS_FOR_THE_SPEAKER)
+        mpi.abort(2 if isinstance(error, UserError) else 1, ending)
+    return status
+
+
+def _tell_launcher() -> None:
+    """mpirun's own status says little where it has lost a host."""
+    if LAUNCHED in os.environ:
+        with contextlib.suppress(OSError):  # then launch takes a good end for a bad one
+            Path(os.environ[LAUNCHED]).touch()
+
+
+def _refuse(error: UserError, rank: int) -> int:
+    if rank == 0:
+        print(f"shardmlx: error: {one_line(error)}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _refuse_before_mpi(error: UserError, rank: int) -> int:
+    """Without MPI a rank cannot know whether rank 0 has met the same fault, and says so.
+
+    It most likely has, and then mpirun ends this process too before the wait is over.
+    """
+    if rank == 0:
+        return _refuse(error, rank)
+    time.sleep(SECONDS_FOR_RANK_0)
+    return _refuse(UserError(f"{Ending(rank).name}: {error}"), 0)

@@ -1,0 +1,249 @@
+"""From tokenised samples to the micro-batches of a replica; no MLX, no MPI.
+
+Order, padding and truncation are those of mlx-lm's ``iterate_batches`` on one process; but the
+place that was reached can be kept, and gone on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+
+from shardmlx.models.packed_positions import Places
+
+PAD_TO = 32
+"""Widths are one more than a multiple of this, as in mlx-lm."""
+
+Sample = tuple[Sequence[int] | np.ndarray, int]
+"""Token ids, and the position at which the loss starts to count."""
+
+NO_TOKENS = np.dtype([])
+"""Of ``tokens`` that have a shape and take no bytes: those of a rank that reads none."""
+
+
+class Samples(Sequence[Sample]):
+    """Samples one after the other in an array: 4 bytes a token, where Python's numbers take 36.
+
+    ``tokens`` int32, those of all samples; ``bounds`` (samples, 3) int64: where each begins and
+    ends in ``tokens``, and the position at which its loss starts to count.
+    """
+
+    def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
+        self.tokens = tokens
+        self.bounds = bounds
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """In tokens."""
+        lengths: np.ndarray = self.bounds[:, 1] - self.bounds[:, 0]
+        return lengths
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The positions at which the loss starts to count."""
+        starts: np.ndarray = self.bounds[:, 2]
+        return starts
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @overload
+    def __getitem__(self, i: int) -> Sample: ...
+    @overload
+    def __getitem__(self, i: slice | np.ndarray) -> Samples: ...
+    def __getitem__(self, i: int | slice | np.ndarray) -> Sample | Samples:
+        if isinstance(i, (slice, np.ndarray)):
+            return Samples(self.tokens, self.bounds[i])
+        begin, end, start = self.bounds[i].tolist()
+        return self.tokens[begin:end], start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Some rows of the global batch.
+
+    ``tokens`` (rows, T + 1) int32, padded on the right, or of the type ``NO_TOKENS``; ``spans``
+    (rows, 2) the first and the last position that count, in positions of targets, which start at 1;
+    ``first_row`` the place of the first row in the global batch. With ``places`` the micro-batch is
+    one row: of these positions alone, one after the other.
+    """
+
+    tokens: np.ndarray
+    spans: np.ndarray
+    first_row: int
+    places: Places | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, T) of the inputs."""
+        if self.places is not None:
+            return 1, len(self.places.rows)
+        rows, width = self.tokens.shape
+        return rows, width - 1
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """(rows, T) token ids."""
+        if self.places is not None:
+            return self.tokens[None, *self.places]
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> np.ndarray:
+        """(rows, T): the token after each of the inputs."""
+        if self.places is not None:
+            rows, positions = self.places
+            return self.tokens[None, rows, positions + 1]
+        return self.tokens[:, 1:]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(rows, T): whether a target counts in the loss."""
+        if self.places is None:
+            numbers, spans = np.arange(1, self.shape[1] + 1), self.spans[:, None]
+        else:
+            numbers, spans = self.places.positions + 1, self.spans[None, self.places.rows]
+        counts: np.ndarray = (numbers >= spans[..., 0]) & (numbers <= spans[..., 1])
+        return counts
+
+    @property
+    def valid_tokens(self) -> int:
+        """How many targets count in the loss."""
+        return int(self.counts.sum())
+
+    def rows(self, start: int, stop: int) -> MicroBatch:
+        """Some of the rows, without the padding that none of them needs."""
+        spans = self.spans[start:stop]
+        width = min(_width(int(spans[:, 1].max())), self.tokens.shape[1])
+        return MicroBatch(self.tokens[start:stop, :width], spans, self.first_row + start)
+
+
+Batch = MicroBatch
+"""A global batch is the micro-batch of all its rows."""
+
+
+def _width(length: int) -> int:
+    return 1 + PAD_TO * -(-length // PAD_TO)
+
+
+def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
+    """Pad, and truncate, ``samples`` to one array."""
+    lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
+    longest = max(len(tokens) for tokens, _ in samples)
+    tokens = np.zeros((len(samples), min(_width(longest), max_seq_length)), np.int32)
+    for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
+        tokens[row, :length] = ids[:length]
+    spans = np.array(
+        [(start, length) for (_, start), length in zip(samples, lengths, strict=True)], np.int32
+    )
+    return Batch(tokens, spans, 0)
+
+
+class Batches(Iterator[Batch]):
+    """Global batches in mlx-lm's order, given a ``random`` in the state of its ``np.random``.
+
+    Batches are fixed runs of samples, and their order is drawn anew in each epoch: at its first
+    batch, from a state that others may draw from too. What is left over at the end and fills no
+    batch is not used. With ``loop`` epoch follows epoch.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        batch_size: int,
+        max_seq_length: int,
+        random: np.random.RandomState,
+        *,
+        loop: bool = False,
+    ) -> None:
+        self._samples = samples
+        self._starts = range(0, len(samples) - batch_size + 1, batch_size)
+        self._batch_size = batch_size
+        self._max_seq_length = max_seq_length
+        self._random = random
+        self._loop = loop
+        self._drawn_from: Mapping[str, Any] = {}
+        self._order: Sequence[int] = ()
+        self._next = 0
+        self._epochs = 0
+
+    def __next__(self) -> Batch:
+        if self._next == len(self._order):
+            if self._epochs and not self._loop:
+                raise StopIteration
+            self._drawn_from = random_state(self._random)
+            self._draw(self._random)
+        start = self._starts[self._order[self._next]]
+        self._next += 1
+        return make_batch(self._samples[start : start + self._batch_size], self._max_seq_length)
+
+    def _draw(self, random: np.random.RandomState) -> None:
+        self._order = random.permutation(len(self._starts)).tolist()
+        self._next = 0
+        self._epochs += 1
+        if not len(self._order):
+            raise StopIteration
+
+    def position(self) -> dict[str, Any]:
+        """Where it stands, JSON-able: enough to go on with the same batches."""
+        return {"drawn_from": self._drawn_from, "epoch": self._epochs, "next": self._next}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Go on from a ``position()`` of batches of the same samples."""
+        if not position["epoch"]:
+            return
+        self._drawn_from = position["drawn_from"]
+        random = np.random.RandomState()
+        set_random_state(random, self._drawn_from)
+        self._draw(random)
+        self._epochs, self._next = position["epoch"], position["next"]
+
+
+def random_state(random: np.random.RandomState) -> dict[str, Any]:
+    """The state of a generator, JSON-able."""
+    state = random.get_state(legacy=False)
+    numbers = state["state"]
+    return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
+
+
+def set_random_state(random: np.random.RandomState, state: Mapping[str, Any]) -> None:
+    """Set what ``random_state`` returned."""
+    numbers = state["state"]
+    key = np.array(numbers["key"], np.uint32)
+    random.set_state({**state, "state": {"key": key, "pos": numbers["pos"]}})
+
+
+def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[MicroBatch]:
+    """The micro-batches of one replica; the last may have fewer rows than the others."""
+    rows = len(batch.tokens) // dp
+    start = replica * rows
+    stop = start + rows
+    return [
+        batch.rows(i, min(i + micro_batch_size, stop)) for i in range(start, stop, micro_batch_size)
+    ]
+
+
+def pack(batch: Batch, count: int) -> list[MicroBatch]:
+    """Its rows in ``count`` micro-batches of one row each, about equally long, without padding.
+
+    The longest first, each goes to what is shortest so far (LPT: Graham 1969). None gets longer
+    than the longest row times rows / ``count``, rounded up.
+    """
+    # What comes after the last target that counts concerns nobody.
+    lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])
+    packed: list[list[int]] = [[] for _ in range(count)]
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        min(packed, key=lambda rows: lengths[rows].sum()).append(row)
+    return [
+        replace(
+            batch,
+            places=Places(
+                np.repeat(np.array(rows, np.int32), lengths[rows]),
+                np.concatenate([np.arange(length, dtype=np.int32) for length in lengths[rows]]),
+            ),
+        )
+        for rows in map(sorted, packed)
+    ]

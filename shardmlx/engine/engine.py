@@ -1,0 +1,259 @@
+"""Runs one rank's actions. Only the engine sends, and only through a ``Transport``.
+
+Receives are posted ahead of their time: the gradient of an output at that output's forward,
+straight into the cotangent that waits for it; inputs ``PREPOSTED`` messages ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.distributed.transport import (
+    FIRST_ENGINE_TAG,
+    Handle,
+    Transport,
+    TransportError,
+    in_a_row,
+    new_buffer,
+)
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.gradient_reducer import GradientReducer
+from shardmlx.engine.stage import Stage
+from shardmlx.engine.trace import Recorder, Span
+from shardmlx.errors import one_line
+from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.lowering import forward_only
+from shardmlx.pipeline.plan import Plan
+
+PREPOSTED = 2
+"""Inputs received ahead: one waited for, one on its way while the stage computes."""
+
+MAX_STAGES = 1024
+"""Of one pipeline; keeps the tags of micro-batches apart."""
+
+
+class EngineError(RuntimeError):
+    """An action failed; the message names rank, host, stage, action, and the peer if it waited."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is under way while a list of actions runs."""
+
+    microbatches: Sequence[MicroBatch]
+    to_receive: deque[Action]
+    train: bool
+    scale: float = 1.0
+    key: tuple[int, ...] = (0,)
+    reduce: bool = False
+    posted: dict[Action, Handle] = field(default_factory=dict)
+    arrays: dict[Action, mx.array] = field(default_factory=dict)
+    outbox: list[tuple[Action, Handle]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+
+class Engine:
+    """One rank of the pipeline: its stages, its peers, and where each message goes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        stages: Sequence[Stage],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.recorder = recorder or Recorder()
+        self.replica, self.pipeline_rank = plan.mesh.coordinates(transport.rank)
+        self.stages = {stage.index: stage for stage in stages}
+        self.reducer = GradientReducer(plan, transport, stages)
+        self._current: Action | None = None
+        self._runs = 0
+
+    def train_step(
+        self,
+        microbatches: Sequence[MicroBatch],
+        *,
+        scale: float,
+        key: tuple[int, ...] = (0,),
+        reduce: bool = True,
+    ) -> dict[int, float]:
+        """Forward and backward of this replica's micro-batches.
+
+        Adds to the gradients of the stages. With ``reduce`` they are, at the return, those of the
+        whole global batch. ``scale`` is 1 / valid tokens of the global batch. Returns, on the rank
+        of the last stage, the summed loss of each micro-batch; nothing elsewhere.
+        """
+        actions = self.plan.actions[self.pipeline_rank]
+        run = self._new_run(actions, microbatches, train=True)
+        run.scale, run.key, run.reduce = scale, key, reduce
+        losses = self._run(actions, run)
+        if reduce:
+            key_of_sum = (self._runs, -1, self.pipeline_rank)
+            with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
+                self.reducer.finish(lambda: f"{self._who()}, summing gradients")
+        return losses
+
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
+        """Forward only; returns what ``train_step`` does."""
+        grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
+        actions = grid[self.pipeline_rank]
+        return self._run(actions, self._new_run(actions, microbatches, train=False))
+
+    def gradient_norm(self, spoiled: bool = False) -> float:
+        """Of the whole model's gradients, after a step that reduced them; the same on all ranks.
+
+        Not a number if any rank says that its part is ``spoiled``.
+        """
+        with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
+            return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm", spoiled)
+
+    def _new_run(
+        self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool
+    ) -> _Run:
+        return _Run(
+            microbatches,
+            deque(action for action in actions if action.kind is Kind.RECV_F),
+            train,
+        )
+
+    def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
+        self._runs += 1
+        transport, before = self.transport, self.transport.activity
+        try:
+            for _ in range(PREPOSTED):
+                self._post_input(run)
+            for action in actions:
+                self._current = action
+                transport.activity = f"{before}, stage {action.stage}, {action}"
+                transport.check(self._who)
+                self._act(action, run)
+            for action, handle in run.outbox:
+                self._current = action
+                self._wait(action, handle, "sending to")
+        except TransportError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{self._who()}: {type(error).__name__}: {one_line(error)}"
+            ) from error
+        self._current = None
+        transport.activity = before
+        return run.losses
+
+    def _act(self, action: Action, run: _Run) -> None:
+        match action.kind:
+            case Kind.F:
+                self._forward(action, run)
+            case Kind.I:
+                self._backward_input(action, run)
+            case Kind.W:
+                self._backward_weight(action, run)
+            case Kind.SEND_F | Kind.SEND_B:
+                self._send(action, run)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._receive(action, run)
+
+    def _forward(self, action: Action, run: _Run) -> None:
+        s, j = action.stage, action.microbatch
+        stage, microbatch = self.stages[s], run.microbatches[j]
+        x = None if stage.part.is_first else run.arrays.pop(Action(s, Kind.RECV_F, j))
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            if run.train:
+                out = stage.forward(j, microbatch, x, scale=run.scale, key=run.key)
+            else:
+                out = stage.evaluate(microbatch, x)
+        if stage.part.is_last:
+            run.losses[j] = float(np.array(out))
+        elif s + 1 in self.stages:
+            run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
+        else:
+            run.arrays[Action(s, Kind.SEND_F, j)] = out
+            if run.train and (stage.is_trained or stage.needs_input_gradient):
+                gradient = Action(s, Kind.RECV_B, j)
+                run.posted[gradient] = self._post(gradient, stage.cotangent(j))
+
+    def _backward_input(self, action: Action, run: _Run) -> None:
+        s, j = action.stage, action.microbatch
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            gradient = self.stages[s].backward_input(j)
+        if s - 1 in self.stages:
+            self.stages[s - 1].fill_cotangent(j, gradient)
+        else:
+            run.arrays[Action(s, Kind.SEND_B, j)] = gradient
+
+    def _backward_weight(self, action: Action, run: _Run) -> None:
+        stage, j = self.stages[action.stage], action.microbatch
+        is_last = run.reduce and j == len(run.microbatches) - 1
+        with self.recorder.span(Span.COMPUTE, str(action)):
+            if not is_last:
+                stage.backward_weight(j)
+                return
+            # Each bucket starts on its way while the next one computes.
+            for part in stage.backward_weight_in_parts(j, self.reducer.parts(stage)):
+                self.reducer.start(stage, part)
+
+    def _send(self, action: Action, run: _Run) -> None:
+        array = run.arrays.pop(action)
+        expected = self._expected(action, run)
+        if (array.shape, array.dtype) != expected:
+            raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
+        run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
+        array = in_a_row(array)
+        self.recorder.mark(Span.SEND, str(action), self._message(action))
+        run.outbox.append((action, self.transport.send(array, self._peer(action), _tag(action))))
+
+    def _receive(self, action: Action, run: _Run) -> None:
+        handle = run.posted.pop(action)
+        with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
+            self._wait(action, handle, "waiting for")
+        if action.kind is Kind.RECV_F:
+            run.arrays[action] = handle.array  # type: ignore[assignment]  # an mx.array was posted
+            self._post_input(run)
+
+    def _post_input(self, run: _Run) -> None:
+        if run.to_receive:
+            action = run.to_receive.popleft()
+            shape, dtype = self._expected(action, run)
+            run.posted[action] = self._post(action, new_buffer(shape, dtype))
+
+    def _post(self, action: Action, array: mx.array) -> Handle:
+        return self.transport.receive(array, self._peer(action), _tag(action))
+
+    def _expected(self, action: Action, run: _Run) -> tuple[tuple[int, ...], mx.Dtype]:
+        part = self.stages[action.stage].part
+        return (*run.microbatches[action.microbatch].shape, part.hidden_size), part.dtype
+
+    def _wait(self, action: Action, handle: Handle, how: str) -> None:
+        self.transport.wait(
+            handle, lambda: f"{self._who()}, {how} {self.transport.name(self._peer(action))}"
+        )
+
+    def _peer(self, action: Action) -> int:
+        forward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+        neighbour = action.stage + 1 if forward else action.stage - 1
+        return self.plan.mesh.rank(self.replica, self.plan.stage_map.placement[neighbour])
+
+    def _message(self, action: Action) -> tuple[int, ...]:
+        """The same on both ends of a message, and on no other message."""
+        return (self._runs, self.replica, _tag(action))
+
+    def _who(self) -> str:
+        where = f"rank {self.transport.rank} on {self.transport.hosts[self.transport.rank]}"
+        if self._current is None:
+            return where
+        return f"{where}, stage {self._current.stage}, {self._current}"
+
+
+def _tag(action: Action) -> int:
+    """Both ends of a message compute the same tag: from the sending stage, kind, micro-batch."""
+    backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
+    receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
+    sender = action.stage + (0 if not receives else 1 if backward else -1)
+    return FIRST_ENGINE_TAG + 2 * (sender + MAX_STAGES * action.microbatch) + backward

@@ -1,0 +1,110 @@
+"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx_lm.tuner.utils import build_schedule
+
+from shardmlx.engine.stage import Stage, layer_of
+from shardmlx.errors import UserError
+
+OPTIMIZERS: Mapping[str, type[optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "muon": optim.Muon,
+    "sgd": optim.SGD,
+    "adafactor": optim.Adafactor,
+}
+
+
+def build_optimizer(
+    name: str,
+    learning_rate: float,
+    lr_schedule: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+) -> optim.Optimizer:
+    """The optimizer that ``mlx_lm.lora`` would build from the same options."""
+    try:
+        rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
+    except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise UserError(
+            f"lr_schedule {dict(lr_schedule or {})}: {error}; it needs a name out of "
+            "mlx.optimizers.schedulers and its arguments"
+        ) from None
+    try:
+        return OPTIMIZERS[name](learning_rate=rate, **config)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer_config {name}: {error}") from None
+
+
+class Updater:
+    """Applies one optimizer to all trained weights on this rank, shared ones once.
+
+    Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what
+    one process would hold for the same weights.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, stages: Sequence[Stage]) -> None:
+        self.optimizer = optimizer
+        self._stages = stages
+
+    def apply(self, scale: float = 1.0) -> None:
+        """Update with the stages' gradients times ``scale``, and forget the gradients."""
+        gradients: dict[str, mx.array] = {}
+        weights: dict[str, mx.array] = {}
+        for stage in self._stages:
+            for name in stage.names:
+                weight = stage.part[name]
+                # Gradients of matrices come transposed; the optimizer reads them several times.
+                gradient = mx.contiguous(stage.gradients[name])
+                if scale != 1.0:
+                    gradient = gradient * scale
+                weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
+            stage.gradients.clear()
+        # Where nothing is trained too: the learning rate that rank 0 reports moves here.
+        updated = self.optimizer.apply_gradients(gradients, weights)
+        # Drop the old weights before anything is evaluated, so that their memory is used again.
+        gradients.clear()
+        weights.clear()
+        for stage in self._stages:
+            for name in stage.names:
+                stage.part[name] = updated[name]
+        # Layer by layer: at once, what is in passing for one weight would be there for several.
+        for _, layer in groupby(updated, layer_of):
+            mx.eval([updated[name] for name in layer])
+        mx.eval(self.optimizer.state)
+
+    def forget(self) -> None:
+        """Drop the gradients: there is no update."""
+        for stage in self._stages:
+            stage.gradients.clear()
+
+    def state(self) -> dict[str, mx.array]:
+        """The optimizer's state: of a weight as ``WEIGHT.KEY``, of all weights as ``KEY``."""
+        state: dict[str, mx.array] = {}
+        for name, value in self.optimizer.state.items():
+            if isinstance(value, dict):
+                state.update({f"{name}.{key}": array for key, array in value.items()})
+            else:
+                state[name] = value
+        return state
+
+    def restore(self, state: Mapping[str, mx.array]) -> None:
+        """Take what ``state`` returned, of any layout."""
+        tree: dict[str, Any] = {}
+        for name, array in state.items():
+            weight, _, key = name.rpartition(".")
+            if weight:
+                tree.setdefault(weight, {})[key] = array
+            else:
+                tree[key] = array
+        self.optimizer.state = tree
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.learning_rate.item())

@@ -1,0 +1,233 @@
+"""One pipeline stage: forward, and backward in two halves, of one micro-batch after the other.
+
+At the forward the backward graph is built too, over a cotangent whose buffer is filled only when
+the gradient arrives. Only the outputs are evaluated then; the graph stays lazy and holds just the
+activations that it needs. So nothing is computed twice, and the gradient for the input (I) and
+the gradients for the weights (W) can be evaluated apart, which zero-bubble schedules live on
+(Qi et al., arXiv:2401.10241).
+
+On a GPU this joint graph is compiled, once for each shape: then it is not traced in Python again,
+and elementwise operations are fused. ``mx.compile`` fuses an operation only if all that use its
+result are in the same kernel, so that nothing the forward needs can come into a kernel that needs
+the cotangent. The one exception is an output of the graph itself, wherefore the forward's passes
+through an operation that is never fused. Until the gradient arrives the cotangent's buffer holds
+NaN: what was computed too early would be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from shardmlx.distributed.transport import buffer_of, in_a_row
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.models.slice import Slice
+
+
+def answers_of(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
+    """The tokens that should come next, and which of them count: both (rows, T)."""
+    return mx.array(microbatch.targets), mx.array(microbatch.counts)
+
+
+def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
+    """Sum, in float32, of the losses of the tokens that count; as mlx-lm's ``default_loss``."""
+    losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
+    return losses.astype(mx.float32).sum()
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter, ``model.layers.12``, or the matrix at an end of the model."""
+    return ".".join(name.split(".")[:3])
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A micro-batch between its forward and the end of its backward."""
+
+    cotangent: mx.array
+    input_gradient: mx.array | None
+    weight_gradients: Sequence[mx.array]
+
+
+class Stage:
+    """A slice of the model and its micro-batches in flight.
+
+    ``needs_input_gradient``: some stage below has trained weights. The gradients of trained
+    weights add up over micro-batches, in float32 if the weights are shorter, in ``gradients``.
+    ``compiled``: by default on a GPU.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        part: Slice,
+        *,
+        needs_input_gradient: bool,
+        checkpoint: bool = False,
+        compiled: bool | None = None,
+    ) -> None:
+        self.index = index
+        self.part = part
+        self.needs_input_gradient = needs_input_gradient
+        self.checkpoint = checkpoint
+        self.names = part.trainable
+        self.gradients: dict[str, mx.array] = {}
+        self._pending: dict[int, _Pending] = {}
+        # On a CPU each kernel is a run of the C++ compiler, into files that all ranks of a host
+        # share and none locks.
+        on_gpu = mx.default_device() == mx.gpu
+        compiles = on_gpu if compiled is None else compiled
+        self._compiled = mx.compile(self._joint_graph) if compiles else None
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.names)
+
+    def forward(
+        self,
+        j: int,
+        microbatch: MicroBatch,
+        x: mx.array | None,
+        *,
+        scale: float,
+        key: tuple[int, ...] = (0,),
+    ) -> mx.array:
+        """F of micro-batch ``j``: hidden states (rows, T, D), or on the last stage the summed loss.
+
+        ``x`` are the hidden states from the stage before, None on the first. ``scale`` is the
+        gradient of the loss of the whole batch for one token's loss: 1 / valid tokens.
+        """
+
+        if not (self.names or self.needs_input_gradient):
+            return self.evaluate(microbatch, x)
+        graph = self._compiled
+        if graph is None or self.part.drops or microbatch.places is not None:
+            # Keys of dropout are constants of a graph, and packed rows are rarely of equal length:
+            # the next micro-batch would want another graph.
+            graph = partial(
+                self._joint_graph,
+                key=key,
+                first_row=microbatch.first_row,
+                places=microbatch.places,
+            )
+        cotangent = self._new_cotangent(microbatch, scale)
+        weights = [self.part[name] for name in self.names]
+        out, *gradients = graph(*self._given(microbatch, x), weights, cotangent)
+        input_gradient = gradients.pop(0) if self.needs_input_gradient else None
+        self._pending[j] = _Pending(cotangent, input_gradient, gradients)
+        mx.eval(out)
+        return out
+
+    def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
+        """As ``forward``, without a backward pass to follow."""
+        out = self._outputs(*self._given(microbatch, x), places=microbatch.places)
+        mx.eval(out)
+        return out
+
+    def _given(
+        self, microbatch: MicroBatch, x: mx.array | None
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """The input, and on the last stage the answers."""
+        source = mx.array(microbatch.inputs) if x is None else x
+        return source, answers_of(microbatch) if self.part.is_last else ()
+
+    def _joint_graph(
+        self,
+        source: mx.array,
+        answers: tuple[mx.array, ...],
+        weights: Sequence[mx.array],
+        cotangent: mx.array,
+        **how: Any,
+    ) -> list[mx.array]:
+        """The output, the gradient for the input if it is needed, those for the weights: lazy."""
+
+        def run(*primals: mx.array) -> mx.array:
+            arrays = list(primals)
+            inputs = arrays.pop(0) if self.needs_input_gradient else source
+            return self.part.with_parameters(
+                self.names,
+                arrays,
+                lambda: self._outputs(inputs, answers, checkpoint=self.checkpoint, **how),
+            )
+
+        primals = [source] if self.needs_input_gradient else []
+        (out,), gradients = mx.vjp(run, [*primals, *weights], [cotangent])
+        return [mx.contiguous(out), *gradients]
+
+    def _outputs(self, x: mx.array, answers: tuple[mx.array, ...], **how: Any) -> mx.array:
+        out = self.part(x, **how)
+        return token_loss(out, *answers) if answers else out
+
+    def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:
+        if self.part.is_last:
+            cotangent = mx.array(scale, mx.float32)
+        else:
+            # A buffer of its own: it is written behind MLX's back.
+            shape = (*microbatch.shape, self.part.hidden_size)
+            cotangent = mx.full(shape, mx.nan, self.part.dtype)
+        mx.eval(cotangent)
+        return cotangent
+
+    def cotangent(self, j: int) -> mx.array:
+        """The gradient of micro-batch ``j``'s output: to be filled before its backward."""
+        return self._pending[j].cotangent
+
+    def fill_cotangent(self, j: int, gradient: mx.array) -> None:
+        """Take the gradient from a stage on the same rank."""
+        buffer_of(self._pending[j].cotangent)[:] = buffer_of(in_a_row(gradient))
+
+    def backward_input(self, j: int) -> mx.array:
+        """I: the gradient for the stage's input.
+
+        With checkpointing W comes along: what is computed again would otherwise wait for W, of
+        all layers together.
+        """
+        pending = self._pending[j]
+        gradient = pending.input_gradient
+        assert gradient is not None, "lowering asks for I only where it is needed"
+        if self.checkpoint:
+            self._add(pending)
+            self._evaluate(self.names)
+        mx.eval(gradient)
+        pending.input_gradient = None
+        if not self.names:
+            del self._pending[j]
+        return gradient
+
+    def backward_weight(self, j: int) -> None:
+        """W: add the gradients for the trained weights."""
+        for _ in self.backward_weight_in_parts(j, [self.names]):
+            pass
+
+    def backward_weight_in_parts(
+        self, j: int, parts: Sequence[Sequence[str]]
+    ) -> Iterator[Sequence[str]]:
+        """W, part after part of the trained weights: yields each once its gradients are there."""
+        self._add(self._pending.pop(j))
+        for part in parts:
+            self._evaluate(part)
+            yield part
+
+    def _evaluate(self, names: Sequence[str]) -> None:
+        """Compute the gradients of these weights, which are in backward order."""
+        # In one evaluation MLX computes the gradients of several layers ahead of their sums, and
+        # with checkpointing holds until the end what each layer computed again. Layer by layer,
+        # one layer's is freed before the next.
+        for _, layer in groupby(names, layer_of):
+            mx.eval([self.gradients[name] for name in layer])
+
+    def _add(self, pending: _Pending) -> None:
+        gradients, pending.weight_gradients = pending.weight_gradients, ()
+        if not gradients:
+            return
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient.dtype != mx.float32:
+                gradient = gradient.astype(mx.float32)
+            total = self.gradients.get(name)
+            self.gradients[name] = gradient if total is None else total + gradient

@@ -1,0 +1,222 @@
+"""How a run is laid out on the hosts that are left of those it was meant for. Pure.
+
+All by options, none by a new stage map: the command that is printed can be typed again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster, read_profiles
+from shardmlx.costmodel.hostfile import Machine, is_unnamed, same_host
+from shardmlx.costmodel.memory_limits import limited
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.hosts.mpirun import replaced
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.partitioners import DoesNotFitError, get_partitioner
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.pipeline.stage_map import StageMap, read_stage_map
+from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.partition_problem import make_problem
+from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``train``'s options for so many ranks, and one line that says what was decided."""
+
+    ranks: int
+    options: tuple[str, ...]
+    line: str
+
+
+def plan_again(
+    options: Sequence[str],
+    config: TrainConfig,
+    given: frozenset[str],
+    machines: Sequence[Machine],
+) -> Layout:
+    """The layout for ``machines``, one a rank: the user's, else the planner's, else train's own.
+
+    ``config`` is what ``options`` say, and ``given`` what of it the user gave. The batch size
+    stays. ``DoesNotFitError`` where the planner knows that the machines are too small;
+    ``UserError`` where the user's file settles what has to be changed.
+    """
+    workload = _workload(config)
+    layers = None if workload is None else workload.shape.num_layers
+    stage_map = None if config.stage_map is None else read_stage_map(config.stage_map)
+    ranks = len(machines)
+    if fits(config, stage_map, machines, layers):
+        return Layout(ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given")
+    cleared = replaced(options, stage_map=None, pipeline_stages=None)
+    if stage_map is not None and cleared == tuple(options):
+        raise UserError(
+            f"{config.config}: stage_map does not suit the {ranks} {_ranks(ranks)} left: give it "
+            "by --stage-map, and launch can plan again without it"
+        )
+    cluster = _cluster(config, machines)
+    if workload is not None and cluster is not None:
+        planned = _planned(cleared, config, given, workload, cluster)
+        if planned is not None:
+            return planned
+    return _default(cleared, config, stage_map, machines, layers)
+
+
+def fits(
+    config: TrainConfig,
+    stage_map: StageMap | None,
+    machines: Sequence[Machine],
+    layers: int | None,
+) -> bool:
+    """Whether the options can be used as they are on these machines, one a rank."""
+    ranks = len(machines)
+    pp = config.pipeline_stages or ranks if stage_map is None else stage_map.pp
+    schedule = get_schedule(config.schedule)
+    try:
+        mesh = Mesh.for_world(ranks, pp)
+        rows, size = divide_batch(config, mesh)
+        if stage_map is None:
+            virtual = config.virtual_stages or schedule.default_virtual
+            schedule.check(pp, -(-rows // size), virtual)
+            return layers is None or pp * virtual <= layers
+    except UserError:
+        return False
+    return all(_runs_on(stage_map.host_of(rank), machines[rank].host) for rank in range(pp))
+
+
+def _runs_on(wanted: str | None, host: str) -> bool:
+    """As ``train`` looks at it, as far as the hostfile names its machines."""
+    return wanted is None or is_unnamed(host) or same_host(wanted, host)
+
+
+def _workload(config: TrainConfig) -> Workload | None:
+    """None where the model cannot be read from here."""
+    try:
+        return Workload.of(open_model(config.model), config)
+    except (UserError, OSError):
+        return None
+
+
+def _cluster(config: TrainConfig, machines: Sequence[Machine]) -> Cluster | None:
+    """None where memory or speed of a machine is not known."""
+    if any(machine.memory is None for machine in machines):
+        return None
+    try:
+        profile = None if config.profile is None else read_profiles(config.profile)
+        backend = "metal" if sys.platform == "darwin" else "cpu"
+        cluster = Cluster(machines=tuple(machines), profile=profile, backend=backend)
+        cluster.check_speeds()
+    except UserError:
+        return None
+    return limited(cluster, config.memory_limit)
+
+
+def _planned(
+    options: Sequence[str],
+    config: TrainConfig,
+    given: frozenset[str],
+    workload: Workload,
+    cluster: Cluster,
+) -> Layout | None:
+    """The planner's choice for all machines, or for as many as there is work for."""
+    limits = Limits(
+        batch_size=config.batch_size,
+        length=config.max_seq_length,
+        schedule=config.schedule if "schedule" in given else None,
+        virtual=config.virtual_stages,
+        micro_batch_size=config.micro_batch_size,
+        checkpoint=config.grad_checkpoint if "grad_checkpoint" in given else None,
+        partitioner=config.partitioner if "partitioner" in given else None,
+    )
+    for ranks in range(cluster.size, 0, -1):
+        some = replace(cluster, machines=cluster.machines[:ranks])
+        try:
+            choice = choose(workload, some, limits)
+        except TooManyMachinesError:
+            continue
+        except DoesNotFitError:
+            raise
+        except UserError:
+            return None
+        new = _changes(config, choice, workload, some, limits)
+        again = _again(config, choice)
+        text = shlex.join(replaced((), **new) + again)
+        return Layout(
+            ranks,
+            replaced(options, **new) + again,
+            f"layout planned again for {ranks} {_ranks(ranks)}{_unused(cluster.size - ranks)}: "
+            f"{text}",
+        )
+    return None
+
+
+def _changes(
+    config: TrainConfig, choice: Choice, workload: Workload, cluster: Cluster, limits: Limits
+) -> dict[str, str | int]:
+    """The options with values that make ``train`` run the choice."""
+    way = choice.candidate
+    wanted: dict[str, str | int] = {
+        "pipeline_stages": way.mesh.pp,
+        "schedule": way.schedule,
+        "micro_batch_size": way.micro_batch_size,
+    }
+    if way.virtual != get_schedule(way.schedule).default_virtual:
+        wanted["virtual_stages"] = way.virtual
+    if limits.partitioner is None:
+        problem = make_problem(way, workload, cluster, limits.length)
+        is_even = get_partitioner("balanced")(problem) == choice.prediction.plan.stage_map
+        wanted["partitioner"] = "balanced" if is_even else "memory"
+    return {
+        name: value
+        for name, value in wanted.items()
+        if name == "pipeline_stages" or getattr(config, name) != value
+    }
+
+
+def _again(config: TrainConfig, choice: Choice) -> tuple[str, ...]:
+    """The switch of recomputing, where it has to change."""
+    wanted = choice.candidate.checkpoint
+    if wanted == config.grad_checkpoint:
+        return ()
+    return ("--grad-checkpoint",) if wanted else ("--no-grad-checkpoint",)
+
+
+def _default(
+    options: Sequence[str],
+    config: TrainConfig,
+    stage_map: StageMap | None,
+    machines: Sequence[Machine],
+    layers: int | None,
+) -> Layout:
+    """One pipeline through as many machines as can be."""
+    for ranks in range(len(machines), 0, -1):
+        alone = replace(config, stage_map=None, pipeline_stages=ranks)
+        if not fits(alone, None, machines[:ranks], layers):
+            continue
+        new = {} if config.pipeline_stages is None else {"pipeline_stages": ranks}
+        given = stage_map or f"--pipeline-stages {config.pipeline_stages}"
+        instead = f", instead of {given}" if stage_map or new else ""
+        return Layout(
+            ranks,
+            replaced(options, **new),
+            f"layout for {ranks} {_ranks(ranks)}{_unused(len(machines) - ranks)}: one pipeline of "
+            f"{ranks}{instead}",
+        )
+    raise UserError(
+        f"no layout of {config.schedule} for the {len(machines)} {_ranks(len(machines))} left: "
+        "leave --schedule and --virtual-stages out"
+    )
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
+
+
+def _unused(count: int) -> str:
+    return f", {count} unused" if count else ""

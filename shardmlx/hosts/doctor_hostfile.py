@@ -1,0 +1,106 @@
+"""A hostfile of what ``shardmlx.doctor`` has measured, annotated for the planner. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
+from shardmlx.hosts.findings import Examination, Host
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+_HEADER = """\
+# Measured by python -m shardmlx.doctor{date}, for python -m shardmlx.plan; mpirun passes over it.
+# flops is what square matrix products reach, and less than what is published for a chip, of which
+# --efficiency of shardmlx.plan is a part; shardmlx.profile measures what training reaches.
+"""
+
+
+def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tuple[Machine, ...]:
+    """What was measured, in the order of ``known`` machines, then of the ranks.
+
+    A known machine keeps its name and its slots, and what was not measured; one without ranks is
+    kept as it is. A link is as fast as the host's fastest: the planner takes the slower of two
+    hosts' as the speed between them, and the longer latency.
+    """
+    left = list(examination.hosts)
+    machines = []
+    for machine in known:
+        host = next((host for host in left if _is(host, machine)), None)
+        if host is None:
+            machines.append(machine)
+            continue
+        left.remove(host)
+        machines.append(_measured(host, examination, machine))
+    for host in left:
+        name = host.facts.node or host.name
+        machines.append(_measured(host, examination, Machine(host=name, slots=len(host.ranks))))
+    return tuple(machines)
+
+
+def _is(host: Host, machine: Machine) -> bool:
+    """By name, by an address that it has, or as the machine where mpirun was called."""
+    if machine.host == "localhost":
+        return 0 in host.ranks
+    if is_unnamed(machine.host):
+        return machine.host in {each.address for each in host.facts.interfaces}
+    names = {host_key(name) for name in (host.name, host.facts.node) if name is not None}
+    return host_key(machine.host) in names
+
+
+def _measured(host: Host, examination: Examination, machine: Machine) -> Machine:
+    speeds = [
+        link.speed
+        for link in examination.links
+        if host.name in (link.first, link.second) and link.speed is not None
+    ]
+    memory, flops = host.facts.memory, host.flops.get("bf16") or host.flops.get("fp32")
+    kind = kind_key(host.facts.chip or "")
+    return replace(
+        machine,
+        memory=memory or machine.memory,
+        flops=flops or machine.flops,
+        link=max((min(each.there, each.back) for each in speeds), default=machine.link),
+        latency=min((each.latency for each in speeds), default=machine.latency),
+        kind=machine.kind or kind or None,
+    )
+
+
+def hostfile_text(
+    machines: Iterable[Machine], written: Mapping[str, str] | None = None, date: str = ""
+) -> str:
+    """A hostfile that ``read_hostfile`` reads as these machines, to five digits.
+
+    ``written`` has, by ``host_key``, how a host is to be written, such as with its user.
+    """
+    lines = [_line(machine, (written or {}).get(host_key(machine.host))) for machine in machines]
+    return _HEADER.format(date=date and f" on {date}") + "".join(f"{line}\n" for line in lines)
+
+
+def _line(machine: Machine, written: str | None) -> str:
+    facts = {
+        "memory": machine.memory and _memory(machine.memory),
+        "flops": machine.flops and _scaled(machine.flops, _FLOPS),
+        "link": machine.link and _scaled(8 * machine.link, _BITS),
+        "latency": machine.latency and _scaled(machine.latency, _SECONDS),
+        "kind": machine.kind,
+    }
+    words = [f"{key}={value}" for key, value in facts.items() if value]
+    comment = f"  # {' '.join(words)}" if words else ""
+    return f"{written or machine.host} slots={machine.slots}{comment}"
+
+
+_FLOPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+_BITS = ((1e9, "Gbps"), (1e6, "Mbps"), (1e3, "kbps"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def _memory(nbytes: int) -> str:
+    return f"{nbytes // _GIB}GiB" if nbytes % _GIB == 0 else f"{nbytes // _MIB}MiB"
+
+
+def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
+    size, unit = next((each for each in units if number >= each[0]), units[-1])
+    return f"{number / size:.5g}{unit}"

@@ -1,0 +1,271 @@
+"""Examines the machines of a job and the links between them: ``shardmlx.doctor`` under mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+
+import mlx.core as mx
+
+from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
+from shardmlx.common.reporter import check_writable
+from shardmlx.config.doctor import STDOUT, DoctorConfig
+from shardmlx.costmodel.hostfile import Machine, read_hostfile
+from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import AgreedFailure
+from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
+from shardmlx.hosts.doctor_report import content, deliver, progress, text, write
+from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Way, is_used
+from shardmlx.hosts.host_facts import HostFacts, collect, interface_to
+from shardmlx.hosts.probe_script import connect_errors, listen
+from shardmlx.hosts.reachability import addresses_of
+from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
+
+SECONDS_FOR_FACTS = 120.0
+"""For all tools that a machine is asked with."""
+
+INCLUDE = "OMPI_MCA_btl_tcp_if_include"
+"""Open MPI's list of networks or interfaces to use; set by ``mpirun --mca``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Of a host: its facts, the port it listens on, and what Open MPI may use of it."""
+
+    facts: HostFacts
+    port: int
+    include: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What one rank has found out with its MLX and MPI."""
+
+    library: str | None
+    blas: Blas
+    device: str
+    flops: Mapping[str, float]
+    copies: str | None
+
+
+def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
+    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``. Collective."""
+    prepared = by_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
+    examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _hush)
+    examination = examiner.examine(blas)
+    count = by_rank_0(transport, "reporting", lambda: _report(config, examination, prepared))
+    count = transport.broadcast(count, what="warnings")
+    if any(link.speed is None for link in examination.links):
+        _leave_without_mpi(transport, 1 if config.strict else 0)
+    if config.strict and count:
+        raise AgreedFailure(f"{_count(count, 'warning')} (--strict)")
+
+
+def _leave_without_mpi(transport: Transport, status: int) -> None:
+    """End the job where MPI cannot: in MPI_Finalize every rank turns to every other, and where two
+    cannot connect it crashes."""
+    transport.barrier("leaving")
+    if transport.rank == 0:
+        progress("not all hosts can connect, so that the job ends with MPI_ABORT")
+    transport.abort(status)
+
+
+class Examiner:
+    """One rank's part in an examination. ``say`` is told what comes next."""
+
+    def __init__(self, transport: Transport, seconds: float, say: Callable[[str], None]) -> None:
+        self._transport = transport
+        self._seconds = seconds
+        self._say = say
+        hosts = transport.hosts
+        self._ranks = {
+            host: tuple(rank for rank, other in enumerate(hosts) if other == host) for host in hosts
+        }
+        self._mine = hosts[transport.rank]
+        self._leads = self._ranks[self._mine][0] == transport.rank
+
+    def examine(self, blas: Blas) -> Examination:
+        """Collective."""
+        transport = self._transport
+        facts, ways = self._ask()
+        self._say("exchanging arrays")
+        copies = check_copies(transport)
+        self._say("multiplying matrices")
+        # Together, as they compute in a run.
+        transport.barrier("multiplying matrices")
+        device = mx.default_device()
+        found = _Rank(
+            transport.library, blas, _name_of(device), _flops(device, self._seconds), copies
+        )
+        ranks = transport.all_gather(found, "multiplying matrices")
+        links = tuple(self._links(ways))
+        first = next(iter(self._ranks))
+        speeds = {link.second: link.speed for link in links if link.first == first}
+        hosts = (
+            _host(name, own, facts[name], [ranks[rank] for rank in own], speeds.get(name))
+            for name, own in self._ranks.items()
+        )
+        return Examination(tuple(hosts), links)
+
+    def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Way, ...]]]]:
+        """By host: its facts, and its ways to each other host."""
+        transport = self._transport
+        self._say(f"asking {_count(len(self._ranks), 'host')}")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(transport.patient(SECONDS_FOR_FACTS))
+            door = None
+            if self._leads:
+                port = stack.enter_context(listen()).getsockname()[1]
+                door = _Door(collect(), port, os.environ.get(INCLUDE))
+            everyone = transport.all_gather(door, "asking the hosts")
+            doors = {host: everyone[first] for host, (first, *_) in self._ranks.items()}
+            mine = self._ways(doors) if self._leads else {}
+            ways = transport.all_gather(mine, "trying connections")
+        return (
+            {host: door.facts for host, door in doors.items()},
+            {host: ways[first] for host, (first, *_) in self._ranks.items()},
+        )
+
+    def _ways(self, doors: Mapping[str, _Door]) -> dict[str, tuple[Way, ...]]:
+        """From this host to the addresses of each other that are not its own too."""
+        here = doors[self._mine].facts.interfaces
+        media = {each.name: each.medium for each in here}
+        own = {each.address for each in here}
+        targets = [
+            (host, each, door)
+            for host, door in doors.items()
+            if host != self._mine
+            for each in door.facts.interfaces
+            if each.address not in own and not each.is_loopback
+        ]
+        errors = connect_errors([(each.address, door.port) for _, each, door in targets])
+        found: dict[str, list[Way]] = {host: [] for host in doors}
+        for (host, each, door), error in zip(targets, errors, strict=True):
+            through = interface_to(each.address)
+            found[host].append(
+                Way(
+                    interface=through,
+                    medium=media.get(through or ""),
+                    address=each.address,
+                    network=each.network,
+                    problem=error,
+                    used=is_used(each, door.include),
+                )
+            )
+        return {host: tuple(ways) for host, ways in found.items()}
+
+    def _links(self, ways: Mapping[str, Mapping[str, tuple[Way, ...]]]) -> list[Link]:
+        """One after another, so that none disturbs another."""
+        links = []
+        pairs = list(combinations(self._ranks, 2))
+        for number, (a, b) in enumerate(pairs, start=1):
+            self._say(f"measuring {a} - {b} ({number} of {len(pairs)})")
+            there, back = ways[a][b], ways[b][a]
+            speed = None
+            if _may_talk(there) and _may_talk(back):
+                speed = self._measure(self._ranks[a][0], self._ranks[b][0])
+            measured = speed if isinstance(speed, LinkSpeed) else None
+            problem = speed if isinstance(speed, str) else None
+            links.append(
+                Link(first=a, second=b, there=there, back=back, speed=measured, problem=problem)
+            )
+        return links
+
+    def _measure(self, first: int, second: int) -> LinkSpeed | str | None:
+        transport = self._transport
+        mine = None
+        if transport.rank in (first, second):
+            mine = measure_link(transport, first, second, self._seconds)
+        # The others wait while these two may each wait for a message that does not come.
+        with transport.patient(3 * transport.timeout + 10 * self._seconds):
+            said = transport.all_gather(mine, "measuring links")
+        found: LinkSpeed | str | None = said[first] or said[second]
+        return found
+
+
+def _may_talk(ways: Sequence[Way]) -> bool:
+    """Unless nobody could connect. Where no address is known, MPI may know one."""
+    used = [way for way in ways if way.used]
+    return not used or any(way.problem is None for way in used)
+
+
+def _host(
+    name: str,
+    own: tuple[int, ...],
+    facts: HostFacts,
+    ranks: Sequence[_Rank],
+    speed: LinkSpeed | None,
+) -> Host:
+    lead = ranks[0]
+    dtypes = dict.fromkeys(dtype for rank in ranks for dtype in rank.flops)
+    return Host(
+        name=name,
+        ranks=own,
+        facts=facts,
+        mpi=lead.library and lead.library.removeprefix("Open MPI v"),
+        blas=str(replace(lead.blas, hint="")).removeprefix("BLAS: "),
+        blas_hint=INSTALL_OPENBLAS if lead.blas.hint else "",
+        device=lead.device,
+        flops={dtype: sum(rank.flops.get(dtype, 0.0) for rank in ranks) for dtype in dtypes},
+        copies=next((rank.copies for rank in ranks if rank.copies), None),
+        clock_offset=None if speed is None else speed.clock_offset,
+        clock_error=None if speed is None else speed.clock_error,
+    )
+
+
+def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
+    """CPUs compute in half precision, if at all, far too slowly for a run."""
+    dtypes = {"fp32": mx.float32}
+    if device.type == mx.DeviceType.gpu:
+        dtypes["bf16"] = mx.bfloat16
+    return {name: matmul_flops(dtype, seconds) for name, dtype in dtypes.items()}
+
+
+def _name_of(device: mx.Device) -> str:
+    return "GPU" if device.type == mx.DeviceType.gpu else "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The machines of the hostfile, and how each is written there."""
+
+    machines: tuple[Machine, ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
+def _prepare(config: DoctorConfig) -> _Prepared:
+    """Before anything is measured: what cannot be read or written later."""
+    if config.json not in (None, STDOUT):
+        check_writable(Path(str(config.json)), "--json")
+    if config.write_hostfile is not None:
+        check_writable(Path(config.write_hostfile), "--write-hostfile")
+    if config.hostfile is None:
+        return _Prepared()
+    machines = read_hostfile(config.hostfile)
+    return _Prepared(machines, addresses_of(Path(config.hostfile).read_text("utf-8")))
+
+
+def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared | None) -> int:
+    """Show and write; how many warnings there are."""
+    findings = examination.findings()
+    deliver(text(examination, findings), content(examination, findings), config.json)
+    if config.write_hostfile is not None and prepared is not None:
+        machines = machines_of(examination, prepared.machines)
+        today = datetime.date.today().isoformat()
+        hostfile = hostfile_text(machines, prepared.written, today)
+        write(config.write_hostfile, hostfile, config.json)
+    return len(findings)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _hush(line: str) -> None:
+    """The other ranks'."""

@@ -1,0 +1,242 @@
+"""What ``shardmlx.doctor`` shows: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import shardmlx
+from shardmlx.common.formatting import columns, gigabytes
+from shardmlx.config.doctor import STDOUT
+from shardmlx.errors import UserError
+from shardmlx.hosts.doctor_ssh import Asked, Visit
+from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_ways
+from shardmlx.hosts.host_facts import MIB
+
+UNKNOWN = "unknown"
+
+SYSTEM_BYTES = 4 << 30
+SYSTEM_PART = 8
+"""What is left to macOS by the wired limit that we name: the larger of so much, and of a part."""
+
+
+def progress(line: str) -> None:
+    """Of what goes on; stdout is for what was found."""
+    print(f"doctor: {line}", file=sys.stderr, flush=True)
+
+
+def deliver(tables: str, content: Mapping[str, Any], target: str | None) -> None:
+    """Print the tables, and write the content as JSON to a file; or to stdout, in their place."""
+    as_json = json.dumps(content, indent=1)
+    if target == STDOUT:
+        print(as_json, flush=True)
+        return
+    print(tables, flush=True)
+    if target is not None:
+        write(target, as_json + "\n", target)
+
+
+def write(path: str, content: str, json_target: str | None) -> None:
+    """``UserError`` where that fails. Says so on stdout, unless JSON goes there."""
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    print(f"Wrote {path}", file=sys.stderr if json_target == STDOUT else sys.stdout, flush=True)
+
+
+def text(examination: Examination, findings: Sequence[Finding]) -> str:
+    """A column for each host, a line for each link, a line for each finding."""
+    hosts, links = examination.hosts, examination.links
+    parts = [of_columns("host", [host.name for host in hosts], _rows(hosts))]
+    if links:
+        header = ("link", "over", "latency", "there", "back")
+        parts.append(columns(header, [_link_line(link) for link in links]))
+    notes = [note for host in hosts for note in _notes(host)]
+    if notes:
+        parts.append("\n".join(notes))
+    parts.append(warnings(findings))
+    return "\n\n".join(parts)
+
+
+def of_columns(corner: str, names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    """A table with a column for each name."""
+    return columns((corner, *names), [(label, *cells) for label, cells in rows])
+
+
+def warnings(findings: Sequence[Finding]) -> str:
+    """One line each."""
+    return "\n".join(f"warning: {each}" for each in findings) or "nothing to warn of"
+
+
+def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
+    """All that was found, for JSON; what is not known is null. Units as in ``examination``: bytes,
+    seconds, FLOP/s, bytes a second."""
+    return {
+        "shardmlx": shardmlx.__version__,
+        "hosts": [{**asdict(host), "versions": host.versions} for host in examination.hosts],
+        "links": [asdict(link) for link in examination.links],
+        "warnings": [asdict(each) for each in findings],
+    }
+
+
+def visit_text(visit: Visit) -> str:
+    """A column for each host that was asked with ssh, a line for each finding."""
+
+    def row(label: str, show: Callable[[Asked], str | None]) -> tuple[str, list[str]]:
+        return label, [show(host) or UNKNOWN for host in visit.hosts]
+
+    packages = dict.fromkeys(package for host in visit.hosts for package in host.versions)
+    rows = [
+        row("address", lambda host: "this machine" if host.is_local else host.reached),
+        row("answers", _answers),
+        *(row(package, _version_of(package)) for package in packages),
+        row("system", lambda host: None if host.said is None else str(host.said["system"])),
+        row("connects to", _connects),
+    ]
+    return "\n\n".join(
+        [
+            of_columns("host", [host.name for host in visit.hosts], rows),
+            f"mpirun starts ranks with the same Python on all hosts: {visit.python}",
+            warnings(visit.findings),
+        ]
+    )
+
+
+def visit_content(visit: Visit) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "shardmlx": shardmlx.__version__,
+        "python": visit.python,
+        "hosts": [
+            {
+                "name": host.name,
+                "login": host.login,
+                "address": host.reached,
+                "answers": host.said is not None,
+                "versions": host.versions,
+                "system": None if host.said is None else host.said["system"],
+                "connection_errors": host.errors,
+            }
+            for host in visit.hosts
+        ],
+        "warnings": [asdict(each) for each in visit.findings],
+    }
+
+
+def _answers(host: Asked) -> str:
+    if host.said is None:
+        return "no"
+    return "here" if host.is_local else "without a password"
+
+
+def _version_of(package: str) -> Callable[[Asked], str | None]:
+    return lambda host: None if host.said is None else host.versions.get(package) or "none"
+
+
+def _connects(host: Asked) -> str | None:
+    found = [other for other, error in host.errors.items() if error is None]
+    return " ".join(found) or ("none" if host.errors else None)
+
+
+def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
+    def row(label: str, show: Callable[[Host], str | None]) -> tuple[str, list[str]]:
+        return label, [show(host) or UNKNOWN for host in hosts]
+
+    def version(package: str) -> tuple[str, list[str]]:
+        return row(package, lambda host: host.versions.get(package))
+
+    packages = dict.fromkeys(package for host in hosts for package in host.versions)
+    dtypes = dict.fromkeys(dtype for host in hosts for dtype in host.flops)
+    alone = sum(len(host.ranks) for host in hosts) == 1
+    copied = "no copy" if alone else "no copy, data right"
+    return [
+        row("ranks", lambda host: " ".join(map(str, host.ranks))),
+        *map(version, packages),
+        row("system", lambda host: host.facts.system),
+        row("chip", lambda host: host.facts.chip),
+        row("cores", lambda host: str(host.facts.cores or "")),
+        row("computes on", lambda host: host.device),
+        row("matrix library", lambda host: host.blas),
+        *(row(f"matmul {dtype}", _speed_of(dtype)) for dtype in dtypes),
+        row("memory", lambda host: _bytes(host.facts.memory)),
+        row("free memory", lambda host: _bytes(host.facts.memory_free)),
+        row("wired limit", _wired_limit),
+        row("free disk", lambda host: _bytes(host.facts.disk_free)),
+        row("arrays to MPI", lambda host: host.copies or copied),
+        row("clock", _clock),
+        row("firewall", _firewall),
+    ]
+
+
+def _bytes(count: int | None) -> str | None:
+    return None if count is None else gigabytes(count)
+
+
+def _speed_of(dtype: str) -> Callable[[Host], str | None]:
+    def show(host: Host) -> str | None:
+        flops = host.flops.get(dtype)
+        if flops is None:
+            return None
+        return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
+
+    return show
+
+
+def _wired_limit(host: Host) -> str | None:
+    if not host.facts.is_mac:
+        return "not applicable"
+    limit = host.facts.wired_limit
+    return "left to macOS" if limit == 0 else _bytes(limit)
+
+
+def _firewall(host: Host) -> str | None:
+    return host.facts.firewall if host.facts.is_mac else "not asked"
+
+
+def _clock(host: Host) -> str | None:
+    if 0 in host.ranks:
+        return "rank 0's"
+    if host.clock_offset is None or host.clock_error is None:
+        return None
+    return f"{1e3 * host.clock_offset:+.2f} ms, ± {1e3 * host.clock_error:.2f}"
+
+
+def _notes(host: Host) -> Iterable[str]:
+    """What need not be done, but may be."""
+    facts = host.facts
+    if facts.is_mac and facts.wired_limit == 0 and facts.memory:
+        left = facts.memory - max(SYSTEM_BYTES, facts.memory // SYSTEM_PART)
+        if left > facts.memory // 2:
+            yield (
+                f"{host.name}: if a model needs more memory on the GPU than the system allows: "
+                f"sudo sysctl iogpu.wired_limit_mb={left // MIB} (until the next start)"
+            )
+
+
+def _link_line(link: Link) -> tuple[str, ...]:
+    ways = ", ".join(map(str, open_ways(link.there))) or UNKNOWN
+    if link.speed is None:
+        return (link.name, ways, UNKNOWN, UNKNOWN, UNKNOWN)
+    return (
+        link.name,
+        ways,
+        latency(link.speed.latency),
+        bandwidth(link.speed.there),
+        bandwidth(link.speed.back),
+    )
+
+
+def latency(seconds: float) -> str:
+    """For people."""
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
+
+
+def bandwidth(bytes_per_second: float) -> str:
+    """For people, in bits as networks are sold."""
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"

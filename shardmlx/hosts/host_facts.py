@@ -1,0 +1,186 @@
+"""What this machine is and has, as ``shardmlx.doctor`` asks it. What cannot be found is None.
+
+On macOS ``sysctl``, ``vm_stat``, ``ifconfig``, ``networksetup``, ``route`` and ``socketfilterfw``
+are asked, on Linux /proc, /sys and ``ip``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardmlx.hosts.probe_script import versions
+from shardmlx.hosts.system_parsers import (
+    ETHERNET,
+    THUNDERBOLT,
+    VIRTUAL,
+    WIFI,
+    Interface,
+    available_by_meminfo,
+    available_by_vm_stat,
+    chip_by_cpuinfo,
+    firewall_state,
+    hardware_ports,
+    interfaces_by_ifconfig,
+    interfaces_by_ip,
+    route_by_bsd,
+    route_by_ip,
+    sysctl_values,
+)
+
+SECONDS_TO_SAY = 10.0
+"""For each tool that is asked."""
+
+MIB = 1 << 20
+
+_WIRED_LIMIT = "iogpu.wired_limit_mb"
+_FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+_ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+"""Where the tools are, which the PATH of a login without a terminal may leave out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """A machine, as one of its processes sees it.
+
+    ``node`` is its name as mpirun writes it. Memory and disk are in bytes; ``disk_free`` is where
+    the process works. ``wired_limit`` is macOS's setting: 0 where the system decides.
+    """
+
+    node: str | None
+    system: str
+    is_mac: bool
+    chip: str | None
+    python: str
+    versions: Mapping[str, str | None]
+    cores: int | None
+    memory: int | None
+    memory_free: int | None
+    wired_limit: int | None
+    directory: str | None
+    disk_free: int | None
+    firewall: str | None
+    interfaces: tuple[Interface, ...]
+
+
+def collect() -> HostFacts:
+    """Ask this machine. Never fails; no tool is waited for longer than ``SECONDS_TO_SAY``."""
+    is_mac = sys.platform == "darwin"
+    values = sysctl_values(_said("sysctl", "machdep.cpu.brand_string", _WIRED_LIMIT) or "")
+    limit = values.get(_WIRED_LIMIT, "")
+    directory, disk_free = _disk()
+    return HostFacts(
+        node=os.environ.get("PMIX_HOSTNAME"),
+        system=_system(),
+        is_mac=is_mac,
+        chip=values.get("machdep.cpu.brand_string") if is_mac else _chip_on_linux(),
+        python=sys.executable,
+        versions=versions(),
+        cores=_cores(),
+        memory=_memory(),
+        memory_free=(
+            available_by_vm_stat(_said("vm_stat") or "")
+            if is_mac
+            else available_by_meminfo(_text("/proc/meminfo") or "")
+        ),
+        wired_limit=int(limit) * MIB if is_mac and limit.isdecimal() else None,
+        directory=directory,
+        disk_free=disk_free,
+        firewall=firewall_state(_said(_FIREWALL, "--getglobalstate") or "") if is_mac else None,
+        interfaces=_interfaces_of_mac() if is_mac else _interfaces_of_linux(),
+    )
+
+
+def interface_to(address: str) -> str | None:
+    """The interface through which this machine reaches an address."""
+    if sys.platform == "darwin":
+        return route_by_bsd(_said("route", "-n", "get", address) or "")
+    return route_by_ip(_said("ip", "route", "get", address) or "")
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _said(*command: str) -> str | None:
+    """What a tool prints; None where there is none, or it fails in whatever way."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PATH"), _ADDED_PATH]))
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS_TO_SAY,
+            env=os.environ | {"PATH": path, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    # sysctl says what it can, and fails for the keys that it does not know.
+    return done.stdout or None
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _chip_on_linux() -> str | None:
+    return chip_by_cpuinfo(_text("/proc/cpuinfo") or "") or platform.processor() or None
+
+
+def _cores() -> int | None:
+    """Those that this process may run on, where the system says so."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _disk() -> tuple[str | None, int | None]:
+    try:
+        directory = os.getcwd()
+        return directory, shutil.disk_usage(directory).free
+    except OSError:
+        return None, None
+
+
+def _interfaces_of_mac() -> tuple[Interface, ...]:
+    ports = hardware_ports(_said("networksetup", "-listallhardwareports") or "")
+    return interfaces_by_ifconfig(_said("ifconfig") or "", ports)
+
+
+def _interfaces_of_linux() -> tuple[Interface, ...]:
+    found = interfaces_by_ip(_said("ip", "-o", "-4", "addr") or "")
+    return tuple(replace(each, medium=medium_on_linux(each.name)) for each in found)
+
+
+def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:
+    """What carries an interface, by the kernel's sysfs (Documentation/ABI/testing/sysfs-class-net
+    of Linux); None for one that is not there."""
+    directory = root / name
+    if not directory.exists():
+        return None
+    if (directory / "wireless").exists() or (directory / "phy80211").exists():
+        return WIFI
+    if not (directory / "device").exists():
+        return VIRTUAL
+    driver = (directory / "device" / "driver").resolve().name
+    return THUNDERBOLT if driver.startswith("thunderbolt") else ETHERNET

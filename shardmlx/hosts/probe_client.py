@@ -1,0 +1,110 @@
+"""Talks to ``host_probe`` on another host, through ssh, and to several at once. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardmlx.hosts import probe_script
+from shardmlx.hosts.reachability import Way
+
+BOOT = "import json,sys;exec(json.loads(sys.stdin.readline()))"
+"""Runs the program in the first line of stdin: no shell on the way can mistake it."""
+
+SECONDS_TO_CLOSE = 1.0
+
+T = TypeVar("T")
+
+
+def probe_command(way: Way, login: str | None) -> list[str]:
+    """What starts Python on a host; on this one without a ``login``."""
+    question = [way.python, "-c", BOOT, way.daemon]
+    # The question of a Way comes last.
+    return question if login is None else [*way.command(login)[:-1], shlex.join(question)]
+
+
+class Talk:
+    """A probe that was started with ``command``. ``OSError`` where that cannot be run."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
+        self._reading = threading.Lock()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # what it starts is ended with it
+            )
+        except OSError:
+            self._stderr.close()
+            raise
+        self.say(Path(probe_script.__file__).read_text(encoding="utf-8"))
+
+    def say(self, value: object) -> None:
+        """One line. Who has gone is found by what it does not answer."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(json.dumps(value) + "\n")
+                self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next answer; None once there are no more."""
+        with self._reading:
+            for line in self._process.stdout or ():
+                # Login scripts may say other things before.
+                if line.startswith(probe_script.MARK):
+                    with contextlib.suppress(ValueError):
+                        return dict(json.loads(line.removeprefix(probe_script.MARK)))
+        return None
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status, and what it wrote on stderr, once it answers no more."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_CLOSE)
+        self._stderr.seek(0)
+        return self._process.poll() or 0, self._stderr.read()
+
+    def close(self) -> None:
+        """End it, with all that it has started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        # Somebody who has left the group may hold the other end: then a thread reads for ever.
+        if self._reading.acquire(timeout=SECONDS_TO_CLOSE):
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._reading.release()
+        self._stderr.close()
+
+
+def at_once(work: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
+    """The results of all, each on a thread of its own; without those that take longer."""
+    results: dict[str, T] = {}
+
+    def run(name: str) -> None:
+        results[name] = work[name]()
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in work]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(results)

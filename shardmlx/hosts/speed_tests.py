@@ -1,0 +1,234 @@
+"""What two ranks reach on their link, how far their clocks are apart, whether arrays go through MPI
+without a copy, and how fast this machine multiplies matrices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.distributed.transport import (
+    FIRST_ENGINE_TAG,
+    Array,
+    Transport,
+    TransportTimeout,
+    buffer_of,
+    new_buffer,
+)
+from shardmlx.hosts.findings import LinkSpeed
+
+SECONDS_OF_PINGS = 0.3
+FEWEST_PINGS, MOST_PINGS = 5, 400
+WARM_UPS = 5
+"""The first messages open the connection."""
+
+SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26
+"""Of one transfer: the largest is that of a large micro-batch."""
+
+TRANSFERS_A_MEASUREMENT = 2
+"""At least, of the size that is measured with."""
+
+PATTERN_BYTES = 1 << 20
+
+LARGEST_MATRIX = 4096
+RUNS_OF_A_MATRIX = 3
+
+
+class _Peer:
+    """The other end of a link, for one thread and one link."""
+
+    def __init__(self, transport: Transport, rank: int, tag: int) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._tag = tag
+        self._me = f"{transport.name(transport.rank)}, testing the link"
+        self._number = np.zeros(1, np.float64)
+
+    def send(self, array: Array) -> None:
+        handle = self._transport.send(array, self._rank, self._tag)
+        self._transport.wait(
+            handle, lambda: f"{self._me}, sending to {self._transport.name(self._rank)}"
+        )
+
+    def receive(self, array: Array) -> None:
+        handle = self._transport.receive(array, self._rank, self._tag)
+        self._transport.wait(
+            handle, lambda: f"{self._me}, waiting for {self._transport.name(self._rank)}"
+        )
+
+    def say(self, number: float) -> None:
+        self._number[0] = number
+        self.send(self._number)
+
+    def hear(self) -> float:
+        self.receive(self._number)
+        return float(self._number[0])
+
+
+def measure_link(
+    transport: Transport,
+    first: int,
+    second: int,
+    seconds: float,
+    clock: Callable[[], float] = time.time,
+) -> LinkSpeed | str | None:
+    """What ``first`` has measured with ``second``, both of which call it; None on ``second``.
+
+    Each direction takes about ``seconds``. A message that does not come in the transport's time
+    ends it with a text that names who waited for what. Collective of the two.
+    """
+    if transport.rank not in (first, second):
+        raise ValueError(f"rank {transport.rank} is no end of the link of {first} and {second}")
+    is_first = transport.rank == first
+    # A tag for each link: what one that failed leaves behind must not be taken for another's.
+    tag = FIRST_ENGINE_TAG + first * transport.size + second
+    peer = _Peer(transport, second if is_first else first, tag)
+    try:
+        if is_first:
+            latency, offset, error = _ping(peer, clock)
+            there = _push(peer, seconds, latency)
+            _pull(peer)
+            back = peer.hear()
+            return LinkSpeed(
+                latency=latency, there=there, back=back, clock_offset=offset, clock_error=error
+            )
+        latency = _pong(peer, clock)
+        _pull(peer)
+        peer.say(_push(peer, seconds, latency))
+    except TransportTimeout as timeout:
+        return str(timeout)
+    return None
+
+
+def _ping(peer: _Peer, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Half a round trip; the clock's offset with its greatest error (Cristian, 1989)."""
+
+    def round_trip() -> tuple[float, float]:
+        # Seconds of the machine's own counter; only the difference of the clocks is clock's.
+        began, start = clock(), time.perf_counter()
+        peer.say(began)
+        theirs = peer.hear()
+        taken = time.perf_counter() - start
+        return taken, theirs - (began + taken / 2)
+
+    warm = min(round_trip() for _ in range(WARM_UPS))
+    count = min(max(int(SECONDS_OF_PINGS / max(warm[0], 1e-9)), FEWEST_PINGS), MOST_PINGS)
+    peer.say(count)
+    trips = [round_trip() for _ in range(count)]
+    fastest, offset = min(trips)
+    latency = statistics.median(taken for taken, _ in trips) / 2
+    peer.say(latency)
+    return latency, offset, fastest / 2
+
+
+def _pong(peer: _Peer, clock: Callable[[], float]) -> float:
+    """Answer; the latency that the other end has found."""
+
+    def answer(count: int) -> None:
+        for _ in range(count):
+            peer.hear()
+            peer.say(clock())
+
+    answer(WARM_UPS)
+    answer(int(peer.hear()))
+    return peer.hear()
+
+
+def _push(peer: _Peer, seconds: float, latency: float) -> float:
+    """Bytes a second to the other end, which calls ``_pull``."""
+    size, rates, end = SMALLEST_BYTES, list[float](), time.perf_counter() + seconds
+    data = new_buffer((size,), mx.uint8)
+    while True:
+        peer.say(size)
+        start = time.perf_counter()
+        peer.send(data)
+        peer.hear()
+        now = time.perf_counter()
+        # The last word, that all has come, takes a latency of its own.
+        taken = max(now - start - latency, 1e-9)
+        rates.append(size / taken)
+        larger = 4 * size
+        if larger <= LARGEST_BYTES and 4 * taken * TRANSFERS_A_MEASUREMENT <= end - now:
+            size, rates = larger, []
+            data = new_buffer((size,), mx.uint8)
+        elif now >= end and len(rates) >= TRANSFERS_A_MEASUREMENT:
+            break
+    peer.say(0)
+    return statistics.median(rates)
+
+
+def _pull(peer: _Peer) -> None:
+    """Take what ``_push`` sends."""
+    data = new_buffer((0,), mx.uint8)
+    while size := int(peer.hear()):
+        if data.size != size:
+            data = new_buffer((size,), mx.uint8)
+        peer.receive(data)
+        peer.say(1)
+
+
+def shares_memory() -> bool:
+    """Whether the bytes that MPI is given of an ``mx.array`` are the array's own."""
+    array = new_buffer((16,), mx.int32)
+    buffer_of(array)[:4] = (7).to_bytes(4, "little")
+    where = [np.frombuffer(buffer_of(array), np.uint8).ctypes.data for _ in range(2)]
+    # Summed by MLX, on the device that it computes with.
+    return where[0] == where[1] and mx.sum(array).item() == 7
+
+
+def check_copies(transport: Transport) -> str | None:
+    """What is wrong with the messages of this rank; None if nothing. Collective.
+
+    Every rank sends rank 0 a bfloat16 array, which sends back what it has received.
+    """
+    if not shares_memory():
+        return "MPI gets a copy of an mx.array"
+    pattern = _pattern()
+    received = new_buffer(pattern.shape, pattern.dtype)
+    wrong = []
+    for rank in range(1, transport.size) if transport.rank == 0 else (0,):
+        peer = _Peer(transport, rank, FIRST_ENGINE_TAG)
+        if transport.rank == 0:
+            peer.receive(received)
+            peer.send(received)
+        else:
+            peer.send(pattern)
+            peer.receive(received)
+        # Bits, since NaN equals nothing.
+        if not mx.array_equal(received.view(mx.uint16), pattern.view(mx.uint16)).item():
+            wrong.append(transport.name(rank))
+    return f"an array came from {', '.join(wrong)} with other data" if wrong else None
+
+
+def _pattern() -> mx.array:
+    """Of all bit patterns of bfloat16."""
+    array = mx.arange(PATTERN_BYTES // 2, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
+    mx.eval(array)
+    return array
+
+
+def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:
+    """FLOP/s of square matrix products on the default device, of the size that suits it."""
+    size, rates, end = 256, list[float](), time.perf_counter() + seconds
+    a = _matrix(size, dtype)
+    while True:
+        start = time.perf_counter()
+        mx.eval(a @ a)
+        now = time.perf_counter()
+        rates.append(2 * size**3 / (now - start))
+        # Large enough that starting it takes no time; the first run of a size compiles.
+        larger = size < LARGEST_MATRIX and 8 * (now - start) * RUNS_OF_A_MATRIX < end - now
+        if larger and len(rates) > 1:
+            size, rates = 2 * size, []
+            a = _matrix(size, dtype)
+        elif now >= end and len(rates) >= RUNS_OF_A_MATRIX:
+            return statistics.median(rates)
+
+
+def _matrix(size: int, dtype: mx.Dtype) -> mx.array:
+    array = (mx.random.uniform(shape=(size, size)) - 0.5).astype(dtype)
+    mx.eval(array)
+    return array

@@ -1,0 +1,1 @@
+"""Text through the pipeline, a token at a time."""

@@ -1,0 +1,158 @@
+"""What ``shardmlx.chat`` does on every rank: prepare, and talk with whoever sits at rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.chat import ChatConfig
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.plan import Load
+from shardmlx.inference.prompt_reader import Message, PromptReader
+from shardmlx.inference.setup import (
+    Prepared,
+    choice_of,
+    new_prefixes,
+    prepare,
+    report_memory,
+    text_stream,
+    typical_load,
+)
+from shardmlx.inference.stdin_lines import TypedLines
+
+PROMPT = ">> "
+
+SECONDS_BETWEEN_SIGNS = 1.0
+"""While nobody types, the other ranks hear that all is well."""
+
+HELP = """\
+- 'q' to leave, 'r' to begin anew, 'h' for this help
+- Enter while the model answers makes it stop"""
+
+
+def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
+    """Talk as ``config`` says. Collective; raises as ``prepare``."""
+    reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
+    reporter.say(str(blas))
+
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
+        if not reader.has_template:
+            raise UserError(f"--model {config.model} has no chat template: use shardmlx.generate")
+        return typical_load(config, 1, config.cache_tokens, most_positions)
+
+    prepared = prepare(config, transport, reporter, read)
+    if prepared.reader is None:
+        prepared.follower().run()
+    else:
+        chat = _Chat(config, prepared, prepared.reader, reporter)
+        chat.hold()
+    report_memory(prepared, reporter)
+
+
+@dataclass(slots=True)
+class _Answer:
+    stream: TextStream
+    prompt_tokens: int
+    cached: int = 0
+
+
+class _Chat:
+    """On rank 0: a conversation, whose keys and values are kept from turn to turn."""
+
+    def __init__(
+        self, config: ChatConfig, prepared: Prepared, reader: PromptReader, reporter: Reporter
+    ) -> None:
+        self._config = config
+        self._reader = replace(reader, system_prompt=config.system_prompt)
+        self._reporter = reporter
+        self._most = prepared.plan.load.context
+        self._max_tokens = prepared.plan.load.answer
+        self._leader = prepared.leader(prefixes=new_prefixes(prepared))
+        self._lines = TypedLines()
+        self._messages: list[Message] = []
+        self._turns = 0
+
+    def hold(self) -> None:
+        """Until the user leaves, or stdin ends."""
+        self._reporter.say(HELP)
+        while (line := self._ask()) is not None:
+            match line.strip():
+                case "":
+                    pass
+                case "q":
+                    break
+                case "r":
+                    self._messages.clear()
+                    self._reporter.say("A new conversation.")
+                case "h":
+                    self._reporter.say(HELP)
+                case said:
+                    self._turn(said)
+        self._leader.stop()
+
+    def _ask(self) -> str | None:
+        """The next line; None at the end."""
+        if self._config.verbose:
+            print(PROMPT, end="", flush=True)
+        self._lines.rest()
+        while self._lines.is_open:
+            line = self._lines.next(SECONDS_BETWEEN_SIGNS)
+            if line is not None:
+                return line
+            self._leader.rest()
+        if self._config.verbose:
+            print(flush=True)
+        return None
+
+    def _turn(self, said: str) -> None:
+        message = {"role": "user", "content": said}
+        try:
+            tokens = self._reader.chat([*self._messages, message])
+        except UserError as error:
+            self._reporter.warn(str(error))
+            return
+        context = len(tokens) + self._max_tokens
+        if context > self._most:
+            self._reporter.warn(
+                f"the conversation has {len(tokens)} tokens, and with --max-tokens "
+                f"{self._max_tokens} more it does not fit into {self._most} (see "
+                "--cache-tokens): r begins anew"
+            )
+            return
+        answer = self._generate(tokens, context)
+        self._messages += [message, {"role": "assistant", "content": answer.stream.text}]
+        self._report(answer)
+
+    def _generate(self, tokens: tuple[int, ...], context: int) -> _Answer:
+        number, self._turns = self._turns, self._turns + 1
+        tokenizer = self._reader.tokenizer
+        answer = _Answer(text_stream(tokenizer, self._max_tokens), len(tokens))
+        self._leader.add(number, tokens, choice_of(self._config, tokenizer, number), context)
+        is_stopped = False
+        try:
+            while not self._leader.is_idle:
+                for _, chosen in self._leader.step():
+                    segment = answer.stream.take(chosen.token)
+                    answer.cached = self._leader.cached(number)
+                    if answer.stream.finish_reason is not None:
+                        self._leader.finish(number)
+                    print(segment, end="", flush=True)
+                has_ended = is_stopped or answer.stream.finish_reason is not None
+                if not has_ended and self._lines.interrupts():
+                    self._leader.cancel(number)
+                    is_stopped = True
+        finally:
+            print(flush=True)  # what is said of a failure begins a line
+        return answer
+
+    def _report(self, answer: _Answer) -> None:
+        stream = answer.stream
+        computed = answer.prompt_tokens - answer.cached
+        rate = stream.count / max(stream.last - stream.first, 1e-9) if stream.count > 1 else 0.0
+        self._reporter.say(
+            f"[{computed} of {answer.prompt_tokens} prompt tokens computed, {stream.count} "
+            f"generated, {rate:.1f} tokens-per-sec]"
+        )

@@ -1,0 +1,201 @@
+"""What ``shardmlx.generate`` does on every rank: prepare, generate, and say what it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.reporter import Bar, Reporter, check_writable
+from shardmlx.config.generate import GenerateConfig
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.pipeline import Leader
+from shardmlx.inference.plan import Load
+from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.prompts import Request, read_prompts, read_stdin
+from shardmlx.inference.setup import Prepared, choice_of, prepare, report_memory, text_stream
+
+RULE = "=" * 10
+"""Around the text, as mlx-lm draws it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One text to generate, tokenised."""
+
+    tokens: Sequence[int]
+    max_tokens: int
+
+
+def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
+    """Generate as ``config`` says, which is the same on all ranks. Collective.
+
+    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
+    """
+    # Answers on stdout are for another program to read.
+    is_quiet = transport.rank != 0 or not config.verbose or _answers_on_stdout(config)
+    reporter = Reporter(quiet=is_quiet)
+    reporter.say(str(blas))
+    prompts: list[Prompt] = []
+
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
+        prompts.extend(tokenised(config, reader))
+        return load_of(prompts)
+
+    prepared = prepare(config, transport, reporter, read)
+    if prepared.reader is None:
+        prepared.follower().run()
+    else:
+        _lead(config, prepared, prepared.reader, prompts, reporter)
+    report_memory(prepared, reporter)
+
+
+def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
+    """What ``config`` wants generated, as mlx-lm tokenises it. ``UserError``."""
+    if config.prompts is not None:
+        requests = read_prompts(config.prompts, config.max_tokens)
+    else:
+        prompt = config.prompt.replace("\\n", "\n").replace("\\t", "\t")
+        prompt = read_stdin() if prompt == "-" else prompt
+        if not prompt:
+            raise UserError("--prompt is empty: give a text")
+        messages = ({"role": "user", "content": prompt},)
+        requests = [Request(messages, config.max_tokens, "--prompt", prompt)]
+    if config.output is not None:
+        check_writable(Path(config.output), "--output")
+    reader = replace(
+        reader, system_prompt=config.system_prompt, prefill_response=config.prefill_response
+    )
+    return [Prompt(_tokens(config, reader, each), each.max_tokens) for each in requests]
+
+
+def _tokens(config: GenerateConfig, reader: PromptReader, request: Request) -> tuple[int, ...]:
+    try:
+        if request.prompt is not None and (config.ignore_chat_template or not reader.has_template):
+            return reader.text(request.prompt)
+        return reader.chat(request.messages)
+    except UserError as error:
+        raise UserError(f"{request.where}: {error}") from None
+
+
+def load_of(prompts: Sequence[Prompt]) -> Load:
+    """How much there is to do."""
+    return Load(
+        texts=len(prompts),
+        prompt=max(len(each.tokens) for each in prompts),
+        answer=max(each.max_tokens for each in prompts),
+        context=max(len(each.tokens) + each.max_tokens for each in prompts),
+    )
+
+
+def _lead(
+    config: GenerateConfig,
+    prepared: Prepared,
+    reader: PromptReader,
+    prompts: Sequence[Prompt],
+    reporter: Reporter,
+) -> None:
+    """On rank 0: generate all texts, and give them out."""
+    leader = prepared.leader()
+    texts = []
+    for number, prompt in enumerate(prompts):
+        texts.append(text_stream(reader.tokenizer, prompt.max_tokens))
+        leader.add(number, prompt.tokens, choice_of(config, reader.tokenizer, number))
+    if config.prompts is None:
+        _stream(texts[0], len(prompts[0].tokens), leader, reporter)
+    else:
+        with (
+            _answers(config) as answers,
+            reporter.bar("generating", len(texts)) as bar,
+        ):
+            _write(prompts, texts, leader, answers, bar)
+        _summary(prompts, texts, reporter)
+    leader.stop()
+
+
+def _stream(text: TextStream, prompt_tokens: int, leader: Leader, reporter: Reporter) -> None:
+    """One text, as it comes."""
+    reporter.say(RULE)
+    try:
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                segment = text.take(chosen.token)
+                if text.finish_reason is not None:
+                    leader.finish(number)
+                print(segment, end="", flush=True)
+    finally:
+        print(flush=True)  # what is said of a failure begins a line
+    reporter.say(RULE)
+    if not text.text:
+        reporter.say("No text generated for this prompt")
+        return
+    prompt_seconds = max(text.first - text.started, 1e-9)
+    seconds = max(text.last - text.first, 1e-9)
+    reporter.say(
+        f"Prompt: {prompt_tokens} tokens, {prompt_tokens / prompt_seconds:.3f} tokens-per-sec"
+    )
+    reporter.say(f"Generation: {text.count} tokens, {text.count / seconds:.3f} tokens-per-sec")
+
+
+def _write(
+    prompts: Sequence[Prompt],
+    texts: Sequence[TextStream],
+    leader: Leader,
+    answers: IO[str],
+    bar: Bar,
+) -> None:
+    """All texts, as lines in the order of their prompts."""
+    written = 0
+    while not leader.is_idle:
+        for number, chosen in leader.step():
+            text = texts[number]
+            text.take(chosen.token)
+            if text.finish_reason is None:
+                continue
+            leader.finish(number)
+            bar.advance()
+            while written < len(texts) and texts[written].finish_reason is not None:
+                answer = _answer(prompts[written], texts[written])
+                answers.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                answers.flush()
+                written += 1
+
+
+def _answer(prompt: Prompt, text: TextStream) -> dict[str, Any]:
+    """The line of ``--output``."""
+    return {
+        "text": text.text,
+        "prompt_tokens": len(prompt.tokens),
+        "generation_tokens": text.count,
+        "finish_reason": text.finish_reason,
+    }
+
+
+def _answers_on_stdout(config: GenerateConfig) -> bool:
+    return config.prompts is not None and config.output is None
+
+
+@contextmanager
+def _answers(config: GenerateConfig) -> Iterator[IO[str]]:
+    if config.output is None:
+        yield sys.stdout
+        return
+    with Path(config.output).open("w", encoding="utf-8") as file:
+        yield file
+
+
+def _summary(prompts: Sequence[Prompt], texts: Sequence[TextStream], reporter: Reporter) -> None:
+    seconds = max(max(t.last for t in texts) - min(t.started for t in texts), 1e-9)
+    read = sum(len(prompt.tokens) for prompt in prompts)
+    generated = sum(text.count for text in texts)
+    reporter.say(
+        f"{len(texts)} texts in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "
+        f"{(read + generated) / seconds:.3f} tokens-per-sec together"
+    )

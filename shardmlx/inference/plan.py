@@ -1,0 +1,258 @@
+"""How model and texts are divided among the ranks that generate, before anything loads. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.memory import cache_memory, inference_memory, kept_memory
+from shardmlx.costmodel.memory_limits import (
+    PlannedMemory,
+    Room,
+    how_to_allow,
+    how_to_allow_more,
+    within,
+)
+from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
+from shardmlx.errors import UserError
+from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners.memory import gib
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.layout import make_mesh
+
+CHOOSE_CACHES = frozenset({"llama", "mistral", "ministral3"})
+"""Families that pass over ``--max-kv-size``, in mlx-lm too: what their layers keep is their own."""
+
+STEP_TOKENS = 20
+"""A token for each text of a group takes as long as so many tokens of a prompt, on a CPU with
+OpenBLAS: all weights are read for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The texts of a run: how many, the tokens of the longest prompt, and of the longest answer,
+    and of the longest of both together. With ``capacity`` no more tokens than these are kept at a
+    time, of all texts together."""
+
+    texts: int
+    prompt: int
+    answer: int
+    context: int
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePlan:
+    """Stage i is on rank i; ``most`` texts are under way at a time, in ``groups``."""
+
+    stage_map: StageMap
+    load: Load
+    groups: int
+    most: int
+    chunk: int
+    max_kv_size: int | None
+    model: str
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks if and only if they plan the same run."""
+        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
+
+
+def plan_inference(
+    config: InferenceConfig,
+    given: StageMap | None,
+    load: Load,
+    workload: Workload,
+    cluster: Cluster,
+    rooms: Sequence[Room],
+    model: str,
+) -> InferencePlan:
+    """The plan of a run on the ranks of ``cluster``, which have ``rooms``, with the stage map that
+    is ``given``, if one is; ``model`` is the model's digest.
+
+    ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
+    """
+    size = cluster.size
+    limit = None if workload.shape.model_type in CHOOSE_CACHES else config.max_kv_size
+    most = min(config.batch_size, load.texts)
+    # mlx-lm merges no caches that keep the beginning of a text.
+    groups = most if limit is not None else min(size, most)
+    chunk = config.chunk(size)
+    memory = _Memory(workload, load, most, chunk, limit, cluster.backend)
+    can_divide = given is None and size > 1 and config.partitioner != "memory"
+    remedy = _how_to_need_less(memory, can_divide)
+    cluster = within(cluster, rooms)
+    if given is not None:
+        _check_map(given, config, workload, cluster)
+    rows = -(-most // groups)
+    remedy_of_all = how_to_allow_more(config.memory_limit, rooms) + remedy
+    stage_map = given or _divided(
+        config.partitioner, rows, load, workload, cluster, memory, remedy_of_all
+    )
+    plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
+    _check_memory(stage_map, rooms, memory, remedy)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes of a stage."""
+
+    workload: Workload
+    load: Load
+    most: int
+    chunk: int
+    max_kv_size: int | None
+    backend: str
+
+    def planned(self, start: int, stop: int) -> PlannedMemory:
+        """Without a chunk there is what stays: weights, keys and values, logits."""
+        return PlannedMemory(self.total(start, stop), self._bytes(start, stop, chunk=0))
+
+    def total(self, start: int, stop: int) -> int:
+        return self._bytes(start, stop, self.chunk)
+
+    def _bytes(self, start: int, stop: int, chunk: int) -> int:
+        return inference_memory(
+            self.workload.shape,
+            self.workload.weight_sizes,
+            start,
+            stop,
+            self.most,
+            self.load.context,
+            DTYPE_BYTES[self.workload.dtype],
+            chunk=chunk,
+            max_kv_size=self.max_kv_size,
+            backend=self.backend,
+            capacity=self.load.capacity,
+        )
+
+    def caches(self, start: int, stop: int) -> int:
+        if self.load.capacity is not None:
+            return kept_memory(
+                self.workload.shape,
+                start,
+                stop,
+                self.load.capacity,
+                DTYPE_BYTES[self.workload.dtype],
+            )
+        return self.most * cache_memory(
+            self.workload.shape,
+            start,
+            stop,
+            self.load.context,
+            DTYPE_BYTES[self.workload.dtype],
+            self.max_kv_size,
+        )
+
+
+def planned_memory(
+    plan: InferencePlan, workload: Workload, backend: str
+) -> tuple[PlannedMemory, ...]:
+    """What the plan expects of each rank."""
+    memory = _Memory(workload, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
+    return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
+
+
+def _check_map(
+    stage_map: StageMap, config: InferenceConfig, workload: Workload, cluster: Cluster
+) -> None:
+    stage_map.check_model(config.model, workload.shape.num_layers)
+    for rank in range(stage_map.pp):
+        if stage_map.stages_of(rank) != (rank,):
+            stages = " and ".join(map(str, stage_map.stages_of(rank)))
+            raise UserError(
+                f"{stage_map} has stage {stages} on rank {rank}: text is generated with one stage "
+                "a rank, in order: use another map, or none"
+            )
+    if stage_map.pp != cluster.size:
+        raise UserError(
+            f"{stage_map} needs {stage_map.pp} ranks, and there are {cluster.size}: "
+            f"start mpirun with -n {stage_map.pp}"
+        )
+    make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
+
+
+def _divided(
+    partitioner: str,
+    rows: int,
+    load: Load,
+    workload: Workload,
+    cluster: Cluster,
+    memory: _Memory,
+    remedy: str,
+) -> StageMap:
+    mesh = Mesh(1, cluster.size)
+    speeds = [machine.flops for machine in cluster.machines if machine.flops is not None]
+    is_timed = len(speeds) == mesh.pp
+    costs = inference_costs(workload, load, rows)
+    problem = Problem(
+        placement=tuple(range(mesh.pp)),
+        costs=tuple(_scaled(costs, 1 / speed) for speed in speeds)
+        if is_timed
+        else (costs,) * mesh.pp,
+        sizes=workload.held_sizes,
+        peak=lambda _, start, stop: float(memory.total(start, stop)),
+        capacity=tuple(map(cluster.capacity, range(mesh.pp))),
+        unit="seconds" if is_timed else "FLOPs",
+        hosts=tuple(machine.host for machine in cluster.machines),
+    )
+    try:
+        return get_partitioner(partitioner)(problem)
+    except DoesNotFitError as error:
+        raise UserError(f"{error.fact}: {remedy}") from None
+
+
+def inference_costs(workload: Workload, load: Load, rows: int) -> LayerCosts:
+    """FLOPs of one text in a group of ``rows``, a token of the answer at what it takes.
+
+    A text by itself is in one stage at a time: how its answer is divided makes no difference, and
+    only its prompt counts. The head sees the last position alone.
+    """
+    shape = workload.shape
+    answer = 0.0
+    if load.texts > 1:
+        answer = load.answer * max(1.0, STEP_TOKENS / rows)
+    flops = (shape.layer_flops(i, load.context) for i in range(shape.num_layers))
+    tokens = load.prompt + answer
+    return LayerCosts(
+        tuple(each * tokens for each in flops), head=shape.head_flops() * (1 + answer)
+    )
+
+
+def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
+    layers = tuple(cost * factor for cost in costs.layers)
+    return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
+
+
+def _check_memory(stage_map: StageMap, rooms: Sequence[Room], memory: _Memory, remedy: str) -> None:
+    ranges: Sequence[tuple[int, int]] = stage_map.partition.ranges
+    for room, (rank, (start, stop)) in zip(rooms, enumerate(ranges), strict=True):
+        needed = memory.total(start, stop)
+        if needed > room.nbytes:
+            raise UserError(
+                f"rank {rank} ({room.host}) would hold {gib(needed)} of its {gib(room.nbytes)} "
+                f"({room.reason}) for layers {start}-{stop - 1}, "
+                f"{gib(memory.caches(start, stop))} of it keys and values of {_texts(memory)}: "
+                f"{how_to_allow(room, needed)}{remedy}"
+            )
+
+
+def _texts(memory: _Memory) -> str:
+    if memory.load.capacity is not None:
+        return f"{memory.load.capacity} tokens"
+    texts = "a text" if memory.most == 1 else f"{memory.most} texts"
+    return f"{texts} of {memory.load.context} tokens"
+
+
+def _how_to_need_less(memory: _Memory, can_divide: bool) -> str:
+    if memory.load.capacity is not None:
+        fewer = "lower --cache-tokens"
+    else:
+        fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
+    return f"{fewer}, {'try --partitioner memory, ' * can_divide}or use more machines"

@@ -1,0 +1,302 @@
+"""What all commands do that generate text, before they generate: prepare, load, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+
+from shardmlx.common.formatting import gigabytes
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded, memory_limits, unwired
+from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.agreement import by_rank_0, together
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.pipeline import Follower, Leader
+from shardmlx.inference.plan import (
+    CHOOSE_CACHES,
+    InferencePlan,
+    Load,
+    plan_inference,
+    planned_memory,
+)
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.sampler import random_state
+from shardmlx.inference.sampling_params import Choice
+from shardmlx.inference.scheduler import Scheduler
+from shardmlx.loading.allocator import find_rooms, set_limits
+from shardmlx.loading.build import build_to_generate
+from shardmlx.loading.discovery import find_weights
+from shardmlx.loading.rank_setup import (
+    SETUP_SECONDS,
+    cluster_of,
+    compare_plans,
+    given_stage_map,
+    model_digest,
+)
+from shardmlx.loading.transfer import Weights
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.slice import Slice
+from shardmlx.training.datasets import read_tokenizer
+from shardmlx.training.predicted import percent
+
+SPACES = ("\u2581", "\u0120")
+"""How vocabularies write a space: SentencePiece's, and those of bytes."""
+
+TYPICAL_PROMPT = 512
+"""Tokens, where the layers are divided before any prompt is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is ready to start. ``reader`` on rank 0 only; ``limits`` are those of the memory
+    of each rank."""
+
+    config: InferenceConfig
+    transport: Transport
+    plan: InferencePlan
+    workload: Workload
+    part: Slice
+    reader: PromptReader | None
+    random_state: int
+    limits: tuple[MemoryLimits, ...]
+
+    def follower(self) -> Follower:
+        """On all ranks but the first."""
+        return Follower(
+            self.transport,
+            self.part,
+            max_kv_size=self.config.max_kv_size,
+            random_state=self.random_state,
+        )
+
+    def leader(self, patience: int | None = None, prefixes: PrefixCache | None = None) -> Leader:
+        """On the first rank."""
+        plan = self.plan
+        return Leader(
+            self.transport,
+            self.part,
+            Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
+            max_kv_size=self.config.max_kv_size,
+            random_state=self.random_state,
+            prefixes=prefixes,
+        )
+
+
+def prepare(
+    config: InferenceConfig,
+    transport: Transport,
+    reporter: Reporter,
+    read: Callable[[PromptReader, int | None], Load],
+) -> Prepared:
+    """Check everything, then load this rank's part. Collective.
+
+    ``read``, on rank 0, says how much is to be generated; it is told the model's own limit of
+    tokens, if that is known. Raises ``AgreedError`` on all ranks alike
+    for what the user can mend, before weights are read.
+    """
+    transport.activity = "loading"
+    with transport.patient(SETUP_SECONDS):
+        weights = find_weights(
+            transport,
+            reporter,
+            config.model,
+            mode=config.weights,
+            cache=config.weight_cache,
+            adapters=config.adapter_path,
+        )
+    with weights:
+        return _prepare(config, transport, reporter, read, weights)
+
+
+def _prepare(
+    config: InferenceConfig,
+    transport: Transport,
+    reporter: Reporter,
+    read: Callable[[PromptReader, int | None], Load],
+    weights: Weights,
+) -> Prepared:
+    path = weights.path
+    model_config = together(transport, "reading config.json", lambda: read_config(path))
+    shape = together(
+        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
+    )
+
+    def read_prompts() -> tuple[PromptReader, Load]:
+        reader = PromptReader(
+            tokenizer=_tokenizer(config, path, model_config.get("eos_token_id")),
+            template_arguments=config.template_arguments,
+        )
+        return reader, read(reader, model_config.get("max_position_embeddings"))
+
+    found = by_rank_0(transport, "reading the prompts", read_prompts)
+    load = transport.broadcast(found and found[1], what="prompts")
+    workload = together(
+        transport,
+        "reading the headers",
+        lambda: Workload.of(
+            open_model(str(path)),
+            TrainConfig(model=config.model, dtype=config.dtype, num_layers=-1, test=True),
+        ),
+    )
+    cluster = cluster_of(transport, config.hosts, None)
+    rooms = find_rooms(transport, cluster, config.memory_limit)
+    digest = model_digest(model_config)
+    given = given_stage_map(transport, config.stage_map)
+    plan = together(
+        transport,
+        "planning",
+        lambda: plan_inference(config, given, load, workload, cluster, rooms, digest),
+    )
+    compare_plans(transport, plan.digest)
+    start, stop = plan.stage_map.partition.ranges[transport.rank]
+    part, state = together(
+        transport, "building the model", lambda: _build(config, weights, start, stop)
+    )
+    reporter.say(_headline(config, plan))
+    if config.max_kv_size is not None and workload.shape.model_type in CHOOSE_CACHES:
+        reporter.warn(
+            f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
+            f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
+        )
+    planned = planned_memory(plan, workload, cluster.backend)
+    for warning in unwired(rooms, planned):
+        reporter.warn(warning)
+    limits = tuple(map(memory_limits, rooms, planned, [cluster.backend] * len(rooms)))
+    set_limits(limits[transport.rank])
+    with transport.patient(SETUP_SECONDS):
+        weights.load([part], shape, reporter)
+        transport.barrier("loading")
+    mx.reset_peak_memory()
+    reader = found[0] if found is not None else None
+    return Prepared(config, transport, plan, workload, part, reader, state, limits)
+
+
+def _tokenizer(config: InferenceConfig, path: Path, eos: Any) -> TokenizerWrapper:
+    tokenizer = read_tokenizer(path, config.trust_remote_code, eos)
+    for token in (config.extra_eos_token or "").split():
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError:
+            raise UserError(
+                f"--extra-eos-token {token}: the tokenizer knows no such token: name one of its own"
+            ) from None
+    return tokenizer
+
+
+def _build(config: InferenceConfig, weights: Weights, start: int, stop: int) -> tuple[Slice, int]:
+    model = build_to_generate(
+        weights.path, dtype=config.dtype, adapter_path=weights.adapters, seed=config.seed
+    )
+    return Slice(model, start, stop), random_state()
+
+
+def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
+    sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
+    stages = plan.stage_map.num_stages
+    return (
+        f"{config.model}: {stages} stage{'s' if stages > 1 else ''} of {sizes} layers, prompts in "
+        f"chunks of {plan.chunk} tokens"
+    )
+
+
+def choice_of(config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0) -> Choice:
+    """How the tokens of a text are chosen, with a random stream of its own."""
+    return Choice(
+        temp=config.temp,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        top_k=config.top_k,
+        min_tokens_to_keep=config.min_tokens_to_keep,
+        xtc_probability=config.xtc_probability,
+        xtc_threshold=config.xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens(tokenizer),
+        stream=stream,
+    )
+
+
+def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
+    """That XTC never leaves out, as in mlx-lm."""
+    return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+
+
+def typical_load(
+    config: InferenceConfig, texts: int, capacity: int, most_positions: int | None
+) -> Load:
+    """Where no prompt is known yet: what is to be kept is, and how long a text may become."""
+    context = min(capacity, most_positions or capacity)
+    answer = min(config.max_tokens, context // 2)
+    return Load(texts, min(TYPICAL_PROMPT, context), answer, context, capacity)
+
+
+def new_prefixes(prepared: Prepared) -> PrefixCache:
+    """For texts that are kept when they have ended. Caches of limited size forget."""
+    limits = [window for window in prepared.workload.shape.windows if window is not None]
+    if prepared.plan.max_kv_size is not None:
+        limits.append(prepared.plan.max_kv_size)
+    return PrefixCache(trimmable=min(limits, default=None))
+
+
+def text_stream(
+    tokenizer: TokenizerWrapper,
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+    continues: bool = False,
+) -> TextStream:
+    """For one more text. One that ``continues`` another keeps a space at its beginning, which
+    mlx-lm's detokenizers take away."""
+    detokenizer = tokenizer.detokenizer
+    trims = getattr(detokenizer, "trim_space", isinstance(detokenizer, BPEStreamingDetokenizer))
+    return TextStream(
+        detokenizer,
+        frozenset(tokenizer.eos_token_ids),
+        max_tokens,
+        stop=stop,
+        begins_with_space=partial(_begins_with_space, tokenizer) if continues and trims else None,
+    )
+
+
+def _begins_with_space(tokenizer: TokenizerWrapper, token: int) -> bool:
+    piece = tokenizer.convert_ids_to_tokens(token)
+    return isinstance(piece, str) and piece.startswith(SPACES)
+
+
+def report_memory(prepared: Prepared, reporter: Reporter) -> None:
+    """A line for each rank: its layers, and what it held. Collective."""
+    transport, plan = prepared.transport, prepared.plan
+    mine = (prepared.part.nbytes, mx.get_peak_memory())
+    everyone = transport.gather(mine, what="memory")
+    if everyone is None:
+        return
+    reporter.say(f"Peak memory: {max(peak for _, peak in everyone) / 1e9:.3f} GB")
+    predicted = [limits.planned.peak for limits in prepared.limits]
+    reporter.table(
+        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
+        [
+            (
+                str(rank),
+                transport.hosts[rank],
+                f"{start}-{stop - 1}",
+                gigabytes(weights),
+                gigabytes(peak),
+                gigabytes(predicted[rank]),
+                percent(peak, predicted[rank]),
+            )
+            for rank, ((weights, peak), (start, stop)) in enumerate(
+                zip(everyone, plan.stage_map.partition.ranges, strict=True)
+            )
+        ],
+    )
+    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
+        reporter.warn(warning)

@@ -1,0 +1,94 @@
+"""Lines that somebody types, without waiting for them. Pure.
+
+mpirun of Open MPI 5 passes on to rank 0 what is typed, but not that it ends (openpmix/openpmix,
+pull request 4024): where it reads from a pipe or a file, silence is taken for the end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from pathlib import Path
+
+from shardmlx.distributed.processes import find_launcher
+
+SECONDS_OF_SILENCE = 2.0
+
+
+class TypedLines:
+    """Lines of a file descriptor, which is a terminal unless ``ends_in_silence``."""
+
+    def __init__(self, fd: int = 0, ends_in_silence: bool | None = None) -> None:
+        self._fd = fd
+        self._ends_in_silence = (
+            _launcher_reads_no_terminal() if ends_in_silence is None else ends_in_silence
+        )
+        self._begun = b""
+        self._lines: deque[str] = deque()
+        self._heard = time.monotonic()
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more lines may come, or are there."""
+        return self._open or bool(self._lines)
+
+    def next(self, seconds: float) -> str | None:
+        """The next line, without its end; None if there is none within so many seconds."""
+        end = time.monotonic() + seconds
+        while not self._lines and self._open:
+            self._read(max(0.0, end - time.monotonic()))
+            if time.monotonic() >= end:
+                break
+        return self._lines.popleft() if self._lines else None
+
+    def interrupts(self) -> bool:
+        """Whether an empty line has come, now that nobody asks for one; others wait."""
+        self.rest()
+        if self._open:
+            self._read(0.0)
+        empty = next((line for line in self._lines if not line.strip()), None)
+        if empty is not None:
+            self._lines.remove(empty)
+        return empty is not None
+
+    def rest(self) -> None:
+        """Silence until now meant nothing: nobody was asked for a line."""
+        self._heard = time.monotonic()
+
+    def _read(self, seconds: float) -> None:
+        ready, _, _ = select.select([self._fd], [], [], seconds)
+        if not ready:
+            if self._ends_in_silence and time.monotonic() - self._heard > SECONDS_OF_SILENCE:
+                self._close()
+            return
+        part = os.read(self._fd, 1 << 16)
+        self._heard = time.monotonic()
+        if not part:
+            self._close()
+            return
+        *whole, self._begun = (self._begun + part).split(b"\n")
+        self._lines.extend(map(_text, whole))
+
+    def _close(self) -> None:
+        self._open = False
+        if self._begun:
+            self._lines.append(_text(self._begun))
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r")
+
+
+def _launcher_reads_no_terminal() -> bool:
+    """Whether mpirun reads what it passes on from a pipe or a file; Linux only."""
+    launcher = find_launcher()
+    if launcher is None:
+        return False
+    try:
+        target = os.readlink(Path(f"/proc/{launcher.pid}/fd/0"))
+    except OSError:
+        return False
+    return not target.startswith(("/dev/pts", "/dev/tty", "/dev/console"))

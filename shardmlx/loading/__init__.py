@@ -1,0 +1,1 @@
+"""Gets each rank the tensors of its own stages."""

@@ -1,0 +1,185 @@
+"""From a model's files to this rank's stages, reading only what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import get_total_parameters, load_model
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError, one_line
+from shardmlx.modelfiles.safetensors_header import check_model_files
+from shardmlx.models.shape import read_config
+from shardmlx.models.slice import Slice
+
+FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Of the whole model."""
+
+    total: int
+    trained: int
+
+
+def find_model(model: str) -> Path:
+    """The directory of a local model, or of a Hugging Face repository, downloaded if need be."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"--model {model} is a file: name the directory that holds config.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(FILES_TO_DOWNLOAD)))
+    except HFValidationError:
+        raise UserError(
+            f"--model {model}: there is no such directory, and it is no Hugging Face repository "
+            "(OWNER/NAME)"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--model {model}: there is no such directory, and the Hugging Face hub does not "
+            f"give it: {reason}"
+        ) from None
+
+
+def build_model(path: Path, config: TrainConfig) -> nn.Module:
+    """The whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
+
+    The same names and the same initial LoRA weights as mlx-lm has on one machine.
+    """
+    model = _build_whole(path, config.dtype)
+    if config.test and not config.train:
+        # As mlx-lm: an empty adapter path tests the model as it is.
+        if config.adapter_path:
+            _load_adapters(model, config.adapter_path, 'use --adapter-path "" to test')
+        model.freeze()
+        return model
+    mx.random.seed(config.seed)
+    unfreeze(model, config)
+    if config.resume_adapter_file is not None:
+        _resume(model, Path(config.resume_adapter_file))
+    return model
+
+
+def build_to_generate(
+    path: Path, *, dtype: str | None, adapter_path: str | None, seed: int | None
+) -> nn.Module:
+    """The whole model, lazily, with its adapters: nothing is read yet.
+
+    Leaves MLX's random state, which ``seed`` begins, as mlx-lm does that builds the same.
+    """
+    if seed is not None:
+        mx.random.seed(seed)
+    model = _build_whole(path, dtype)
+    if adapter_path:
+        _load_adapters(model, adapter_path, "leave it out to generate")
+    model.eval()
+    return model
+
+
+def _build_whole(path: Path, dtype: str | None) -> nn.Module:
+    read_config(path)
+    check_model_files(path)
+    try:
+        model, _ = load_model(path, lazy=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: mlx-lm cannot build this model: {one_line(error)}") from None
+    if dtype is not None:
+        model.set_dtype(getattr(mx, dtype))
+    _check_experts(model)
+    return model
+
+
+def _check_experts(model: nn.Module) -> None:
+    """MLX multiplies by gathered matrices on the CPU in float32 only."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    for module in model.modules():
+        if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
+            name = str(module.weight.dtype).rpartition(".")[2]
+            raise UserError(
+                f"the experts of this model are in {name}, with which MLX cannot compute on a CPU: "
+                "use --dtype float32"
+            )
+
+
+def unfreeze(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze all but what ``config`` trains, and add its adapters."""
+    model.freeze()
+    layers = model.layers
+    if config.num_layers > len(layers):
+        raise UserError(
+            f"--num-layers {config.num_layers}: the model has {len(layers)} layers; "
+            "-1 trains all of them"
+        )
+    if config.fine_tune_type == "full":
+        for layer in layers[-max(config.num_layers, 0) :]:
+            layer.unfreeze()
+        if config.unfreeze_all:
+            for module in (model.model.embed_tokens, model.model.norm, model.get("lm_head")):
+                if module is not None:
+                    module.unfreeze()
+        return
+    try:
+        linear_to_lora_layers(
+            model,
+            config.num_layers,
+            dict(config.lora_parameters),
+            use_dora=config.fine_tune_type == "dora",
+        )
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{config.fine_tune_type}: {one_line(error)}") from None
+
+
+def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
+    try:
+        load_adapters(model, adapter_path)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--adapter-path {adapter_path} holds no adapters of this model: {one_line(error)}; "
+            f"{remedy} the model without"
+        ) from None
+
+
+def _resume(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"--resume-adapter-file {path}: there is no such file")
+    try:
+        weights: Any = mx.load(str(path))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--resume-adapter-file {path}: {one_line(error)}") from None
+    known = dict(tree_flatten(model.parameters()))
+    if not isinstance(weights, dict) or not weights.keys() & known.keys():
+        raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
+    for name, array in weights.items():
+        if name in known and array.shape != known[name].shape:
+            raise UserError(
+                f"--resume-adapter-file {path}: {name} has the shape {array.shape}, in this model "
+                f"{known[name].shape}: use the model and lora_parameters that it was made with"
+            )
+    model.load_weights(list(weights.items()), strict=False)
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """As mlx-lm counts: quantised weights by what they stand for."""
+    trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    return ParameterCount(get_total_parameters(model), trained)
+
+
+def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
+    """The model in slices, one for each range of layers; nothing is read yet."""
+    return [Slice(model, start, stop) for start, stop in ranges]

@@ -1,0 +1,110 @@
+"""Brings tensors of a repository on the Hugging Face hub into a copy, by byte ranges. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from shardmlx.errors import UserError
+from shardmlx.loading.partial_copy import PartialCopy
+from shardmlx.modelfiles.hub import Repository, find_repository
+from shardmlx.modelfiles.model_files import PlacedTensor, read_model
+from shardmlx.modelfiles.sources import Directory
+
+_CONNECTIONS = 8
+_RUN_BYTES = 1 << 26
+"""Tensors that lie side by side come in one request up to this size; larger ones alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tensors that lie side by side in a file."""
+
+    file: str
+    start: int
+    end: int
+    names: tuple[str, ...]
+
+
+def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> Iterator[Run]:
+    """The fewest requests that bring these tensors and nothing else."""
+    in_order = sorted(names, key=lambda name: (tensors[name].file, tensors[name].start))
+    run: list[str] = []
+    for name in in_order:
+        here = tensors[name]
+        if run:
+            first, last = tensors[run[0]], tensors[run[-1]]
+            is_next = (here.file, here.start) == (last.file, last.end)
+            if not is_next or here.end - first.start > _RUN_BYTES:
+                yield Run(first.file, first.start, last.end, tuple(run))
+                run = []
+        run.append(name)
+    if run:
+        first, last = tensors[run[0]], tensors[run[-1]]
+        yield Run(first.file, first.start, last.end, tuple(run))
+
+
+def download(
+    repository: Repository,
+    copy: PartialCopy,
+    names: Collection[str],
+    tensors: Mapping[str, PlacedTensor],
+    advance: Callable[[int], None],
+) -> None:
+    """Bring tensors into ``copy``; ``advance`` is told of bytes as they come. ``UserError``."""
+
+    def bring(run: Run) -> Run:
+        position = run.start
+        for chunk in repository.stream(run.file, run.start, run.end):
+            copy.write(run.file, position, chunk)
+            position += len(chunk)
+        return run
+
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        try:
+            for done in as_completed([pool.submit(bring, run) for run in runs(names, tensors)]):
+                run = done.result()
+                for name in run.names:
+                    copy.add(name)
+                advance(run.end - run.start)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            copy.flush()  # what is here need not be brought again
+            raise
+    copy.flush()
+
+
+def open_repository(name: str, commit: str | None = None) -> Repository | None:
+    """A repository whose hub answers; None where only its cache can be asked. ``UserError``."""
+    source = find_repository(name, commit)
+    return source if isinstance(source, Repository) else None
+
+
+def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> Path | None:
+    """What huggingface-hub has downloaded of a commit, if that is all of the model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(
+            name, revision=commit, allow_patterns=list(patterns), local_files_only=True
+        )
+        files = read_model(Directory(Path(path)))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
+    return Path(path) if files.tensors and files.config and not files.faults else None
+
+
+def download_whole(repository: Repository, patterns: Collection[str]) -> Path:
+    """All files of a repository that match, from a hub that gives no ranges; their directory."""
+    paths = [
+        repository.fetch(file)
+        for file in repository.files
+        if "/" not in file and any(fnmatchcase(file, pattern) for pattern in patterns)
+    ]
+    if not paths:
+        raise UserError(f"{repository.name} has no model: name a repository with weights")
+    return paths[0].parent

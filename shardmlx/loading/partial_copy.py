@@ -1,0 +1,234 @@
+"""A copy of a model on disk that has only some of its tensors, with a record of which.
+
+Weight files have their full size, and holes where nothing was brought. Every tensor that is there
+is recorded with its digest: what was only half written, or was damaged since, is brought again.
+Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shardmlx.common.durable_files import flush_directory
+from shardmlx.errors import UserError, one_line
+from shardmlx.loading.manifest import Blueprint
+from shardmlx.modelfiles.model_files import PlacedTensor
+
+RECORD = "complete-tensors.jsonl"
+LOCK = ".lock"
+
+DIGEST_BYTES = 16
+
+_CHUNK = 1 << 22
+_FLUSH_EVERY = 1 << 28  # bytes that an interrupted copy may have to bring again
+_THREADS = 4
+
+
+def new_digest() -> hashlib.blake2b:
+    """Of a tensor's bytes."""
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+class PartialCopy:
+    """The copy in ``directory``, which is made if it is not there.
+
+    ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
+    any other may read what is complete. ``UserError`` where the disk does not take it.
+    """
+
+    def __init__(self, directory: Path, blueprint: Blueprint, *, kept: bool) -> None:
+        self.directory = directory
+        self._tensors = blueprint.tensors()
+        self._kept = kept
+        self._complete: dict[str, bytes] = {}
+        self._pending: list[str] = []
+        self._pending_bytes = 0
+        self._files: dict[str, int] = {}
+        self._lock: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if kept:
+                self._take_lock()
+            for name, text in blueprint.texts.items():
+                _write_anew(directory / name, text)
+            for file, head in blueprint.heads.items():
+                self._files[file] = _open_sparse(directory / file, head, blueprint.sizes[file])
+            if kept:
+                flush_directory(directory)
+        except OSError as error:
+            self.close()
+            raise UserError(
+                f"{directory} takes no copy of the model: {error.strerror or error}: name another "
+                "directory with --weight-cache"
+            ) from None
+        except UserError:
+            self.close()
+            raise
+
+    def sound(self, names: Iterable[str]) -> set[str]:
+        """Those of ``names`` that are there, and unharmed: all of them are read."""
+        recorded = self._recorded()
+        present = [name for name in names if name in recorded]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = pool.map(self._digest, present)
+            self._complete |= {
+                name: recorded[name]
+                for name, digest in zip(present, digests, strict=True)
+                if digest == recorded[name]
+            }
+        return self._complete.keys() & set(present)
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Bytes of some tensors."""
+        return sum(self._tensors[name].nbytes for name in names)
+
+    def check_room(self, names: Iterable[str]) -> None:
+        """``UserError`` unless these tensors still fit on the disk."""
+        wanted, free = self.nbytes(names), shutil.disk_usage(self.directory.parent).free
+        if wanted > free:
+            raise UserError(
+                f"{self.directory} has {free / 1e9:.2f} GB free, and {wanted / 1e9:.2f} GB of the "
+                "model must be copied there: free some, or name a directory on another disk with "
+                "--weight-cache"
+            )
+
+    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+        """Bytes of a weight file; they count once the tensor is ``add``-ed."""
+        view = memoryview(data)
+        try:
+            while view:
+                done = os.pwrite(self._files[file], view, offset)
+                view, offset = view[done:], offset + done
+        except OSError as error:
+            where = self.directory / file
+            raise OSError(f"cannot write {where}: {error.strerror or one_line(error)}") from None
+
+    def read(self, file: str, offset: int, count: int) -> bytes:
+        """Bytes of a weight file."""
+        return read_exactly(self._files[file], offset, count, file)
+
+    def add(self, name: str, digest: bytes | None = None) -> None:
+        """A tensor is written; without its ``digest`` it is read for it."""
+        self._complete[name] = self._digest(name) if digest is None else digest
+        self._pending.append(name)
+        self._pending_bytes += self._tensors[name].nbytes
+        if self._pending_bytes >= _FLUSH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Return once all that is complete is so after a power cut too, if the copy is kept."""
+        if self._kept and self._pending:
+            for file in sorted({self._tensors[name].file for name in self._pending}):
+                os.fsync(self._files[file])
+            with (self.directory / RECORD).open("a", encoding="utf-8") as record:
+                for name in self._pending:
+                    line = {"name": name, "digest": self._complete[name].hex()}
+                    record.write("\n" + json.dumps(line))
+                record.flush()
+                os.fsync(record.fileno())
+        self._pending, self._pending_bytes = [], 0
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ``RuntimeError`` for a tensor that is not there: its place is a hole."""
+        check_present(names, self._complete, self._tensors, self.directory)
+
+    def close(self) -> None:
+        """Let go of the files; those who have opened them may read on."""
+        for descriptor in (*self._files.values(), self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._files, self._lock = {}, None
+
+    def _recorded(self) -> dict[str, bytes]:
+        """What the record says; a line that is no line of it, torn by a power cut, is left out."""
+        recorded: dict[str, bytes] = {}
+        if not self._kept:
+            return recorded
+        with contextlib.suppress(OSError):
+            for line in (self.directory / RECORD).read_bytes().splitlines():
+                try:
+                    entry = json.loads(line)
+                    if entry["name"] in self._tensors:
+                        recorded[entry["name"]] = bytes.fromhex(entry["digest"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+        return recorded
+
+    def _digest(self, name: str) -> bytes:
+        place = self._tensors[name]
+        digest = new_digest()
+        for start in range(place.start, place.end, _CHUNK):
+            count = min(_CHUNK, place.end - start)
+            digest.update(read_exactly(self._files[place.file], start, count, place.file))
+        return digest.digest()
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is filling {self.directory}: wait until it has loaded, or name "
+                "another directory with --weight-cache"
+            ) from None
+        except OSError:
+            pass  # a network disk that knows no locks
+
+
+def check_present(
+    names: Iterable[str],
+    present: Collection[str],
+    tensors: Mapping[str, PlacedTensor],
+    directory: Path,
+) -> None:
+    """Raise ``RuntimeError`` for a tensor that is a hole in the copy in ``directory``."""
+    for name in names:
+        if name not in present:
+            raise RuntimeError(
+                f"tensor {name} of {directory / tensors[name].file} was never brought here: its "
+                "place in this copy is empty"
+            )
+
+
+def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
+    """``count`` bytes of a file; ``OSError`` where that ends before."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count:  # a signal, or a network disk, may give less at a time
+        more = os.pread(descriptor, count - len(data), offset + len(data))
+        if not more:
+            raise OSError(f"{where} ends at byte {offset + len(data)}, before it should")
+        data += more
+    return data
+
+
+def _write_anew(path: Path, content: bytes) -> None:
+    """Unless it is there; in one step, since others may be reading it."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes() == content:
+            return
+    partial = path.with_name(f"partial-{path.name}")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def _open_sparse(path: Path, head: bytes, size: int) -> int:
+    """A file of ``size`` bytes that begins with ``head``: that which is there, if it does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        begun = os.fstat(descriptor).st_size == size and os.pread(descriptor, len(head), 0) == head
+        if not begun:
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, size)
+            os.pwrite(descriptor, head, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,352 @@
+"""A model on the Hugging Face hub: its headers, and of its weights what is asked for, by HTTP
+range requests.
+
+All goes through huggingface-hub, so that its settings hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT, proxies. It is imported only here and only when needed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import (
+    INDEX_FILE,
+    LENGTH_BYTES,
+    Header,
+    Index,
+    header_length,
+    parse_header,
+)
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, Directory, Source
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+FIRST_BYTES = 16 * 1024
+"""Asked for first of a file whose tensors are not known from an index."""
+
+BYTES_A_TENSOR = 120
+"""Of a header, beside the tensor's name: what is asked for first. What is missing comes second."""
+
+_CONNECTIONS = 8
+_ATTEMPTS = 3  # a connection that breaks is tried again
+_PAUSE = 0.3  # seconds, once after the first attempt and twice after the second
+_KEY_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE, INDEX_FILE, "model.safetensors")
+
+
+class Unreachable(UserError):
+    """The hub does not answer, or is not to be asked: the cache may have what it would say."""
+
+
+class NoRanges(UserError):
+    """What the hub gives, it gives whole."""
+
+
+def find_repository(name: str, revision: str | None) -> Source:
+    """A repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise UserError(
+            f"there is no directory {name} here, and huggingface-hub, which would look for it on "
+            "the hub, is not installed: pip install huggingface-hub"
+        ) from None
+    try:
+        return Repository(name, revision, _listing(name, revision))
+    except Unreachable as error:
+        snapshot = _cached_snapshot(name, revision)
+        if snapshot is None:
+            raise UserError(f"there is no directory {name} here, and {error}") from None
+        return _Snapshot(name, snapshot, str(error))
+
+
+class _Snapshot(Directory):
+    """What the cache of huggingface-hub holds of a repository."""
+
+    def __init__(self, name: str, path: Path, why: str) -> None:
+        super().__init__(path)
+        self.name = name
+        self.revision = path.name
+        self.note = f"from the cache: {why}"
+        self.missing = f"the cache does not have it, and {why}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some bytes of a file, and how many it has in all."""
+
+    data: bytes
+    file_size: int
+
+
+class Repository:
+    """The files of one commit on the hub."""
+
+    is_part = False
+    note = ""
+    missing = "the repository is incomplete: tell its owner, or try another --revision"
+    paths: Mapping[str, Path]
+
+    def __init__(self, name: str, asked: str | None, info: ModelInfo) -> None:
+        siblings = info.siblings or []
+        self.name = name
+        self._asked = asked
+        self.revision = info.sha
+        self.files: Sequence[str] = [each.rfilename for each in siblings]
+        self.sizes: Mapping[str, int] = {
+            each.rfilename: each.size for each in siblings if each.size is not None
+        }
+        self.checksums: Mapping[str, str] = {
+            each.rfilename: each.lfs.sha256 for each in siblings if each.lfs is not None
+        }
+        self.paths = {}
+
+    def where(self, file: str) -> str:
+        return f"{self.name}/{file}"
+
+    def read(self, file: str) -> bytes:
+        """Through the cache, like any download of huggingface-hub."""
+        with _no_progress_bars():
+            return self.fetch(file).read_bytes()
+
+    def fetch(self, file: str) -> Path:
+        """All of a file, in the cache of huggingface-hub."""
+        from huggingface_hub import hf_hub_download
+
+        with _errors(self.name, self.revision):
+            # By the name that was asked for: so the cache learns which commit it stands for.
+            return Path(hf_hub_download(self.name, file, revision=self._asked))
+
+    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
+        guesses = dict.fromkeys(files, FIRST_BYTES)
+        if index is not None:
+            guesses = dict.fromkeys(files, BYTES_A_TENSOR)
+            for tensor, file in index.files.items():
+                if file in guesses:
+                    guesses[file] += len(tensor) + BYTES_A_TENSOR
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            return list(pool.map(self._header, files, (guesses[file] for file in files)))
+
+    def _header(self, file: str, guess: int) -> Header | UserError:
+        part = self._range(file, 0, guess)
+        try:
+            length = header_length(part.data[:LENGTH_BYTES], part.file_size, self.where(file))
+        except UserError as error:
+            return error
+        end = LENGTH_BYTES + length
+        text = part.data[LENGTH_BYTES:end]
+        if len(part.data) < end:
+            text += self._range(file, len(part.data), end).data
+        try:
+            return parse_header(text, part.file_size, self.where(file))
+        except UserError as error:
+            return error
+
+    def head(self, file: str, header: Header) -> bytes:
+        """The bytes of a file before its tensors."""
+        return self._range(file, 0, header.data_offset).data
+
+    def part(self, file: str, start: int, count: int) -> bytes:
+        """So many bytes of a file, fewer where it ends before."""
+        return self._range(file, start, start + count).data
+
+    def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes ``start`` to ``stop`` of a file as they come.
+
+        Where a connection breaks, the next one goes on. ``Unreachable`` where none gets further,
+        ``NoRanges`` where the hub gives whole files only.
+        """
+        attempt = 0
+        while start < stop:
+            try:
+                with (
+                    _errors(self.name, self.revision),
+                    self._response(file, start, stop) as (_, chunks),
+                ):
+                    for chunk in chunks:
+                        start, attempt = start + len(chunk), 0
+                        yield chunk
+                if start < stop:
+                    raise Unreachable(self._too_short(file, stop - start))
+            except Unreachable:
+                attempt += 1
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(attempt * _PAUSE)
+
+    def _range(self, file: str, start: int, stop: int) -> _Part:
+        """The bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with _errors(self.name, self.revision):
+                    return self._request(file, start, stop)
+            except Unreachable:
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(attempt * _PAUSE)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _request(self, file: str, start: int, stop: int) -> _Part:
+        with self._response(file, start, stop) as (size, chunks):
+            data = b"".join(chunks)
+        missing = min(stop, size) - start - len(data)
+        if missing > 0:
+            raise Unreachable(self._too_short(file, missing))
+        return _Part(data, size)
+
+    def _too_short(self, file: str, missing: int) -> str:
+        from huggingface_hub import constants
+
+        return (
+            f"{constants.ENDPOINT} ended its answer {missing} bytes too soon in "
+            f"{self.where(file)}: try again"
+        )
+
+    @contextmanager
+    def _response(self, file: str, start: int, stop: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """The size of a file, and its bytes ``start`` to ``stop`` as they come."""
+        from huggingface_hub import constants, hf_hub_url
+
+        utils = _hub_utils()
+        headers = utils.build_hf_headers() | {
+            "Range": f"bytes={start}-{stop - 1}",
+            "Accept-Encoding": "identity",  # a range of what is stored, not of its compression
+        }
+        url = hf_hub_url(self.name, file, revision=self.revision)
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        # As a stream: a server that sends the whole file is left before it does.
+        with utils.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+            if response.status_code == 416 and start == 0:
+                yield 0, iter(())  # an empty file has no first byte
+                return
+            utils.hf_raise_for_status(response)
+            size = _file_size(response.headers.get("Content-Range", ""), start)
+            if response.status_code != 206 or size is None:
+                raise NoRanges(
+                    f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for its "
+                    "header: use another HF_ENDPOINT, or download the model and inspect that"
+                )
+            yield size, _first(response.iter_bytes(), stop - start)
+
+
+def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
+    """The first ``count`` bytes of ``chunks``."""
+    for chunk in chunks:
+        yield chunk[:count]
+        count -= len(chunk)
+        if count <= 0:
+            return
+
+
+def _file_size(content_range: str, start: int) -> int | None:
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", content_range.strip())
+    return int(match[2]) if match and int(match[1]) == start else None
+
+
+def _listing(name: str, revision: str | None) -> ModelInfo:
+    """Commit, files, their sizes and checksums."""
+    from huggingface_hub import HfApi, constants
+
+    with _errors(name, revision):
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
+
+
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in _KEY_FILES:
+        path = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(path, str):
+            return Path(path).parent
+    return None
+
+
+def _hub_utils() -> Any:
+    """Public, but exported in a way that a type checker does not see."""
+    return import_module("huggingface_hub.utils")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Of huggingface-hub, for files of a few kilobytes."""
+    utils = _hub_utils()
+    if utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+@contextmanager
+def _errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface-hub raises into one line that names the remedy."""
+    from huggingface_hub import constants, errors
+
+    # httpx.HTTPError, or that of httpx2 in later versions.
+    transport_error: Any = errors.HfHubHTTPError.__bases__[0]
+    endpoint = constants.ENDPOINT
+    log_in = "log in with 'hf auth login', or set HF_TOKEN"
+    try:
+        yield
+    except UserError:
+        raise
+    except errors.HFValidationError:
+        raise UserError(
+            f"there is no directory {name} here, and it is no Hugging Face repository "
+            "(OWNER/NAME): check the name"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{name} has no revision {revision!r}: check --revision") from None
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{name} is gated: accept its terms at {endpoint}/{name}, then {log_in}"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(_not_found(name, endpoint, log_in)) from None
+    except errors.OfflineModeIsEnabled:
+        raise Unreachable("HF_HUB_OFFLINE is set: unset it to ask the hub") from None
+    except errors.EntryNotFoundError as error:
+        # Also raised for a hub that cannot be reached, if the cache does not have the file.
+        raise Unreachable(f"{name}: {_first_line(error)}: try again") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 404):
+            raise UserError(_not_found(name, endpoint, log_in)) from None
+        if status == 403:
+            raise UserError(f"{endpoint} does not let you read {name}: {log_in}") from None
+        reason = f"{endpoint} answers with status {status} for {name}"
+        kind = Unreachable if status >= 500 or status == 429 else UserError
+        raise kind(f"{reason}: try again later, or set HF_ENDPOINT to a mirror") from None
+    except transport_error as error:
+        raise Unreachable(
+            f"{endpoint} does not answer ({_first_line(error)}): check the network, or HF_ENDPOINT"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{endpoint} does not give {name}: {_first_line(error)}: check HF_ENDPOINT"
+        ) from None
+
+
+def _not_found(name: str, endpoint: str, log_in: str) -> str:
+    return (
+        f"there is no directory {name} here, and no model {name} at {endpoint}: check the name; "
+        f"if it is private, {log_in}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(":. ") if lines else type(error).__name__

@@ -1,0 +1,181 @@
+"""A model as its files describe it: config.json, index and the headers of its safetensors files.
+
+From a directory, a single file, or a Hugging Face repository; no weight is read. Adapters, and
+directories of safetensors files without a config.json, such as checkpoints, are read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.hub import find_repository
+from shardmlx.modelfiles.safetensors_header import (
+    INDEX_FILE,
+    MODEL_FILES,
+    Header,
+    Index,
+    find_tensors,
+    parse_index,
+)
+from shardmlx.modelfiles.sources import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    SUFFIX,
+    Directory,
+    SingleFile,
+    Source,
+)
+from shardmlx.models.shape import parse_config
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One tensor, at the bytes ``start`` to ``end`` of ``file``; no file where none exists yet."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What can be known of a model without reading its weights.
+
+    ``config`` is empty where there is no config.json, ``tensors`` where there are no weights.
+    ``adapter`` is the adapter_config.json of adapters. ``sizes`` (bytes) and ``checksums``
+    (sha256, or the git blob id of small files) are those that the hub gives, ``paths`` are there
+    for local files only. ``faults`` says in one line each what keeps the files from being read
+    as one model; where they are none, a name that two files have comes as ``FILE:NAME`` too.
+    ``is_part``: a file that is but one of a model's. ``note``: what else the user
+    should know of where they are from.
+    """
+
+    name: str
+    revision: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
+    headers: Mapping[str, Header] = field(default_factory=dict)
+    tensors: Mapping[str, PlacedTensor] = field(default_factory=dict)
+    index: Index | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    is_part: bool = False
+    note: str = ""
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes at the beginning of all files that are no tensors."""
+        return sum(header.data_offset for header in self.headers.values())
+
+
+def open_model(name: str, revision: str | None = None) -> ModelFiles:
+    """Read a model's config.json, index and headers; ``UserError`` names what is wrong first.
+
+    ``name`` is a directory, a .safetensors file or a repository on the Hugging Face hub, of which
+    ``revision`` is a branch, tag or commit.
+    """
+    files = read_model(find_source(name, revision))
+    if files.faults:
+        raise UserError(files.faults[0])
+    return files
+
+
+def find_source(name: str, revision: str | None = None) -> Source:
+    """Where the files of a model are; ``UserError`` when it is neither here nor on the hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise UserError(f"--revision {revision} of {name}, which is here: leave --revision out")
+        return Directory(path) if path.is_dir() else SingleFile(path)
+    if name.startswith((".", "/", "~")) or name.endswith(SUFFIX):
+        raise UserError(f"{name} does not exist: check the path")
+    return find_repository(name, revision)
+
+
+def read_model(source: Source) -> ModelFiles:
+    """Read what describes the model; what is wrong with its tensors is in ``faults``."""
+    present = set(source.files)
+    config: Mapping[str, Any] = {}
+    adapter = None
+    index = None
+    if CONFIG_FILE in present:
+        # A model, even where adapters lie beside it: trained with --adapter-path MODEL.
+        config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
+    elif {ADAPTER_FILE, ADAPTER_CONFIG_FILE} <= present:
+        text = source.read(ADAPTER_CONFIG_FILE)
+        adapter = parse_config(text, source.where(ADAPTER_CONFIG_FILE))
+    if adapter is None and INDEX_FILE in present:
+        index = parse_index(source.read(INDEX_FILE), source.where(INDEX_FILE))
+    files = _weight_files(source, adapter is not None, bool(config), index)
+    if not files and not config:
+        raise UserError(
+            f"{source.name} is no model: it has no {CONFIG_FILE} and no {SUFFIX} file: name the "
+            "directory or repository that has them"
+        )
+    faults = [
+        f"{source.where(file)} is missing, but the index names it: {source.missing}"
+        for file in sorted(set(index.files.values()) - present if index else ())
+    ]
+    headers: dict[str, Header] = {}
+    for file, header in zip(files, source.headers(files, index), strict=True):
+        if isinstance(header, UserError):
+            faults.append(str(header))
+        else:
+            headers[file] = header
+    # What a file that cannot be read should hold is not missed a second time.
+    named = (
+        {tensor: file for tensor, file in index.files.items() if file in headers} if index else {}
+    )
+    places, more = find_tensors(headers, named, source.name)
+    is_loose = not config and index is None and adapter is None
+    if is_loose:
+        more = []  # weights and optimizer state of a checkpoint may go by the same names
+    tensors = {}
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            own = name if places[name] == file else f"{file}:{name}"
+            if own == name or is_loose:
+                tensors[own] = PlacedTensor(file, info.dtype, info.shape, *header.span(name))
+    return ModelFiles(
+        name=source.name,
+        revision=source.revision,
+        config=config,
+        adapter=adapter,
+        headers=MappingProxyType(headers),
+        tensors=MappingProxyType(tensors),
+        index=index,
+        sizes=source.sizes,
+        checksums=source.checksums,
+        paths=source.paths,
+        faults=(*faults, *more),
+        is_part=source.is_part,
+        note=source.note,
+    )
+
+
+def _weight_files(
+    source: Source, is_adapter: bool, has_config: bool, index: Index | None
+) -> list[str]:
+    """Those that mlx-lm loads of a model, all of a directory that is none."""
+    if is_adapter:
+        return [ADAPTER_FILE]
+    if isinstance(source, SingleFile):
+        return [source.file]
+    all_files = sorted(f for f in source.files if f.endswith(SUFFIX) and "/" not in f)
+    files = [file for file in all_files if fnmatchcase(file, MODEL_FILES)]
+    return files if has_config or index is not None or files else all_files

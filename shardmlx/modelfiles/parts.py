@@ -1,0 +1,284 @@
+"""What a model consists of: its tensors by part, and how they are stored. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
+from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
+from shardmlx.models.shape import MOST_LAYERS, SUPPORTED, ModelShape
+from shardmlx.models.tensors import (
+    QUANTISED_PARTS,
+    Module,
+    Quantisation,
+    expected_tensors,
+    has_separate_experts,
+    infer_quantisation,
+    is_dropped,
+    modules,
+    read_quantisation,
+)
+
+EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
+"""Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
+
+_LAYER = re.compile(r"(?:^|[.:])layers\.(\d+)\.")
+_HEAD = re.compile(r"(?:^|:)(?:lm_head|model\.norm)\.")
+_FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a part: its place, the parameters it stands for, and how it was packed."""
+
+    name: str
+    place: PlacedTensor
+    parameters: int
+    quantisation: Quantisation | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors of a layer, of embedding or head, of a stage or of the whole model."""
+
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(tensor.parameters for tensor in self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(tensor.place.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        return tuple(sorted({t.place.file for t in self.tensors if t.place.file}))
+
+    @cached_property
+    def dtypes(self) -> dict[str, int]:
+        """Bytes of each dtype, the most first."""
+        return _sums((tensor.place.dtype, tensor.place.nbytes) for tensor in self.tensors)
+
+    @cached_property
+    def quantisations(self) -> dict[str, int]:
+        """Bytes of what is packed in each way, the most first; what is not packed is left out."""
+        return _sums(
+            (str(tensor.quantisation), tensor.place.nbytes)
+            for tensor in self.tensors
+            if tensor.quantisation is not None
+        )
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for key, value in pairs:
+        totals[key] = totals.get(key, 0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The parts of a model.
+
+    ``shape`` is None for adapters, loose tensors, and families that are not supported.
+    ``is_computed``: there are no weights yet, and the tensors are those that the shape asks for.
+    """
+
+    files: ModelFiles
+    shape: ModelShape | None
+    layers: tuple[Part, ...]
+    embedding: Part
+    head: Part
+    other: Part
+    dropped: Part
+    is_computed: bool
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the embedding serves as head, so that the last stage holds it too."""
+        if self.shape is not None:
+            return self.shape.tied
+        return bool(self.embedding.tensors) and not any(
+            "lm_head" in tensor.name for tensor in self.head.tensors
+        )
+
+    @cached_property
+    def whole(self) -> Part:
+        """All that is loaded, each tensor once."""
+        layers = (tensor for layer in self.layers for tensor in layer.tensors)
+        ends = (self.embedding.tensors, self.head.tensors, self.other.tensors)
+        return Part((*ends[0], *layers, *ends[1], *ends[2]))
+
+    def stage(self, start: int, stop: int) -> Part:
+        """What the stage with layers ``start`` to ``stop`` holds."""
+        is_last = stop == len(self.layers)
+        holds_embedding = start == 0 or (is_last and self.tied)
+        return Part(
+            (
+                *(self.embedding.tensors if holds_embedding else ()),
+                *(tensor for layer in self.layers[start:stop] for tensor in layer.tensors),
+                *(self.head.tensors if is_last else ()),
+            )
+        )
+
+
+def inspect_files(files: ModelFiles) -> Inspection:
+    """Put every tensor into its part; ``UserError`` for a config.json that contradicts itself."""
+    shape = shape_of(files)
+    is_computed = not files.tensors
+    if is_computed:
+        if not files.config:
+            raise UserError(f"{files.name} has no tensors: name the model that it belongs to")
+        tensors = planned_tensors(files.config)
+    else:
+        tensors = dict(files.tensors)
+    described = _describe(tensors, files.config, shape)
+    parts: dict[str | int, list[Tensor]] = {}
+    for tensor in described:
+        parts.setdefault(part_of(tensor.name, shape), []).append(tensor)
+    present = [key for key in parts if isinstance(key, int)]
+    count = shape.num_layers if shape is not None else max(present, default=-1) + 1
+
+    def part(key: str | int) -> Part:
+        return Part(tuple(parts.get(key, ())))
+
+    return Inspection(
+        files=files,
+        shape=shape,
+        layers=tuple(map(part, range(count))),
+        embedding=part(EMBEDDING),
+        head=part(HEAD),
+        other=part(OTHER),
+        dropped=part(DROPPED),
+        is_computed=is_computed,
+    )
+
+
+def shape_of(files: ModelFiles) -> ModelShape | None:
+    """The model's shape; None without a config.json, or of a family that is not supported."""
+    model_type = files.config.get("model_type")
+    if not files.config or (files.tensors and not is_supported(model_type)):
+        return None
+    return ModelShape.from_config(files.config)
+
+
+def is_supported(model_type: Any) -> bool:
+    """Whether a family can be cut into stages."""
+    return isinstance(model_type, str) and model_type in SUPPORTED
+
+
+def part_of(name: str, shape: ModelShape | None) -> str | int:
+    """The part that a tensor belongs to: the number of its layer, or the name of another part."""
+    if shape is not None and is_dropped(name, shape):
+        return DROPPED
+    if match := _LAYER.search(name):
+        count = MOST_LAYERS if shape is None else shape.num_layers
+        # Python converts no number of thousands of digits.
+        is_layer = len(match[1]) <= len(str(count)) and int(match[1]) < count
+        return int(match[1]) if is_layer else OTHER
+    if "embed_tokens." in name:
+        return EMBEDDING
+    if _HEAD.search(name):
+        return HEAD
+    return OTHER
+
+
+def _describe(
+    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], shape: ModelShape | None
+) -> list[Tensor]:
+    columns = _columns(tensors, shape)
+    quantisation = read_quantisation(config)
+    packed: dict[str, Quantisation | None] = {}
+    for name, scales in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        weight = tensors.get(f"{path}.weight")
+        if leaf == "scales" and weight is not None and weight.shape and scales.shape:
+            packed[path] = infer_quantisation(
+                weight.shape[-1],
+                scales.shape[-1],
+                scales.dtype,
+                columns.get(path),
+                quantisation.of(path) if quantisation is not None else None,
+            )
+    result = []
+    for name, place in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
+        parameters = math.prod(place.shape)
+        if how is not None:
+            # As mlx-lm counts: what the packed words stand for, and no scales.
+            parameters = parameters * 32 // how.bits if leaf == "weight" else 0
+        result.append(Tensor(name, place, parameters, how))
+    return result
+
+
+def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, int]:
+    """The last axis of every module's weight before it is packed, where the family is known."""
+    if shape is None:
+        return {}
+    family = modules(shape, separate_experts=has_separate_experts(tensors))
+    return {path: module.weight[-1] for path, module in family.items()}
+
+
+def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
+    """The tensors that mlx-lm would write for this config.json, in files that do not exist yet."""
+    shape = ModelShape.from_config(config)
+    quantisation = read_quantisation(config)
+    dtype = _FLOATS.get(str(config.get("torch_dtype", config.get("dtype"))), "BF16")
+
+    def quantised(path: str, module: Module) -> Quantisation | None:
+        how = quantisation.of(path) if quantisation is not None else None
+        return how if how is not None and module.weight[-1] % how.group_size == 0 else None
+
+    shapes = expected_tensors(modules(shape), quantised)
+    result: dict[str, PlacedTensor] = {}
+    for name, sides in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        own = dtype
+        if f"{path}.scales" in shapes and leaf == "weight":
+            own = "U32"
+        elif leaf == "scales" and f"{path}.biases" not in shapes:
+            own = "U8"
+        result[name] = PlacedTensor("", own, sides, 0, math.prod(sides) * DTYPE_BITS[own] // 8)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Parts that are alike, in one line: ``layers`` is the range of those that are layers."""
+
+    name: str
+    parts: tuple[Part, ...]
+    layers: tuple[int, int] | None = None
+
+
+def rows(inspection: Inspection, fold: bool = True) -> list[Row]:
+    """The parts in the order of the model; ``fold``: consecutive layers that are alike as one."""
+    result = [Row(EMBEDDING, (inspection.embedding,))]
+    layers = inspection.layers
+    start = 0
+    for stop in range(1, len(layers) + 1):
+        alike = stop < len(layers) and _look(layers[stop]) == _look(layers[start])
+        if not (fold and alike):
+            name = f"layer {start}" if stop == start + 1 else f"layers {start}-{stop - 1}"
+            result.append(Row(name, layers[start:stop], (start, stop)))
+            start = stop
+    result.append(Row("norm and head", (inspection.head,)))
+    result.append(Row(OTHER, (inspection.other,)))
+    result.append(Row(DROPPED, (inspection.dropped,)))
+    return [row for row in result if row.layers is not None or row.parts[0].tensors]
+
+
+def _look(part: Part) -> Sequence[tuple[Any, ...]]:
+    return sorted(
+        (_LAYER.sub(".", t.name), t.place.dtype, t.place.shape, str(t.quantisation))
+        for t in part.tensors
+    )

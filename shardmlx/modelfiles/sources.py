@@ -1,0 +1,121 @@
+"""Where the files of a model are: in a directory, or in one file. Repositories are in ``hub``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import Header, Index, read_header
+
+CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapters.safetensors"
+SUFFIX = ".safetensors"
+
+
+class Source(Protocol):
+    """Where the files of a model are. Methods raise ``UserError`` for what cannot be read."""
+
+    name: str
+    revision: str | None
+    files: Sequence[str]
+    sizes: Mapping[str, int]
+    checksums: Mapping[str, str]
+    paths: Mapping[str, Path]
+    is_part: bool
+    note: str
+    missing: str
+
+    def where(self, file: str) -> str:
+        """How a message names a file."""
+        ...
+
+    def read(self, file: str) -> bytes:
+        """All of a small file."""
+        ...
+
+    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
+        """The header of each file, or what is wrong with it."""
+        ...
+
+
+class Directory:
+    """A model in a directory, which may be a snapshot in the cache of huggingface-hub."""
+
+    revision: str | None = None
+    is_part = False
+    note = ""
+    missing = "copy it too"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        try:
+            names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        self.files: Sequence[str] = names
+        self.paths: Mapping[str, Path] = {name: path / name for name in names}
+        self.sizes: Mapping[str, int] = {}
+        self.checksums: Mapping[str, str] = {
+            name: checksum
+            for name, file in self.paths.items()
+            if (checksum := _known_checksum(file)) is not None
+        }
+
+    def where(self, file: str) -> str:
+        return str(self.path / file)
+
+    def read(self, file: str) -> bytes:
+        try:
+            return (self.path / file).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {self.where(file)}: {error.strerror or error}") from None
+
+    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
+        return [self._header(file) for file in files]
+
+    def _header(self, file: str) -> Header | UserError:
+        try:
+            return read_header(self.path / file)
+        except UserError as error:
+            return error
+
+
+class SingleFile(Directory):
+    """One .safetensors file, with the config.json beside it, if there is one."""
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix != SUFFIX or not path.is_file():
+            raise UserError(
+                f"{path} is no {SUFFIX} file: name such a file, or the directory of a model"
+            )
+        super().__init__(path.parent)
+        self.path = path.parent
+        self.name = str(path)
+        self.file = path.name
+        self.is_part = path.name != "model.safetensors"
+        beside = {CONFIG_FILE} if path.name != ADAPTER_FILE else {ADAPTER_CONFIG_FILE}
+        self.files = [name for name in self.files if name in {path.name, *beside}]
+
+
+_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+
+
+def _known_checksum(path: Path) -> str | None:
+    """What huggingface-hub wrote down of a file that it downloaded, in its cache or beside it."""
+    if path.is_symlink():
+        # snapshots/COMMIT/FILE -> ../../blobs/CHECKSUM, which may be a link again.
+        blob = Path(os.readlink(path))
+        is_checksum = blob.parent.name == "blobs" and _CHECKSUM.fullmatch(blob.name)
+        return blob.name if is_checksum else None
+    metadata = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+    try:
+        _, checksum, _ = metadata.read_text(encoding="utf-8").split(maxsplit=2)
+    except (OSError, ValueError):
+        return None
+    return checksum if _CHECKSUM.fullmatch(checksum) else None

@@ -1,0 +1,226 @@
+"""Whether the files of a model are sound, and its tensors those of its family."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
+from shardmlx.modelfiles.parts import shape_of
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.tensors import (
+    Module,
+    Quantisation,
+    expected_tensors,
+    has_separate_experts,
+    infer_quantisation,
+    is_dropped,
+    modules,
+    read_quantisation,
+)
+
+_CHUNK = 1 << 22
+_SHOWN = 20
+_GITS_ID = 40
+"""Letters of the id that git gives a small file; a sha256 has 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What is wrong, and what was looked at, each in one line."""
+
+    faults: tuple[str, ...]
+    checked: tuple[str, ...]
+
+
+def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: None) -> Verification:
+    """Check headers, sizes, names, shapes and checksums; ``advance`` is told of bytes hashed."""
+    faults = list(files.faults)
+    checked = [
+        f"{_count(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
+    ]
+    faults += _sizes(files)
+    if files.index is not None:
+        faults += _index(files)
+        checked.append("index: files, tensors, total size")
+    if files.adapter is not None:
+        faults += _adapters(files)
+        checked.append("adapters: pairs, ranks, layers")
+    else:
+        checked.append(_family(files, faults))
+    known = checksums_to_compare(files)
+    if known:
+        for file in known:
+            faults += _checksum(files.paths[file], files.checksums[file], advance)
+        checked.append(f"checksums that the hub gave: {_count(len(known), 'file')}")
+    elif files.checksums:
+        checked.append(
+            f"checksums not compared: the hub gives {len(files.checksums)}, but contents are not "
+            "downloaded"
+        )
+    else:
+        checked.append("checksums not compared: none are known")
+    return Verification(tuple(faults), tuple(checked))
+
+
+def checksums_to_compare(files: ModelFiles) -> list[str]:
+    """The local files of which the hub's checksum is known."""
+    return sorted(files.checksums.keys() & files.paths.keys())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _sizes(files: ModelFiles) -> Iterator[str]:
+    for file, header in files.headers.items():
+        listed = files.sizes.get(file, header.file_size)
+        if listed != header.file_size:
+            yield f"{file} has {header.file_size} bytes, but the hub lists it with {listed}"
+
+
+def _index(files: ModelFiles) -> Iterator[str]:
+    index = files.index
+    if index is None:
+        return
+    for name, place in files.tensors.items():
+        listed = index.files.get(name)
+        if listed is None:
+            yield f"tensor {name!r} of {place.file} is not in the index"
+        elif listed != place.file and listed in files.headers:
+            yield f"tensor {name!r} is in {place.file}, but the index has it in {listed}"
+    total = sum(place.nbytes for place in files.tensors.values())
+    if index.total_size not in (None, total) and not files.faults:
+        yield f"the index claims {index.total_size} bytes of tensors, but they have {total}"
+
+
+def _family(files: ModelFiles, faults: list[str]) -> str:
+    """Add what is wrong with names and shapes to ``faults``; returns what was looked at."""
+    if not files.tensors:
+        return "tensors not compared: there are none"
+    packing = files.config.get("quantization_config")
+    method = packing.get("quant_method") if isinstance(packing, dict) else None
+    shape = shape_of(files)
+    if shape is None:
+        model_type = files.config.get("model_type")
+        why = f"family {model_type!r} is not supported" if files.config else "no config.json"
+        return f"tensors not compared: {why}"
+    if method is not None and "quantization" not in files.config:
+        return f"tensors not compared: quantised by {method}, not by mlx-lm"
+    found = list(_differences(files, shape))
+    faults += found[:_SHOWN]
+    if len(found) > _SHOWN:
+        faults.append(f"... and {len(found) - _SHOWN} more tensors that differ from the family")
+    return f"tensors against the family {shape.model_type}: names, shapes, packing"
+
+
+def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
+    tensors = files.tensors
+    family = modules(shape, separate_experts=has_separate_experts(tensors))
+    config = read_quantisation(files.config)
+
+    def quantised(path: str, module: Module) -> Quantisation | None:
+        """As mlx-lm finds out: what the config says of this module, else what its scales say."""
+        if config is None:
+            return None
+        if path in config.modules:
+            return config.modules[path]
+        scales, weight = tensors.get(f"{path}.scales"), tensors.get(f"{path}.weight")
+        if scales is None or not scales.shape:
+            return None
+        packed = weight.shape[-1] if weight is not None and weight.shape else 0
+        inferred = infer_quantisation(
+            packed, scales.shape[-1], scales.dtype, module.weight[-1], config.default
+        )
+        return inferred or config.default
+
+    expected = expected_tensors(family, quantised)
+    for name, sides in expected.items():
+        place = tensors.get(name)
+        if place is None:
+            if not files.is_part:
+                yield f"tensor {name!r} is missing: {_remedy(files)}"
+        elif place.shape != sides:
+            yield (
+                f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
+                f"{shape.model_type} of this config.json has {list(sides)}"
+            )
+        elif wrong := _wrong_dtype(name, place, expected):
+            yield f"tensor {name!r} of {place.file} is {place.dtype}: {wrong}"
+    for name, place in tensors.items():
+        if name not in expected and not is_dropped(name, shape):
+            if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
+                continue
+            yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"
+
+
+def _remedy(files: ModelFiles) -> str:
+    return "copy or download the model again" if files.paths else "the repository is incomplete"
+
+
+def _wrong_dtype(name: str, place: PlacedTensor, expected: Mapping[str, object]) -> str | None:
+    path, _, leaf = name.rpartition(".")
+    is_packed = leaf == "weight" and f"{path}.scales" in expected
+    if is_packed:
+        return None if place.dtype == "U32" else "packed weights are U32"
+    if leaf == "scales" and f"{path}.biases" not in expected:
+        return None if place.dtype == "U8" else "scales of this mode are U8"
+    is_float = place.dtype.startswith(("F", "BF"))
+    return None if is_float else "a floating-point dtype was expected"
+
+
+_ADAPTER = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+
+
+def _adapters(files: ModelFiles) -> Iterator[str]:
+    """Pairs of (D, rank) and (rank, D') matrices, of the rank that the config says."""
+    parameters = (files.adapter or {}).get("lora_parameters")
+    rank = parameters.get("rank") if isinstance(parameters, dict) else None
+    for name, place in files.tensors.items():
+        match = _ADAPTER.fullmatch(name)
+        if match is None:
+            yield f"tensor {name!r} of {place.file} is no adapter: lora_a, lora_b or m"
+            continue
+        if match["part"] == "m" or len(place.shape) < 2:
+            continue
+        is_a = match["part"] == "lora_a"
+        partner = f"{match['module']}.{'lora_b' if is_a else 'lora_a'}"
+        if partner not in files.tensors:
+            yield f"tensor {name!r} of {place.file} has no {partner!r} beside it"
+        # Of experts the leading axis is theirs, and lora_a is stored the other way round.
+        own = (
+            {place.shape[-1], place.shape[-2]}
+            if len(place.shape) > 2
+            else {place.shape[1 if is_a else 0]}
+        )
+        if isinstance(rank, int) and rank not in own:
+            yield (
+                f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
+                f"adapter_config.json says rank {rank}"
+            )
+
+
+def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterator[str]:
+    try:
+        found = _digest(path, len(known) == _GITS_ID, advance)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    if found != known:
+        kind = "git id" if len(known) == _GITS_ID else "sha256"
+        yield f"{path} has the {kind} {found}, the hub's has {known}: download it again"
+
+
+def _digest(path: Path, is_git: bool, advance: Callable[[int], None]) -> str:
+    # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
+    digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
+    with path.open("rb") as file:
+        if is_git:
+            digest.update(f"blob {path.stat().st_size}\0".encode())
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""Schedules: which micro-batch each pipeline rank works on, one action after the other.
+
+A schedule is a pure function of pipeline ranks p, micro-batches m and virtual stages v (stages a
+rank). Rank r is first written as a row of words such as F or B of a stage; the j-th time a word
+occurs it means micro-batch j, and words past the last micro-batch fall away. So every schedule
+serves any p and m, and every stage sees its micro-batches in ascending order: gradients are summed
+in the order of one process.
+
+    gpipe                                    1f1b
+    r0  F0 F1 F2 .  .  .  .  B0 B1 B2        r0  F0 F1 F2 .  .  B0 .  B1 .  B2
+    r1  .  F0 F1 F2 .  .  B0 B1 B2           r1  .  F0 F1 .  B0 F2 B1 .  B2
+    r2  .  .  F0 F1 F2 B0 B1 B2              r2  .  .  F0 B0 F1 B1 F2 B2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+
+from shardmlx.errors import UserError
+from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
+
+Word = tuple[int, Kind]
+"""A stage and what it does; its micro-batch follows from how often it was said before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Name, order and placement of one schedule.
+
+    ``order(pp, microbatches, virtual)`` gives the compute actions of each pipeline rank;
+    ``placement(pp, virtual)`` the pipeline rank of each of the ``pp * virtual`` stages.
+    ``virtual_choices`` lists the stages a rank it can run, ``None`` for any from 1.
+    """
+
+    name: str
+    order: Callable[[int, int, int], Grid]
+    placement: Callable[[int, int], tuple[int, ...]]
+    default_virtual: int = 1
+    virtual_choices: tuple[int, ...] | None = None
+
+    def check(self, pp: int, microbatches: int, virtual: int) -> None:
+        """Raise ``UserError`` unless the schedule can run with these numbers."""
+        for what, count in (
+            ("pipeline ranks", pp),
+            ("micro-batches", microbatches),
+            ("virtual stages a rank", virtual),
+        ):
+            if count < 1:
+                raise UserError(f"schedule {self.name} with {count} {what}: give 1 or more")
+        if self.virtual_choices is not None and virtual not in self.virtual_choices:
+            fitting = " or ".join(map(str, self.virtual_choices))
+            raise UserError(
+                f"schedule {self.name} runs {fitting} stages a rank, not {virtual}: "
+                f"use {fitting}, or the schedule interleaved-1f1b"
+            )
+
+
+def loop_placement(pp: int, virtual: int) -> tuple[int, ...]:
+    """Stage s on rank s mod p: the pipeline goes round the ranks ``virtual`` times."""
+    return tuple(stage % pp for stage in range(pp * virtual))
+
+
+def v_placement(pp: int, virtual: int) -> tuple[int, ...]:
+    """Down the ranks and back up: first and last stage on rank 0, the middle two on rank p-1."""
+    down = tuple(range(pp))
+    return tuple(chain.from_iterable(down[:: (-1) ** turn] for turn in range(virtual)))
+
+
+def _numbered(words: Iterable[Word], microbatches: int) -> tuple[Action, ...]:
+    """Give each word the next micro-batch of its own; drop it when there is none left."""
+    said: dict[Word, int] = {}
+    actions = []
+    for word in words:
+        microbatch = said.get(word, 0)
+        if microbatch < microbatches:
+            said[word] = microbatch + 1
+            actions.append(Action(*word, microbatch))
+    return tuple(actions)
+
+
+def _one_f_one_b(forwards: list[Word], backwards: list[Word], warm_up: int) -> Iterator[Word]:
+    """``warm_up`` forwards, then a forward and a backward in turn, then what is left."""
+    yield from forwards[:warm_up]
+    steady = forwards[warm_up:]
+    for pair in zip(steady, backwards, strict=False):
+        yield from pair
+    yield from backwards[len(steady) :]
+
+
+def gpipe(pp: int, microbatches: int, virtual: int) -> Grid:
+    """All forwards, then all backwards.
+
+    Bubble (p-1)/(m+p-1); all m micro-batches in flight. Huang et al., GPipe, arXiv:1811.06965;
+    with several stages a rank, the breadth-first order of Lamy-Poirier, arXiv:2211.05953.
+    """
+    m = microbatches
+    return tuple(
+        _numbered(
+            chain(
+                *([(stage, F)] * m for stage in range(rank, pp * virtual, pp)),
+                *([(stage, B)] * m for stage in reversed(range(rank, pp * virtual, pp))),
+            ),
+            m,
+        )
+        for rank in range(pp)
+    )
+
+
+def one_f_one_b(pp: int, microbatches: int, virtual: int = 1) -> Grid:
+    """A backward as soon as there is one: GPipe's bubble, min(m, p-r) micro-batches in flight.
+
+    Narayanan et al., PipeDream-Flush, arXiv:2006.09503.
+    """
+    m = microbatches
+    return tuple(
+        _numbered(_one_f_one_b([(rank, F)] * m, [(rank, B)] * m, pp - 1 - rank), m)
+        for rank in range(pp)
+    )
+
+
+def interleaved_one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
+    """1F1B over ``virtual`` stages a rank: the bubble is divided by their number.
+
+    Micro-batches go through a rank's stages in groups. For m a multiple of p the groups have p
+    micro-batches: Narayanan et al., Megatron-LM, arXiv:2104.04473. Other m are dealt to the same
+    number of groups as evenly as can be, so that no group is smaller than p unless m is, and the
+    first micro-batch of a group is back from its round when the last has set out.
+    """
+    if virtual == 1:  # a longer warm-up would only hold more memory
+        return one_f_one_b(pp, microbatches)
+    rounds = max(1, microbatches // pp)
+    groups = [(microbatches + i) // rounds for i in reversed(range(rounds))]
+
+    def words(stages: Sequence[int], kind: Kind) -> list[Word]:
+        return [(stage, kind) for size in groups for stage in stages for _ in range(size)]
+
+    def rank_words(rank: int) -> Iterator[Word]:
+        stages = range(rank, pp * virtual, pp)
+        warm_up = (virtual - 1) * groups[0] + 2 * (pp - 1 - rank)
+        return _one_f_one_b(words(stages, F), words(stages[::-1], B), warm_up)
+
+    return tuple(_numbered(rank_words(rank), microbatches) for rank in range(pp))
+
+
+def zb_h1(pp: int, microbatches: int, virtual: int = 1) -> Grid:
+    """1F1B with backward split, W p-1 micro-batches behind F on every rank.
+
+    Bubble time (p-1)(F+I-W) for m >= p and W no dearer than F or I; at most min(m, p)
+    micro-batches in flight, from F to the end of W. Qi et al., Zero Bubble Pipeline Parallelism,
+    arXiv:2401.10241.
+    """
+    return tuple(
+        _numbered(
+            [(rank, F)] * (pp - 1 - rank)
+            + [(rank, F), (rank, I)] * rank
+            + [(rank, F), (rank, I), (rank, W)] * microbatches,
+            microbatches,
+        )
+        for rank in range(pp)
+    )
+
+
+def zb_v(pp: int, microbatches: int, virtual: int = 2) -> Grid:
+    """Zero bubble on a V of 2p stages: rank r runs stage r going down, stage 2p-1-r coming up.
+
+    At F = I = W and m >= 2p-1 no rank idles between its first action and its last. At most 2p
+    stage-micro-batches are in flight: no more memory than 1F1B, as a stage has half the layers.
+    Qi et al., arXiv:2401.10241 and 2405.15362.
+    """
+
+    def rank_words(rank: int) -> list[Word]:
+        down, up = rank, 2 * pp - 1 - rank
+        forward_up: list[Word] = [(up, F), (up, I), (up, W)]
+        return (
+            [(down, F)] * (2 * (pp - rank) - 1)  # until the first micro-batch comes back up
+            + [(up, F), (down, F)] * rank  # until its gradient comes from rank 0
+            + forward_up * (pp - rank)  # until the gradient comes back to the stage going down
+            + [(down, F), (down, I), (down, W), *forward_up] * (microbatches - pp)
+            + [(down, I), (up, I)] * rank  # others wait for these: W can come later
+            + [(down, I), (down, W)] * (pp - rank)
+            + [(up, W), (down, W)] * rank
+        )
+
+    return tuple(_numbered(rank_words(rank), microbatches) for rank in range(pp))
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        schedule.name: schedule
+        for schedule in (
+            Schedule("gpipe", gpipe, loop_placement),
+            Schedule("1f1b", one_f_one_b, loop_placement, virtual_choices=(1,)),
+            Schedule("interleaved-1f1b", interleaved_one_f_one_b, loop_placement, 2),
+            Schedule("zb-h1", zb_h1, loop_placement, virtual_choices=(1,)),
+            Schedule("zb-v", zb_v, v_placement, 2, virtual_choices=(2,)),
+        )
+    }
+)
+
+
+def get_schedule(name: str) -> Schedule:
+    """The schedule of that name; ``UserError`` lists the names."""
+    if name not in SCHEDULES:
+        raise UserError(f"unknown schedule {name!r}: use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+@collector_paused()
+def compute_actions(name: str, pp: int, microbatches: int, virtual: int | None = None) -> Grid:
+    """Compute actions of each pipeline rank; ``virtual`` by default what the schedule prefers.
+
+    Raises ``UserError`` with the numbers when the schedule cannot run with them.
+    """
+    schedule = get_schedule(name)
+    stages = schedule.default_virtual if virtual is None else virtual
+    schedule.check(pp, microbatches, stages)
+    return schedule.order(pp, microbatches, stages)

@@ -1,0 +1,1 @@
+"""Chooses a layout and a schedule for given machines."""

@@ -1,0 +1,279 @@
+"""An inspection as text for people and as JSON for programs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardmlx.common.formatting import columns, count, size
+from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
+from shardmlx.modelfiles.sources import SUFFIX
+from shardmlx.modelfiles.verify import Verification
+from shardmlx.planning.weight_split import Split, byte_ranges
+
+_FILES_SHOWN = 2
+
+
+def shown_files(files: Sequence[str]) -> str:
+    """File names without their common ending; only how many, where they are many."""
+    if len(files) > _FILES_SHOWN:
+        return f"{len(files)} files"
+    return ", ".join(file.removesuffix(SUFFIX) for file in files)
+
+
+def dtypes(part: Part) -> str:
+    return " + ".join(part.dtypes)
+
+
+def quantisation(part: Part) -> str:
+    """How weights are packed, the most bytes first; a dash for those that are not."""
+    return "; ".join(part.quantisations) or "-"
+
+
+def summary(inspection: Inspection) -> str:
+    """Name, family and size of the model, in a few lines."""
+    files, whole = inspection.files, inspection.whole
+    lines = [files.name + (f" at {files.revision[:12]}" if files.revision else "")]
+    if files.note:
+        lines.append(files.note)
+    if inspection.shape is not None:
+        lines.append(_family(inspection))
+    elif files.adapter is not None:
+        lines.append(_adapter(inspection))
+    elif files.config:
+        lines.append(f"family {files.config.get('model_type')!r}, which shardmlx cannot cut")
+    how = quantisation(whole)
+    packing = "" if how == "-" else f", {how}"
+    lines.append(
+        f"{len(whole.tensors)} tensors, {count(whole.parameters)} parameters, "
+        f"{size(whole.nbytes)} of {dtypes(whole)}{packing}"
+    )
+    if inspection.is_computed:
+        lines.append("no weights there: all sizes are computed from config.json")
+    else:
+        number = len(files.headers)
+        total = size(sum(header.file_size for header in files.headers.values()))
+        lines.append(
+            f"{number} file{'' if number == 1 else 's'} of {total}, of which only the headers, "
+            f"{size(files.header_bytes)}, were read"
+        )
+    return "\n".join(lines)
+
+
+def _family(inspection: Inspection) -> str:
+    shape = inspection.shape
+    if shape is None:
+        return ""
+    experts = (
+        f", {shape.experts_per_token} of {shape.num_experts} experts" if shape.num_experts else ""
+    )
+    return (
+        f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"ffn {shape.intermediate_size}, {shape.num_heads}/{shape.num_kv_heads} heads, "
+        f"vocabulary {shape.vocab_size}{experts}, {'tied' if shape.tied else 'untied'} head"
+    )
+
+
+def _adapter(inspection: Inspection) -> str:
+    config = inspection.files.adapter or {}
+    parameters = config.get("lora_parameters")
+    settings = parameters if isinstance(parameters, dict) else {}
+    said = ", ".join(f"{key} {settings[key]}" for key in ("rank", "scale") if key in settings)
+    adapted = [i for i, layer in enumerate(inspection.layers) if layer.tensors]
+    layers = f"layers {adapted[0]}-{adapted[-1]}" if adapted else "no layer"
+    return (
+        f"{config.get('fine_tune_type', 'lora')} adapters of {config.get('model', 'a model')}: "
+        f"{layers}{', ' if said else ''}{said}"
+    )
+
+
+def part_table(inspection: Inspection, fold: bool = True) -> str:
+    """A line for each part; ``30 x 9`` says that each of 30 layers has 9."""
+    lines = [_part_line(row) for row in rows(inspection, fold)]
+    header = ("part", "tensors", "parameters", "dtype", "quantisation", "bytes", "files")
+    return columns(header, lines)
+
+
+def _part_line(row: Row) -> tuple[str, ...]:
+    first, many = row.parts[0], len(row.parts)
+    each = f"{many} x " if many > 1 else ""
+    files = sorted({file for part in row.parts for file in part.files})
+    return (
+        row.name,
+        f"{each}{len(first.tensors)}",
+        f"{each}{count(first.parameters)}",
+        dtypes(first) or "-",
+        quantisation(first),
+        f"{each}{size(first.nbytes)}",
+        shown_files(files) or "-",
+    )
+
+
+def stage_table(split: Split) -> str:
+    """A line for each stage: where it runs, and what it holds."""
+    header = ["stage", "rank", "host", "layers", "tensors", "parameters", "dtype", "quantisation"]
+    header += ["bytes", "to generate", "of memory", "files"]
+    lines = []
+    stages = zip(split.stage_map.partition.ranges, split.stage_map.placement, strict=True)
+    for stage, ((start, stop), rank) in enumerate(stages):
+        part = split.stage(stage)
+        memory = split.memory(rank)
+        lines.append(
+            [
+                str(stage),
+                str(rank),
+                split.host(rank) or "-",
+                f"{start}-{stop - 1}",
+                str(len(part.tensors)),
+                count(part.parameters),
+                dtypes(part),
+                quantisation(part),
+                size(part.nbytes),
+                "-" if split.generation is None else size(split.nbytes(stage)),
+                "-"
+                if memory is None
+                else f"{split.nbytes(stage) / memory:.1%} of {memory / 2**30:g} GiB",
+                shown_files(part.files) or "-",
+            ]
+        )
+    # What is not known of any stage is no column.
+    known = [i for i in range(len(header)) if any(line[i] != "-" for line in lines)]
+    return columns([header[i] for i in known], [[line[i] for i in known] for line in lines])
+
+
+def rank_report(split: Split, rank: int) -> str:
+    """Every tensor that a rank needs, and the bytes of each file to be read for them."""
+    part = split.rank(rank)
+    host = split.host(rank)
+    share = split.memory_share(rank)
+    lines = [
+        f"rank {rank}{f' on {host}' if host else ''}: {_stages(split, rank)}, "
+        f"{len(part.tensors)} tensors, {size(part.nbytes)}"
+        + ("" if share is None else f", {share:.1%} of its memory"),
+        "",
+        columns(
+            ("tensor", "dtype", "shape", "bytes", "file", "first byte", "last byte"),
+            [
+                (
+                    tensor.name,
+                    tensor.place.dtype,
+                    " x ".join(map(str, tensor.place.shape)) or "scalar",
+                    str(tensor.place.nbytes),
+                    tensor.place.file.removesuffix(SUFFIX) or "-",
+                    str(tensor.place.start) if tensor.place.file else "-",
+                    str(tensor.place.end - 1) if tensor.place.file else "-",
+                )
+                for tensor in part.tensors
+            ],
+        ),
+    ]
+    files = byte_ranges(part)
+    for each in files:
+        whole = split.inspection.files.headers[each.file].file_size
+        lines += ["", f"{each.file}: {size(each.nbytes)} of {size(whole)}, bytes"]
+        lines += [f"  {start}-{end - 1}" for start, end in each.ranges]
+    if files:
+        total = sum(each.nbytes for each in files)
+        ranges = sum(len(each.ranges) for each in files)
+        lines += ["", f"in all {total} bytes; ranges: {ranges}; files: {len(files)}"]
+    return "\n".join(lines)
+
+
+def _stages(split: Split, rank: int) -> str:
+    names = []
+    for stage in split.stage_map.stages_of(rank):
+        start, stop = split.stage_map.partition.ranges[stage]
+        names.append(f"stage {stage} (layers {start}-{stop - 1})")
+    return ", ".join(names)
+
+
+def verification_report(verification: Verification) -> str:
+    """What was looked at, and every fault."""
+    lines = [f"checked: {each}" for each in verification.checked]
+    lines += [f"wrong: {each}" for each in verification.faults]
+    number = len(verification.faults)
+    lines.append(f"{number} fault{'' if number == 1 else 's'}" if number else "all is well")
+    return "\n".join(lines)
+
+
+def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> dict[str, Any]:
+    """All of it; every layer by itself."""
+    files = inspection.files
+    result: dict[str, Any] = {
+        "model": files.name,
+        "revision": files.revision,
+        "note": files.note or None,
+        "model_type": files.config.get("model_type"),
+        "num_layers": len(inspection.layers),
+        "tied": inspection.tied,
+        "computed_from_config": inspection.is_computed,
+        "adapter": dict(files.adapter) if files.adapter is not None else None,
+        "header_bytes": files.header_bytes,
+        "total": _part_json(inspection.whole),
+        "files": [
+            {
+                "file": file,
+                "bytes": header.file_size,
+                "header_bytes": header.data_offset,
+                "tensors": len(header.tensors),
+                "checksum": files.checksums.get(file),
+            }
+            for file, header in files.headers.items()
+        ],
+        "parts": [
+            {"part": row.name, **_part_json(row.parts[0])} for row in rows(inspection, fold=False)
+        ],
+    }
+    if split is not None:
+        result["stages"] = [
+            {
+                "stage": stage,
+                "rank": its_rank,
+                "host": split.host(its_rank),
+                "memory_bytes": split.memory(its_rank),
+                "layers": list(split.stage_map.partition.ranges[stage]),
+                **_part_json(split.stage(stage)),
+                "generation_bytes": None if split.generation is None else split.nbytes(stage),
+            }
+            for stage, its_rank in enumerate(split.stage_map.placement)
+        ]
+    if split is not None and rank is not None:
+        result["rank"] = _rank_json(split, rank)
+    return result
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {
+        "tensors": len(part.tensors),
+        "parameters": part.parameters,
+        "bytes": part.nbytes,
+        "dtypes": part.dtypes,
+        "quantisation": part.quantisations,
+        "files": list(part.files),
+    }
+
+
+def _rank_json(split: Split, rank: int) -> dict[str, Any]:
+    part = split.rank(rank)
+    return {
+        "rank": rank,
+        "host": split.host(rank),
+        "stages": list(split.stage_map.stages_of(rank)),
+        "memory_share": split.memory_share(rank),
+        "bytes": part.nbytes,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.place.dtype,
+                "shape": list(tensor.place.shape),
+                "file": tensor.place.file or None,
+                "range": [tensor.place.start, tensor.place.end] if tensor.place.file else None,
+                "bytes": tensor.place.nbytes,
+            }
+            for tensor in part.tensors
+        ],
+        "files": [
+            {"file": each.file, "bytes": each.nbytes, "ranges": [list(r) for r in each.ranges]}
+            for each in byte_ranges(part)
+        ],
+    }

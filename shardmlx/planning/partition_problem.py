@@ -1,0 +1,179 @@
+"""From a way of training to what a partitioner must know. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
+from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
+from shardmlx.costmodel.workload import Workload
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.pipeline.stage_map import StageMap
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way of training, before its layers are divided."""
+
+    mesh: Mesh
+    schedule: str
+    virtual: int
+    rows: int
+    micro_batch_size: int
+    checkpoint: bool
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return get_schedule(self.schedule).placement(self.mesh.pp, self.virtual)
+
+    @property
+    def microbatches(self) -> int:
+        return -(-self.rows // self.micro_batch_size)
+
+    def setup(self, workload: Workload, length: int, backend: str) -> TrainingSetup:
+        """What decides its memory with sequences of ``length`` tokens."""
+        return workload.setup(
+            self.micro_batch_size,
+            length,
+            checkpoint=self.checkpoint,
+            dp=self.mesh.dp,
+            backend=backend,
+        )
+
+
+def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
+    """The plan that ``train`` would make of it."""
+    return Plan(
+        mesh=way.mesh,
+        stage_map=stage_map,
+        schedule=way.schedule,
+        rows=way.rows,
+        micro_batch_size=way.micro_batch_size,
+        trainable=trainable_stages(workload, stage_map),
+        pack=workload.config.pack,
+    )
+
+
+def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:
+    """Which stages have trained weights."""
+    ends = workload.config.unfreeze_all
+    layers = workload.shape.num_layers
+    return tuple(
+        stop > workload.first_trained_layer or (ends and (start == 0 or stop == layers))
+        for start, stop in stage_map.partition.ranges
+    )
+
+
+def make_problem(
+    way: Candidate,
+    workload: Workload,
+    cluster: Cluster,
+    length: int,
+    *,
+    longest: int | None = None,
+) -> Problem:
+    """What a partitioner must know, for sequences of ``length`` tokens.
+
+    Memory is that of sequences of ``longest`` tokens, where that is given. Costs are seconds, or
+    FLOPs where the speed of the machines is not known; then links do not count.
+    """
+    mesh, placement = way.mesh, way.placement
+    setup = way.setup(workload, longest or length, cluster.backend)
+    message = setup.message
+    capacity = tuple(
+        min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
+    )
+
+    def transfer(a: int, b: int) -> float:
+        if cluster.unit == "FLOPs":
+            return 0.0
+        return cluster.link_seconds(a, b, message) + cluster.latency(a, b)
+
+    return Problem(
+        placement=placement,
+        costs=rank_costs(way, workload, cluster, length),
+        sizes=workload.held_sizes,
+        peak=None if all(map(math.isinf, capacity)) else _peaks(way, workload, setup),
+        capacity=capacity,
+        transfer=between_ranks(mesh, transfer),
+        microbatches=way.microbatches,
+        unit=cluster.unit,
+        is_measured=cluster.profile is not None,
+        hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
+    )
+
+
+def rank_costs(
+    way: Candidate, workload: Workload, cluster: Cluster, length: int
+) -> tuple[LayerCosts, ...]:
+    """What a micro-batch costs on each pipeline rank."""
+    models = pipeline_seconds(
+        workload, cluster, way.mesh, way.micro_batch_size, length, checkpoint=way.checkpoint
+    )
+    costs = {id(model): model.layer_costs for model in models}
+    return tuple(costs[id(model)] for model in models)
+
+
+def _peaks(
+    way: Candidate, workload: Workload, setup: TrainingSetup
+) -> Callable[[int, int, int], float]:
+    """Peak bytes of a stage alone on its rank, by its number and its layers.
+
+    Where a rank runs several stages the sum of their peaks is more than its own peak.
+    """
+    # In this division every stage has all kinds of actions; what a stage does not need of them
+    # depends on its layers.
+    uniform = get_partitioner("uniform")
+    stage_map = uniform(
+        Problem.homogeneous(LayerCosts((1.0,) * workload.shape.num_layers), way.placement)
+    )
+    everything = replace(workload, config=replace(workload.config, num_layers=-1))
+    actions = plan_of(way, stage_map, everything).actions
+    of_stage = [
+        tuple(action for action in actions[rank] if action.stage == stage)
+        for stage, rank in enumerate(way.placement)
+    ]
+
+    layers = workload.shape.num_layers
+    upto = list(accumulate(workload.weight_sizes.layers, initial=0.0))
+    first = workload.first_trained_layer
+
+    @cache
+    def look(start: int, stop: int) -> tuple[float, ...]:
+        """Ranges that look alike hold as much."""
+        trained = max(0, stop - max(start, first))
+        ends = (start == 0, stop == layers, start > first)
+        return (stop - start, trained, upto[stop] - upto[start], *ends)
+
+    known: dict[tuple[int, tuple[float, ...]], int] = {}
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        key = stage, look(start, stop)
+        if key not in known:
+            memory = stage_memory(setup, start, stop)
+            kinds = _kinds(memory)
+            own = [action for action in of_stage[stage] if action.kind in kinds]
+            known[key] = rank_peak(own, {stage: memory}, setup)
+        return known[key]
+
+    return peak
+
+
+def _kinds(memory: StageMemory) -> frozenset[Kind]:
+    """The kinds of actions that a stage has: as ``lowering.gradient_kinds``."""
+    kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
+    if memory.has_input_gradient:
+        kinds |= {Kind.I, Kind.SEND_B}
+    if memory.is_trained:
+        kinds |= {Kind.W}
+    if len(kinds) > 3:
+        kinds |= {Kind.RECV_B}
+    return frozenset(kinds)

@@ -1,0 +1,221 @@
+"""A chosen plan as text for people and as JSON for programs. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from shardmlx.common.formatting import columns, size
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.predict import Prediction, RankPrediction
+from shardmlx.costmodel.workload import Workload
+from shardmlx.planning.search import Choice, Limits
+
+_NOTABLE = 0.1
+"""Of a step: what takes less binds nothing."""
+
+
+def report(
+    choice: Choice,
+    workload: Workload,
+    cluster: Cluster,
+    limits: Limits,
+    hostfile: str,
+    stage_map: str | None,
+    options: Sequence[str],
+) -> str:
+    """The plan, a line for each rank, what binds it, and the command that runs it.
+
+    ``options`` are those of ``train`` that the user gave.
+    """
+    prediction = choice.prediction
+    lines = [
+        _headline(choice, limits),
+        "",
+        columns(
+            (
+                "rank", "host", "layers", "weights", "peak memory", "of", "F", "I", "W",
+                "bubble", "exposed communication",
+            ),
+            [_line(rank, each) for rank, each in enumerate(prediction.ranks)],
+        ),
+        "",
+        _speed(prediction, cluster),
+        f"what binds it: {binding(choice, cluster)}",
+    ]  # fmt: skip
+    lines += ["", *_how_to_run(choice, workload, options, hostfile, stage_map)]
+    return "\n".join(lines)
+
+
+def _headline(choice: Choice, limits: Limits) -> str:
+    plan, way = choice.prediction.plan, choice.candidate
+    replicas = f"{plan.mesh.dp} replicas x " if plan.mesh.dp > 1 else ""
+    stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
+    if plan.stage_map.num_stages > plan.mesh.pp:
+        stages += f" with {plan.stage_map.virtual} stages each"
+    again = ", packed" * plan.pack + ", with --grad-checkpoint" * way.checkpoint
+    return (
+        f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
+        f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
+        f"micro-batch{'es' if plan.microbatches > 1 else ''} of {plan.micro_batch_size}{again}"
+    )
+
+
+def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
+    ranges = ", ".join(
+        str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in each.ranges
+    )
+    has = "?" if math.isinf(each.capacity) else size(each.capacity)
+    seconds = each.seconds
+    return (
+        str(rank),
+        _hosts(each.hosts),
+        ranges,
+        size(each.weights),
+        size(each.peak),
+        has,
+        _seconds(seconds.forward),
+        _seconds(seconds.input_gradient),
+        _seconds(seconds.weight_gradient),
+        f"{100 * each.bubble:.1f}%",
+        _seconds(each.exposed),
+    )
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    """The first replica's, and how many more."""
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} +{len(hosts) - 1}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+
+
+def _speed(prediction: Prediction, cluster: Cluster) -> str:
+    source = (
+        f"measured times ({cluster.profile.path})"
+        if cluster.profile is not None
+        else f"FLOP/s at {100 * cluster.efficiency:.0f}% of those of the hostfile: measure with "
+        "python -m shardmlx.profile for more than an estimate"
+    )
+    parts = [f"step {_seconds(prediction.step_seconds)}"]
+    if prediction.update_seconds:
+        parts.append(f"of it update {_seconds(prediction.update_seconds)}")
+    if prediction.reduce_seconds:
+        parts.append(f"sums over replicas up to {_seconds(prediction.reduce_seconds)}")
+    hosts = {each.host: each.link for each in cluster.machines}
+    unknown = [host for host, link in hosts.items() if link is None]
+    if len(hosts) > 1 and unknown:
+        source += f"\nlinks of {', '.join(unknown)} not known: messages cost nothing"
+    return (
+        f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences\n"
+        f"times from {source}"
+    )
+
+
+def binding(choice: Choice, cluster: Cluster) -> str:
+    """What one would have to change for a faster step."""
+    prediction = choice.prediction
+    step = prediction.step_seconds
+    ranks = prediction.ranks
+    if choice.unlimited is not None:
+        fullest = max(ranks, key=lambda each: each.peak / each.capacity)
+        gain = step / choice.unlimited.step_seconds
+        return (
+            f"memory, of {fullest.hosts[0]} first of all: with enough of it everywhere the step "
+            f"would be {gain:.2f} times as fast"
+        )
+    shares = {
+        "links": max(each.exposed for each in ranks) / step,
+        "sums": prediction.reduce_seconds / step,
+        "update": prediction.update_seconds / step,
+        "bubble": max(each.bubble for each in ranks) * prediction.simulation.makespan / step,
+    }
+    most = max(shares, key=lambda name: shares[name])
+    busiest = max(range(len(ranks)), key=lambda rank: ranks[rank].busy)
+    compute = f"compute, of {ranks[busiest].hosts[0]} first of all"
+    share = f"{100 * shares[most]:.0f}% of the step"
+    if shares[most] < _NOTABLE:
+        return compute
+    if most == "links":
+        return f"links: {share} waits for messages: a faster cable, or larger --batch-size"
+    if most == "sums":
+        return f"sums over replicas: up to {share}: a faster cable, or fewer replicas"
+    if most == "update":
+        return f"the optimizer: {share}: larger --batch-size, or --grad-accumulation-steps"
+    return (
+        f"{compute}, and a bubble of up to {share}: more micro-batches (larger --batch-size) "
+        "make it smaller"
+    )
+
+
+def _how_to_run(
+    choice: Choice,
+    workload: Workload,
+    options: Sequence[str],
+    hostfile: str,
+    stage_map: str | None,
+) -> list[str]:
+    plan = choice.prediction.plan
+    mpirun = shlex.join(["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)])
+    words = [
+        *("-m", "shardmlx.train", "--model", workload.config.model),
+        *options,
+        "--hosts",
+        hostfile,
+        "--stage-map",
+        stage_map or "MAP.yaml",
+        "--schedule",
+        plan.schedule,
+    ]
+    words += ["--micro-batch-size", str(plan.micro_batch_size)]
+    words += ["--grad-checkpoint"] * choice.candidate.checkpoint
+    # Its whole path: a login by ssh has a PATH of its own.
+    command = f"{mpirun} $(which python) {shlex.join(words)}"
+    if stage_map is None:
+        return ["write the stage map with -o MAP.yaml, then run:", command]
+    return [f"wrote {stage_map}; run:", command]
+
+
+def as_json(choice: Choice, limits: Limits) -> dict[str, Any]:
+    """All numbers: bytes, seconds, tokens a second."""
+    prediction = choice.prediction
+    plan = prediction.plan
+    return {
+        "pp": plan.mesh.pp,
+        "dp": plan.mesh.dp,
+        "schedule": plan.schedule,
+        "virtual": plan.stage_map.virtual,
+        "num_layers": plan.stage_map.partition.sizes,
+        "placement": plan.stage_map.placement,
+        "batch_size": limits.batch_size,
+        "length": limits.length,
+        "micro_batch_size": plan.micro_batch_size,
+        "microbatches": plan.microbatches,
+        "pack": plan.pack,
+        "grad_checkpoint": choice.candidate.checkpoint,
+        "step_seconds": prediction.step_seconds,
+        "update_seconds": prediction.update_seconds,
+        "reduce_seconds": prediction.reduce_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "bubble": prediction.simulation.bubble,
+        "tried": choice.tried,
+        "ranks": [
+            {
+                "hosts": each.hosts,
+                "layers": each.ranges,
+                "weights_bytes": each.weights,
+                "peak_memory_bytes": each.peak,
+                "capacity_bytes": None if math.isinf(each.capacity) else each.capacity,
+                "forward_seconds": each.seconds.forward,
+                "input_gradient_seconds": each.seconds.input_gradient,
+                "weight_gradient_seconds": each.seconds.weight_gradient,
+                "busy_seconds": each.busy,
+                "exposed_comm_seconds": each.exposed,
+                "bubble": each.bubble,
+            }
+            for each in prediction.ranks
+        ],
+    }

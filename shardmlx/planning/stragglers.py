@@ -1,0 +1,171 @@
+"""Which rank is slower than it should be, beside the others. Pure.
+
+Where the times of machines were measured before (``--profile``), a rank should take what was
+predicted. Elsewhere predictions are FLOPs, or what data sheets say: good enough to divide layers,
+but off by a factor that differs from rank to rank, since the head costs more than its FLOPs and
+machines reach different parts of their peaks. There the first reports of the run say what is usual
+for a rank: one that becomes slow is found, and one that is slow from its first step only where a
+replica on a machine as fast runs the same stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
+from typing import Any
+
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.timing import Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.pipeline.plan import Plan
+
+TOLERANCE = 1.25
+"""A rank may take so many times what it should, and what the others take of what they should."""
+
+REPORTS_IN_A_ROW = 3
+"""Less than that is a hiccup: another program, a page fault, a backup."""
+
+REPORTS_TO_KNOW = 3
+"""From which it is known what is usual where nothing was measured before; the first may warm up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that computes ``seconds`` a step where ``expected`` would be in step with the others.
+
+    ``usual``: expected by its own first reports, not by a profile.
+    """
+
+    step: int
+    rank: int
+    host: str
+    seconds: float
+    expected: float
+    usual: bool
+
+    def __str__(self) -> str:
+        why = "were usual" if self.usual else "were predicted"
+        return (
+            f"rank {self.rank} on {self.host} computes {_seconds(self.seconds)} a step where "
+            f"{_seconds(self.expected)} {why} beside the others: something slows it down"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For the metrics, with ``"event": "straggler"``."""
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "host": self.host,
+            "compute_seconds": round(self.seconds, 6),
+            "expected_seconds": round(self.expected, 6),
+        }
+
+
+@dataclass(slots=True)
+class Watch:
+    """Compares the ranks of a run at each report and names a straggler once.
+
+    ``hosts`` has one for each world rank. ``is_measured``: predictions are those of a profile.
+    ``alike[r]`` are the ranks that do the same work as r, on machines as fast.
+    """
+
+    hosts: Sequence[str]
+    is_measured: bool = False
+    alike: Sequence[Sequence[int]] = ()
+    _first: list[list[float]] = field(default_factory=list)
+    _slow_reports: list[int] = field(default_factory=list)
+    _named: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, plan: Plan, cluster: Cluster) -> Watch:
+        """For the ranks of a plan on their machines."""
+        machines, mesh = cluster.machines, plan.mesh
+        return cls(
+            [machine.host for machine in machines],
+            cluster.profile is not None,
+            [
+                [
+                    other
+                    for other in mesh.replicas_of(mesh.coordinates(rank)[1])
+                    if other != rank
+                    and machine.flops is not None
+                    and machines[other].flops == machine.flops
+                ]
+                for rank, machine in enumerate(machines)
+            ],
+        )
+
+    def observe(
+        self, step: int, measured: Sequence[float], predicted: Sequence[float]
+    ) -> list[Straggler]:
+        """The stragglers that are new at this report.
+
+        ``measured`` and ``predicted``: compute of a step, of each world rank, the one in seconds,
+        the other in any unit. A report with nothing measured for some rank is passed over.
+        """
+        ratios = [
+            seconds / cost if cost > 0 else math.nan
+            for seconds, cost in zip(measured, predicted, strict=True)
+        ]
+        if len(ratios) < 2 or not all(math.isfinite(each) and each > 0 for each in ratios):
+            return []
+        if not self.is_measured and len(self._first) < REPORTS_TO_KNOW:
+            self._first.append(ratios)
+            return []
+        usual = self._usual(len(ratios))
+        slowdowns = [ratio / each for ratio, each in zip(ratios, usual, strict=True)]
+        self._slow_reports = self._slow_reports or [0] * len(ratios)
+        found = []
+        for rank, slowdown in enumerate(slowdowns):
+            others = median(slowdowns[:rank] + slowdowns[rank + 1 :])
+            is_slow = min(slowdown, slowdown / others) > TOLERANCE
+            self._slow_reports[rank] = self._slow_reports[rank] + 1 if is_slow else 0
+            if self._slow_reports[rank] < REPORTS_IN_A_ROW or rank in self._named:
+                continue
+            self._named.add(rank)
+            expected = measured[rank] / slowdown * others
+            found.append(
+                Straggler(
+                    step, rank, self.hosts[rank], measured[rank], expected, not self.is_measured
+                )
+            )
+        return found
+
+    def _usual(self, count: int) -> list[float]:
+        """Measured for predicted, of each rank when nothing slows it down."""
+        if self.is_measured:
+            return [1.0] * count
+        own = [median(ratios) for ratios in zip(*self._first, strict=True)]
+        alike = self.alike or [()] * count
+        # Of two replicas the faster one tells what is usual for both.
+        return [
+            median_low([own[rank], *(own[each] for each in alike[rank])]) for rank in range(count)
+        ]
+
+
+def compute_of_ranks(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool
+) -> list[float]:
+    """What a step computes on each world rank with sequences of ``length``, in ``cluster.unit``.
+
+    Its share of the update is among it, as in what is measured.
+    """
+    stage_map = plan.stage_map
+    computed = []
+    for rank in range(plan.mesh.size):
+        clock = cluster.clock(rank, workload, checkpoint)
+        model = clock.seconds(*workload.micro_batch(plan.micro_batch_size, length))
+        _, pipeline_rank = plan.mesh.coordinates(rank)
+        ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
+        total = sum((model.stage(*ends) for ends in ranges), Seconds())
+        # The last micro-batch may have fewer rows, but packed they are alike.
+        count = plan.microbatches if plan.pack else plan.rows / plan.micro_batch_size
+        update = total.update / workload.config.grad_accumulation_steps
+        computed.append(count * total.microbatch + update)
+    return computed
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,210 @@
+"""Which tensors, files and bytes each stage and each rank needs of a model. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from shardmlx.costmodel.memory import inference_memory
+from shardmlx.costmodel.timing import TYPICAL_LENGTH, Speed
+from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.parts import Inspection, Part
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.pipeline.stage_map import StageMap
+
+if TYPE_CHECKING:
+    from shardmlx.costmodel.hostfile import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Texts to be generated at once, and the tokens of each, prompt included."""
+
+    sequences: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--sequences", self.sequences), ("--context", self.context)):
+            if value < 1:
+                raise UserError(f"{flag} is {value}: give 1 or more")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in stages, and the machine of each pipeline rank where machines are known."""
+
+    inspection: Inspection
+    stage_map: StageMap
+    machines: tuple[Machine, ...] = ()
+    generation: Generation | None = None
+
+    def __post_init__(self) -> None:
+        self.stage_map.check_layers(len(self.inspection.layers))
+
+    def stage(self, stage: int) -> Part:
+        """What a stage holds."""
+        return self.inspection.stage(*self.stage_map.partition.ranges[stage])
+
+    def rank(self, rank: int) -> Part:
+        """What a pipeline rank holds for all of its stages, each tensor once."""
+        if not 0 <= rank < self.stage_map.pp:
+            raise UserError(f"--rank {rank}: the ranks are 0 to {self.stage_map.pp - 1}")
+        held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
+        return Part(tuple({tensor.name: tensor for tensor in held}.values()))
+
+    def host(self, rank: int) -> str | None:
+        """The host that runs a pipeline rank, where that is known."""
+        return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)
+
+    def memory(self, rank: int) -> float | None:
+        """Bytes of memory of the machine that runs a pipeline rank, where that is known."""
+        return self.machines[rank].memory if self.machines else None
+
+    def nbytes(self, stage: int) -> float:
+        """Bytes that a stage takes: its weights, and what generating adds to them."""
+        start, stop = self.stage_map.partition.ranges[stage]
+        return _peak(self.inspection, self.generation)(stage, start, stop)
+
+    def memory_share(self, rank: int) -> float | None:
+        """Part of its machine's memory that the weights of a pipeline rank take."""
+        memory = self.memory(rank)
+        return None if memory is None else self.rank(rank).nbytes / memory
+
+
+def divide(
+    inspection: Inspection,
+    partitioner: str,
+    num_stages: int,
+    machines: tuple[Machine, ...] = (),
+    generation: Generation | None = None,
+) -> StageMap:
+    """Divide a model among ranks with one stage each; ``machines`` has one for each, or none.
+
+    A stage takes its weights, and what ``generation`` adds to them, keys and values first of all.
+    Layers cost the FLOPs of a forward pass, or its seconds where all machines say how fast they
+    are; bytes where the family is not known.
+    """
+    costs = _costs(inspection)
+    speeds = [machine.flops for machine in machines if machine.flops is not None]
+    is_timed = bool(machines) and len(speeds) == len(machines) and inspection.shape is not None
+    sizes = _sizes(inspection)
+    sizes.check_stages(num_stages)
+    problem = Problem(
+        placement=tuple(range(num_stages)),
+        costs=tuple(_scaled(costs, 1 / speed) for speed in speeds)
+        if is_timed
+        else (costs,) * num_stages,
+        sizes=sizes,
+        peak=_peak(inspection, generation),
+        capacity=tuple(
+            math.inf if machine.memory is None else float(machine.memory) for machine in machines
+        ),
+        unit="seconds" if is_timed else "FLOPs",
+        hosts=tuple(machine.host for machine in machines),
+    )
+    return get_partitioner(partitioner)(problem)
+
+
+def _costs(inspection: Inspection) -> LayerCosts:
+    shape = inspection.shape
+    if shape is None:
+        return _sizes(inspection)
+    forward = Speed(shape=shape, flops=1.0, first_trained=shape.num_layers, trains_weights=False)
+    return forward.seconds(1, TYPICAL_LENGTH).layer_costs
+
+
+def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
+    layers = tuple(cost * factor for cost in costs.layers)
+    return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
+
+
+def _sizes(inspection: Inspection) -> LayerCosts:
+    """Bytes, with a tied matrix on both ends: both hold it."""
+    sizes = _stored_sizes(inspection)
+    return replace(sizes, head=sizes.head + inspection.tied * sizes.embedding)
+
+
+def _stored_sizes(inspection: Inspection) -> LayerCosts:
+    """Bytes, with a tied matrix as the embedding only."""
+    return LayerCosts(
+        tuple(layer.nbytes for layer in inspection.layers),
+        inspection.embedding.nbytes,
+        inspection.head.nbytes,
+    )
+
+
+def _peak(
+    inspection: Inspection, generation: Generation | None
+) -> Callable[[int, int, int], float]:
+    """Bytes of a stage; one that is first and last holds a tied matrix once."""
+    if generation is not None:
+        return _generating(inspection, generation)
+    upto = list(accumulate((layer.nbytes for layer in inspection.layers), initial=0))
+    embedding, head = inspection.embedding.nbytes, inspection.head.nbytes
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        is_last = stop == len(inspection.layers)
+        holds_embedding = start == 0 or (is_last and inspection.tied)
+        return upto[stop] - upto[start] + embedding * holds_embedding + head * is_last
+
+    return peak
+
+
+def _generating(inspection: Inspection, generation: Generation) -> Callable[[int, int, int], float]:
+    shape = inspection.shape
+    if shape is None:
+        raise UserError(
+            f"--context: the family of {inspection.files.name} is not supported, so that its keys "
+            "and values are not known: leave --context out"
+        )
+    sizes = _stored_sizes(inspection)
+    width = DTYPE_BYTES[activation_dtype(inspection.head)]
+    rows, context = generation.sequences, generation.context
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        return inference_memory(shape, sizes, start, stop, rows, context, width)
+
+    return peak
+
+
+@dataclass(frozen=True, slots=True)
+class FileRanges:
+    """Bytes of one file, as half-open ranges in ascending order that do not touch."""
+
+    file: str
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+def byte_ranges(part: Part) -> list[FileRanges]:
+    """Where the tensors of a part lie, file by file; adjacent tensors are one range."""
+    return [
+        FileRanges(
+            file,
+            _merged(
+                sorted(
+                    (tensor.place.start, tensor.place.end)
+                    for tensor in part.tensors
+                    if tensor.place.file == file
+                )
+            ),
+        )
+        for file in part.files
+    ]
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return tuple(merged)

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API and the chat page, over inference."""

@@ -1,0 +1,281 @@
+"""The HTTP server's application: OpenAI's API, the chat page, health and metrics. Pure."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import aclosing
+from functools import lru_cache
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from shardmlx.server.guard import Guard, error_response
+from shardmlx.server.metrics import CLIENT_GONE, Memory, Metrics, Recorder, TextMeter
+from shardmlx.server.openai_errors import ApiError, refused
+from shardmlx.server.openai_requests import (
+    OTHER_NAMES,
+    Defaults,
+    Order,
+    Reader,
+    Terms,
+    read_chat,
+    read_completion,
+)
+from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
+from shardmlx.server.request_queue import (
+    Answer,
+    QueueFull,
+    RequestTooLong,
+    ServiceEnded,
+    TextService,
+)
+from shardmlx.server.streaming import AnswerResponse, ended
+
+MOST_BODY_BYTES = 4 << 20
+SECONDS_FOR_BODY = 30.0
+"""Within which the body of a request must have come."""
+
+SECONDS_TO_RETRY = 2
+"""What a client is told when the queue is full."""
+
+
+def make_app(
+    service: TextService,
+    reader: Reader,
+    *,
+    model: str,
+    vocabulary: int,
+    api_key: str | None = None,
+    defaults: Defaults | None = None,
+    hosts: Collection[str] | None = None,
+    origins: Sequence[str] = (),
+    max_body_bytes: int = MOST_BODY_BYTES,
+    memory: Memory | None = None,
+) -> Starlette:
+    """``model`` is the name that is served, ``vocabulary`` how many tokens the model knows.
+
+    With ``api_key`` all but the page and /health need it. ``hosts`` are the names in ``Host`` that
+    are taken, all if None; ``origins`` other sites whose pages may use the API, "*" for any.
+    ``memory`` is shown at /metrics.
+    """
+    terms = Terms(
+        model=model,
+        vocabulary=vocabulary,
+        most_tokens=service.most_tokens,
+        most_texts=service.most_open,
+        defaults=defaults or Defaults(),
+    )
+    api = Api(service, reader, terms, max_body_bytes, memory)
+    routes = [
+        Route("/", api.page),
+        Route("/health", api.health),
+        Route("/metrics", api.exposition),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completion, methods=["POST"]),
+    ]
+    endpoints = [route.path for route in routes]
+    middleware = [
+        Middleware(Recorder, metrics=api.metrics, endpoints=endpoints),
+        Middleware(Guard, api_key=api_key, hosts=hosts),
+    ]
+    if origins:  # outermost: preflights have no key, and errors are for such pages to read too
+        cross = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+        middleware.insert(0, cross)
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
+            Exception: _fault,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class Api:
+    """What is done at each path."""
+
+    def __init__(
+        self,
+        service: TextService,
+        reader: Reader,
+        terms: Terms,
+        max_body_bytes: int,
+        memory: Memory | None,
+    ) -> None:
+        self.metrics = Metrics(service, memory)
+        self._service = service
+        self._reader = reader
+        self._terms = terms
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self._token_text = lru_cache(maxsize=1 << 16)(reader.token_text)
+        # Tokenising a long prompt takes long, and one thread for it is enough.
+        self._tokenising = asyncio.Lock()
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, read_chat, ChatReply)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._generate(request, read_completion, CompletionReply)
+
+    async def _generate(
+        self,
+        request: Request,
+        read: Callable[[bytes, Reader, Terms], Order],
+        kind: type[Reply],
+    ) -> Response:
+        if (reason := self._service.ended) is not None:
+            raise ended(reason)
+        body = await read_body(request, self._max_body_bytes)
+        async with self._tokenising:
+            order = await asyncio.to_thread(read, body, self._reader, self._terms)
+        answers = self._submit(order)
+        meters = [TextMeter(self.metrics, len(each.tokens)) for each in order.requests]
+        return AnswerResponse(kind(order, self._terms.model, self._token_text), answers, meters)
+
+    def _submit(self, order: Order) -> list[Answer]:
+        """All of its texts, or none."""
+        answers: list[Answer] = []
+        try:
+            for each in order.requests:
+                answers.append(self._service.submit(each))
+        except (QueueFull, RequestTooLong, ServiceEnded) as error:
+            for answer in answers:
+                answer.cancel()
+            raise _not_taken(error) from None
+        return answers
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in {self._terms.model} | OTHER_NAMES:
+            raise ApiError(
+                404,
+                f"the model {ascii(name)[:200]} is not served here: ask for {self._terms.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._terms.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "shardmlx",
+            "max_model_len": self._terms.most_tokens,
+        }
+
+    async def health(self, request: Request) -> Response:
+        if (reason := self._service.ended) is not None:
+            return JSONResponse({"status": "ended", "reason": reason}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def exposition(self, request: Request) -> Response:
+        return Response(
+            self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def page(self, request: Request) -> Response:
+        page = files("shardmlx.server").joinpath("pages", "chat.html")
+        if not page.is_file():
+            raise HTTPException(404)
+        body = page.read_bytes()
+        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        headers = {
+            "etag": etag,
+            "cache-control": "no-cache",
+            # The page's own policy is in it; but who may frame it only a header can say.
+            "content-security-policy": "frame-ancestors 'none'",
+        }
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(None, HTTPStatus.NOT_MODIFIED, headers)
+        return Response(body, headers=headers, media_type="text/html; charset=utf-8")
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Raises ``ApiError``, and reads no more than ``most`` bytes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Any page can have a browser post a form or plain text anywhere, but no JSON.
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"the body is {ascii(kind)[:100] if kind else 'of no type'}: send it with "
+            "'Content-Type: application/json'",
+        )
+    too_large = ApiError(413, f"the body is larger than {most} bytes, the most that is read")
+    if int(request.headers.get("content-length", 0)) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(SECONDS_FOR_BODY), aclosing(request.stream()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not come within {SECONDS_FOR_BODY:g} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    return bytes(body)
+
+
+def _not_taken(error: QueueFull | RequestTooLong | ServiceEnded) -> ApiError:
+    if isinstance(error, QueueFull):
+        retry = {"retry-after": str(SECONDS_TO_RETRY)}
+        return ApiError(429, str(error), code="queue_full", headers=retry)
+    if isinstance(error, RequestTooLong):
+        return refused(str(error), code="context_length_exceeded")
+    return ended(str(error))
+
+
+# What is raised to what is answered.
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    said = {
+        404: f"there is nothing at {where}: the API is under /v1",
+        405: f"{where} is not possible: the method is wrong",
+    }
+    message = said.get(error.status_code, error.detail)
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # for the count: nobody reads it
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "a fault of the server: its log has more"))

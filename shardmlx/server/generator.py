@@ -1,0 +1,179 @@
+"""The first rank of a server: requests come in over HTTP, and go through the pipeline as texts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from socket import socket
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
+from shardmlx.errors import one_line
+from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.pipeline import Leader
+from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.setup import Prepared, text_stream, xtc_special_tokens
+from shardmlx.server.app import make_app
+from shardmlx.server.metrics import Memory
+from shardmlx.server.openai_requests import Defaults
+from shardmlx.server.request_queue import Piece, TextRequest, TextService
+from shardmlx.server.uvicorn_thread import HttpServer, trusted_hosts
+
+SECONDS_FOR_LAST_WORDS = 0.15
+"""For the server to tell whoever waits why nothing comes any more."""
+
+SECONDS_TO_SEND = 5.0
+"""For clients to take what is left for them."""
+
+
+class PipelineGenerator:
+    """The ``Generator`` of a ``TextService``: requests to texts, through the pipeline.
+
+    ``look_up`` is called between any two steps.
+    """
+
+    def __init__(
+        self, leader: Leader, tokenizer: TokenizerWrapper, look_up: Callable[[], None]
+    ) -> None:
+        self._leader = leader
+        self._tokenizer = tokenizer
+        self._look_up = look_up
+        self._special = xtc_special_tokens(tokenizer)
+        self._texts: dict[int, TextStream] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return self._leader.is_idle
+
+    @property
+    def kept_tokens(self) -> int:
+        return self._leader.kept_tokens
+
+    def add(self, number: int, request: TextRequest) -> None:
+        self._texts[number] = text_stream(
+            self._tokenizer, request.max_tokens, request.stop, request.continues
+        )
+        self._leader.add(
+            number,
+            request.tokens,
+            replace(request.choice, xtc_special_tokens=self._special),
+            context=len(request.tokens) + request.max_tokens,
+        )
+
+    def cancel(self, number: int) -> None:
+        del self._texts[number]
+        self._leader.cancel(number)
+
+    def step(self) -> Sequence[tuple[int, Piece]]:
+        self._look_up()
+        pieces = []
+        for number, chosen in self._leader.step():
+            text = self._texts[number]
+            segment = text.take(chosen.token)
+            is_part = chosen.token not in text.eos
+            cached = self._leader.cached(number)
+            if text.finish_reason is not None:
+                del self._texts[number]
+                self._leader.finish(number)
+            piece = Piece(
+                segment, (chosen,) if is_part else (), text.count, cached, text.finish_reason
+            )
+            pieces.append((number, piece))
+        return pieces
+
+    def rest(self) -> None:
+        self._look_up()
+        self._leader.rest()
+
+
+class RequestServer:
+    """On the first rank: HTTP on a thread of its own, the pipeline on this one."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        prepared: Prepared,
+        reader: PromptReader,
+        leader: Leader,
+        reporter: Reporter,
+    ) -> None:
+        self._config = config
+        self._prepared = prepared
+        self._reader = reader
+        self._reporter = reporter
+        self._transport = prepared.transport
+        self._service = TextService(
+            config.batch_size + config.max_queue, prepared.plan.load.context
+        )
+        self._generator = PipelineGenerator(leader, reader.tokenizer, self._look_up)
+        self._http_error: BaseException | None = None
+
+    def run(self, listener: socket) -> None:
+        """Until a signal comes; raises what ends it before."""
+        config, service = self._config, self._service
+        key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+        app = make_app(
+            service,
+            self._reader,
+            model=config.model,
+            vocabulary=self._prepared.workload.shape.vocab_size,
+            api_key=key,
+            defaults=Defaults(
+                max_tokens=config.max_tokens,
+                temp=config.temp,
+                top_p=config.top_p,
+                min_p=config.min_p,
+                top_k=config.top_k,
+            ),
+            hosts=trusted_hosts(listener, config.extra_hosts),
+            origins=[config.allow_origin] if config.allow_origin else [],
+            max_body_bytes=config.max_body,
+            memory=Memory(self._transport.hosts, self._prepared.limits, mx.get_peak_memory),
+        )
+        server = HttpServer(app, listener, access_log=config.access_log, on_end=self._http_ended)
+        if config.is_open_to_others and key is None:
+            self._reporter.warn(
+                f"everyone who reaches {server.address} may use it: set --api-key or "
+                f"${KEY_VARIABLE}"
+            )
+        server.start()
+        self._transport.last_words = self._say_last_words
+        self._reporter.say(f"Serving {config.model} at {server.address}")
+        if (command := self._transport.stop_command()) is not None:
+            self._reporter.say(f"To stop it in order: {command}")
+        try:
+            service.run(self._generator)
+        finally:
+            self._transport.last_words = lambda text: None
+            server.stop(SECONDS_TO_SEND)
+        if self._http_error is not None:
+            raise RuntimeError(f"the HTTP server ended: {one_line(self._http_error)}")
+
+    def _look_up(self) -> None:
+        """Between two steps: does anybody want the server to stop?"""
+        number = self._transport.stop_requested()
+        if number is None or self._service.ended is not None:
+            return
+        name, grace = signal.Signals(number).name, self._config.grace
+        if number != signal.SIGUSR1 and self._transport.stop_command() is not None:
+            # mpirun kills at once after the others.
+            self._service.fail(f"interrupted by {name}")
+            return
+        self._reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
+        self._service.close(grace)
+
+    def _http_ended(self, error: BaseException | None) -> None:
+        """On the thread of the server."""
+        self._http_error = error
+        self._service.close(0.0)
+
+    def _say_last_words(self, reason: str) -> None:
+        """On any thread: this process is about to be ended."""
+        self._service.fail(reason)
+        time.sleep(SECONDS_FOR_LAST_WORDS)

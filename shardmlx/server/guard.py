@@ -1,0 +1,94 @@
+"""What every request must pass before anything looks at it, and what every answer says. Pure."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardmlx.server.openai_errors import ApiError
+
+OPEN = frozenset({"/", "/health"})
+"""Paths that need no key."""
+
+ANSWERED = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""Headers of all answers that do not say otherwise."""
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+class Guard:
+    """ASGI middleware. Refuses a request without the key, and one for a host that this is not.
+
+    A page on the internet can point a name of its own at 127.0.0.1 and have the browser send it
+    requests; what it cannot do is send another ``Host`` than that name. ``hosts`` None takes any.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, hosts: Collection[str] | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in ANSWERED.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers.get("host", ""))
+            if scope["path"] not in OPEN:
+                self._check_key(headers.get("authorization", ""))
+        except ApiError as error:
+            await error_response(error)(scope, receive, answer)
+            return
+        await self._app(scope, receive, answer)
+
+    def _check_host(self, given: str) -> None:
+        if self._hosts is None:
+            return
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            name = ""
+        if name not in self._hosts:
+            raise ApiError(
+                421,
+                f"the request is for host {ascii(given)[:200]}, but this server is for its own "
+                "machine only: ask for localhost, or start it with --allow-host NAME",
+                code="unknown_host",
+            )
+
+    def _check_key(self, given: str) -> None:
+        if self._key is None:
+            return
+        scheme, _, key = given.partition(" ")
+        # A comparison that ends at the first difference would tell how long the agreement is.
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        if scheme.lower() != "bearer" or not is_right:
+            what = "the API key is wrong" if given else "this server needs an API key"
+            raise ApiError(
+                401,
+                f"{what}: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )

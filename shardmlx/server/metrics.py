@@ -1,0 +1,196 @@
+"""What a server tells Prometheus. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from shardmlx.costmodel.memory_limits import MemoryLimits
+from shardmlx.server.request_queue import Piece, TextService
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CLIENT_GONE = 499
+"""nginx's status for a request whose client did not wait for the end."""
+
+FIRST_TOKEN = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+"""Upper bounds of the histograms' buckets, seconds."""
+
+
+class Metrics:
+    """Counts, in a registry of its own."""
+
+    def __init__(self, service: TextService, memory: Memory | None = None) -> None:
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(_Load(service))
+        if memory is not None:
+            registry.register(memory)
+        self._registry = registry
+        self.requests = Counter(
+            "shardmlx_requests",
+            "HTTP requests; status 499 where the client did not wait for the end",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.texts = Counter(
+            "shardmlx_texts",
+            "Texts by how they ended: stop, length, cancelled, error",
+            ["end"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "shardmlx_prompt_tokens", "Tokens of the prompts of all texts", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "shardmlx_cached_tokens",
+            "Tokens of prompts that were not computed again",
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "shardmlx_generated_tokens", "Tokens generated", registry=registry
+        )
+        self.first_token = Histogram(
+            "shardmlx_time_to_first_token_seconds",
+            "From a request to its text's first token",
+            buckets=FIRST_TOKEN,
+            registry=registry,
+        )
+        self.next_token = Histogram(
+            "shardmlx_time_between_tokens_seconds",
+            "Between two tokens of a text",
+            buckets=NEXT_TOKEN,
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        """In Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class Memory(Collector):
+    """What is planned for each rank, on which host, and what ``peak`` says that this one held."""
+
+    def __init__(
+        self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
+    ) -> None:
+        self._hosts = hosts
+        self._limits = limits
+        self._peak = peak
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, text, values in (
+            (
+                "planned_peak_memory_bytes",
+                "Most memory that the plan expects of MLX's arrays",
+                [each.planned.peak for each in self._limits],
+            ),
+            (
+                "memory_limit_bytes",
+                "Memory that MLX's arrays may take",
+                [each.memory for each in self._limits],
+            ),
+            (
+                "peak_memory_bytes",
+                "Most memory that MLX's arrays have taken, on the rank that is asked",
+                [self._peak()],
+            ),
+        ):
+            family = GaugeMetricFamily(f"shardmlx_{name}", text, labels=["rank", "host"])
+            for rank, value in enumerate(values):
+                family.add_metric([str(rank), self._hosts[rank]], float(value))
+            yield family
+
+
+class _Load(Collector):
+    """Of the moment when it is asked for."""
+
+    def __init__(self, service: TextService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        load = self._service.load()
+        for name, text, value in (
+            ("texts_under_way", "Texts being generated", load.under_way),
+            ("texts_waiting", "Texts that have not begun", load.waiting),
+            ("kept_tokens", "Tokens kept for prompts that begin alike", load.kept_tokens),
+            ("up", "1 while requests are taken", self._service.ended is None),
+        ):
+            yield GaugeMetricFamily(f"shardmlx_{name}", text, value=float(value))
+
+
+@dataclass(slots=True)
+class TextMeter:
+    """Measures one text."""
+
+    metrics: Metrics
+    prompt_tokens: int
+    generated: int = 0
+    has_ended: bool = False
+    last: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.metrics.prompt_tokens.inc(self.prompt_tokens)
+
+    def add(self, piece: Piece) -> None:
+        now = time.monotonic()
+        more = piece.generated - self.generated
+        if more > 0 and self.generated == 0:
+            self.metrics.first_token.observe(now - self.last)
+            self.metrics.cached_tokens.inc(piece.cached)
+        elif more > 0:
+            for _ in range(more):
+                self.metrics.next_token.observe((now - self.last) / more)
+        self.metrics.generated_tokens.inc(more)
+        self.generated = piece.generated
+        self.last = now
+        if piece.finish_reason is not None:
+            self.end(piece.finish_reason)
+
+    def end(self, how: str) -> None:
+        """The first end is the one that counts."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.metrics.texts.labels(how).inc()
+
+
+class Recorder:
+    """ASGI middleware that counts requests."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Iterable[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._endpoints = frozenset(endpoints)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+        complete = False
+
+        async def watch(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            status, complete = 500, True
+            raise
+        finally:
+            # A path is the client's to invent: it must not become a label of its own.
+            endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
+            final = status if complete else CLIENT_GONE
+            self._metrics.requests.labels(endpoint, str(final)).inc()

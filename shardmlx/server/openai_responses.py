@@ -1,0 +1,213 @@
+"""Pieces of texts to the bodies and the events of OpenAI's API. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from shardmlx.inference.sampling_params import Chosen
+from shardmlx.server.openai_requests import Order
+from shardmlx.server.request_queue import FinishReason, Piece
+
+Body = dict[str, Any]
+"""Of JSON."""
+
+TokenText = Callable[[int], str]
+
+
+@dataclass(slots=True)
+class Text:
+    """One text as far as it has come. ``logprobs`` are those of its tokens."""
+
+    text: str = ""
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    generated: int = 0
+    cached: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Reply(ABC):
+    """The reply to one request, whole or in chunks."""
+
+    order: Order
+    model: str
+    token_text: TokenText
+    texts: list[Text] = field(init=False)
+    head: Body = field(init=False)
+
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.texts = [Text() for _ in self.order.requests]
+        self.head = {
+            "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def add(self, index: int, piece: Piece) -> Iterator[Body]:
+        """Take in a piece of a text; the chunks to send of it."""
+        text = self.texts[index]
+        logprobs = None
+        if self.order.logprobs is not None:
+            logprobs = self._logprobs(piece, len(text.text))
+            for name, values in logprobs.items():
+                text.logprobs.setdefault(name, []).extend(values)
+        text.text += piece.text
+        text.generated = piece.generated
+        text.cached = piece.cached
+        text.finish_reason = piece.finish_reason
+        if piece.text or (piece.chosen and logprobs is not None):
+            yield self._chunk(self._part(index, piece.text, logprobs))
+        if piece.finish_reason is not None:
+            yield self._chunk(self._end(index, piece.finish_reason))
+
+    def opening(self) -> Iterator[Body]:
+        """Chunks before all others."""
+        yield from ()
+
+    def closing(self) -> Iterator[Body]:
+        """Chunks after all texts."""
+        if self.order.include_usage:
+            yield {**self._chunk(), "usage": self.usage}
+
+    @property
+    def whole(self) -> Body:
+        """The reply, when all texts have ended."""
+        choices = [self._choice(index, text) for index, text in enumerate(self.texts)]
+        return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
+
+    @property
+    def usage(self) -> Body:
+        """A prompt counts once, however many texts were made of it, and is cached as far as it was
+        for all of them."""
+        n = self.order.n
+        prompt = sum(len(request.tokens) for request in self.order.requests[::n])
+        cached = sum(
+            min(text.cached for text in self.texts[start : start + n])
+            for start in range(0, len(self.texts), n)
+        )
+        generated = sum(text.generated for text in self.texts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _chunk(self, *choices: Body) -> Body:
+        chunk = {**self.head, "object": self.CHUNK, "choices": list(choices)}
+        return {**chunk, "usage": None} if self.order.include_usage else chunk
+
+    @abstractmethod
+    def _choice(self, index: int, text: Text) -> Body:
+        """Of the whole reply."""
+
+    @abstractmethod
+    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
+        """The choice of a chunk with text."""
+
+    @abstractmethod
+    def _end(self, index: int, reason: FinishReason) -> Body:
+        """The choice of a text's last chunk."""
+
+    @abstractmethod
+    def _logprobs(self, piece: Piece, length: int) -> Body:
+        """Of a piece's tokens; so many characters came before it."""
+
+
+@dataclass(slots=True)
+class ChatReply(Reply):
+    """Of /v1/chat/completions."""
+
+    PREFIX = "chatcmpl"
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+
+    def opening(self) -> Iterator[Body]:
+        for index in range(len(self.texts)):
+            yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
+
+    def _choice(self, index: int, text: Text) -> Body:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "logprobs": text.logprobs or None,
+            "finish_reason": text.finish_reason,
+        }
+
+    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
+        return {**self._delta(index, {"content": text}), "logprobs": logprobs}
+
+    def _end(self, index: int, reason: FinishReason) -> Body:
+        return {**self._delta(index, {}), "finish_reason": reason}
+
+    def _delta(self, index: int, delta: Body) -> Body:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, piece: Piece, length: int) -> Body:
+        content = [
+            {
+                **self._token(chosen.token, chosen.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in chosen.top],
+            }
+            for chosen in piece.chosen
+        ]
+        return {"content": content}
+
+    def _token(self, token: int, logprob: float | None) -> Body:
+        text = self.token_text(token)
+        # Of a part of a character nothing is known but that it is none.
+        characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": characters}
+
+
+@dataclass(slots=True)
+class CompletionReply(Reply):
+    """Of /v1/completions."""
+
+    PREFIX = "cmpl"
+    WHOLE = "text_completion"
+    CHUNK = "text_completion"
+
+    def _choice(self, index: int, text: Text) -> Body:
+        return {
+            **self._part(index, text.text, text.logprobs or None),
+            "finish_reason": text.finish_reason,
+        }
+
+    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _end(self, index: int, reason: FinishReason) -> Body:
+        return {**self._part(index, "", None), "finish_reason": reason}
+
+    def _logprobs(self, piece: Piece, length: int) -> Body:
+        texts = [self.token_text(chosen.token) for chosen in piece.chosen]
+        offsets = [length + sum(map(len, texts[:place])) for place in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(chosen.logprob) for chosen in piece.chosen],
+            "top_logprobs": [self._likeliest(chosen) for chosen in piece.chosen],
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, chosen: Chosen) -> Body:
+        """The chosen token is always one of them. Of tokens that read alike the likelier stays."""
+        likeliest: Body = {}
+        for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):
+            likeliest.setdefault(self.token_text(token), _finite(logprob))
+        return likeliest
+
+
+def _finite(logprob: float | None) -> float:
+    """JSON has no infinity: OpenAI writes that."""
+    return logprob if logprob is not None and math.isfinite(logprob) else -9999.0

@@ -1,0 +1,268 @@
+"""Requests for texts from a server's event loop, and texts back from the thread that generates.
+
+Pure: what generates is a ``Generator``, called on one thread only, that of ``TextService.run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardmlx.errors import one_line
+from shardmlx.inference.detokenize import FinishReason as FinishReason
+from shardmlx.inference.sampling_params import Choice, Chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """A text to be generated after ``tokens``. It ends before any of the ``stop`` strings.
+
+    One that ``continues`` the text of its prompt may begin with a space; an answer does not.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    choice: Choice = field(default_factory=Choice)
+    stop: tuple[str, ...] = ()
+    continues: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one or more further tokens have added to a text.
+
+    ``text`` may be empty, while a character or what may become a stop string is incomplete.
+    ``chosen`` are the tokens, but for one that ended the text. ``generated`` counts all tokens of
+    the text so far; ``cached`` those of its prompt that were not computed again.
+    """
+
+    text: str
+    chosen: tuple[Chosen, ...]
+    generated: int
+    cached: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class QueueFull(Exception):
+    """So many requests wait that no further one is taken."""
+
+
+class RequestTooLong(Exception):
+    """The request can never be served; the message has the numbers."""
+
+
+class ServiceEnded(Exception):
+    """Nothing is generated any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLoad:
+    """How much is to do: texts under way, requests that wait, and tokens kept for prompts that
+    begin alike."""
+
+    under_way: int = 0
+    waiting: int = 0
+    kept_tokens: int = 0
+
+
+class Generator(Protocol):
+    """What generates texts, a token at a time."""
+
+    def add(self, number: int, request: TextRequest) -> None:
+        """Begin the text of a request, under a number of its own."""
+
+    def cancel(self, number: int) -> None:
+        """Give up a text that has not ended."""
+
+    def step(self) -> Sequence[tuple[int, Piece]]:
+        """Do what is to be done next; what has come of which texts. After a piece with a
+        ``finish_reason`` there is none of that text."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No text is under way."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens kept for prompts that begin alike."""
+
+    def rest(self) -> None:
+        """Called every now and then while there is nothing to do; raises if a rank is lost."""
+
+
+class Answer:
+    """The pieces of one text, on the event loop that asked for it.
+
+    Iterating ends after the piece with a ``finish_reason``, and raises ``ServiceEnded`` if that
+    does not come.
+    """
+
+    def __init__(self, service: TextService, number: int) -> None:
+        self._service = service
+        self._number = number
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | ServiceEnded] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """Whoever asked has gone. No effect on a text that has ended."""
+        self._service._cancel(self._number)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while True:
+            piece = await self._pieces.get()
+            if isinstance(piece, ServiceEnded):
+                raise piece
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+    def _deliver(self, piece: Piece | ServiceEnded) -> None:
+        """Called on the thread that generates."""
+        try:
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        except RuntimeError:
+            return  # the loop is closed: nobody reads it
+
+
+SECONDS_OF_REST = 1.0
+"""Between two calls of ``Generator.rest``."""
+
+
+@dataclass(slots=True)
+class _Open:
+    answer: Answer
+    has_begun: bool = False
+
+
+@dataclass(slots=True)
+class _Inbox:
+    requests: deque[tuple[int, TextRequest]] = field(default_factory=deque)
+    cancelled: deque[int] = field(default_factory=deque)
+
+
+class TextService:
+    """Takes at most ``most_open`` requests at a time, of at most ``most_tokens`` tokens each,
+    prompt and answer together."""
+
+    def __init__(self, most_open: int, most_tokens: int) -> None:
+        self.most_open = most_open
+        self.most_tokens = most_tokens
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._open: dict[int, _Open] = {}
+        self._next = 0
+        self._ended: str | None = None
+        self._deadline: float | None = None
+        self._kept_tokens = 0
+
+    # On the event loop of the server.
+
+    def submit(self, request: TextRequest) -> Answer:
+        """Raises ``QueueFull``, ``RequestTooLong``, ``ServiceEnded``."""
+        length = len(request.tokens) + request.max_tokens
+        if length > self.most_tokens:
+            raise RequestTooLong(
+                f"the prompt has {len(request.tokens)} tokens and max_tokens is "
+                f"{request.max_tokens}: together at most {self.most_tokens} are served"
+            )
+        with self._changed:
+            if self._ended is not None:
+                raise ServiceEnded(self._ended)
+            if len(self._open) >= self.most_open:
+                raise QueueFull(f"{len(self._open)} requests are open already: try again later")
+            number = self._next
+            self._next += 1
+            answer = Answer(self, number)
+            self._open[number] = _Open(answer)
+            self._inbox.requests.append((number, request))
+            self._changed.notify()
+        return answer
+
+    @property
+    def ended(self) -> str | None:
+        """Why no more requests are taken; None while they are."""
+        return self._ended
+
+    def load(self) -> ServiceLoad:
+        """Of this moment."""
+        with self._changed:
+            under_way = sum(each.has_begun for each in self._open.values())
+            return ServiceLoad(under_way, len(self._open) - under_way, self._kept_tokens)
+
+    def close(self, seconds: float) -> None:
+        """Take no more requests, and let ``run`` return once the open ones have ended, which may
+        last so long. On any thread."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = "the server is stopping"
+            self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
+            self._changed.notify()
+
+    def fail(self, reason: str) -> None:
+        """End all that is open, at once. On any thread; ``run`` returns soon after."""
+        with self._changed:
+            self._ended = reason
+            self._deadline = time.monotonic()
+            left, self._open = self._open, {}
+            self._changed.notify()
+        for known in left.values():
+            known.answer._deliver(ServiceEnded(reason))
+
+    def _cancel(self, number: int) -> None:
+        with self._changed:
+            if number in self._open:
+                self._inbox.cancelled.append(number)
+                self._changed.notify()
+
+    # On the thread that generates.
+
+    def run(self, generator: Generator) -> None:
+        """Generate until ``close``. An error of the generator ends all open texts and is raised."""
+        try:
+            while (inbox := self._take(generator.is_idle)) is not None:
+                for number, request in inbox.requests:
+                    generator.add(number, request)
+                for number in inbox.cancelled:
+                    if self._close(number):
+                        generator.cancel(number)
+                if generator.is_idle:
+                    generator.rest()
+                else:
+                    self._deliver(generator.step())
+                self._kept_tokens = generator.kept_tokens
+        except BaseException as error:
+            self.fail(one_line(error))
+            raise
+        self.fail(self._ended or "the server is stopping")
+
+    def _take(self, is_idle: bool) -> _Inbox | None:
+        """What has come in, after a while if there is nothing else to do; None at the end."""
+        with self._changed:
+            nothing_new = not (self._inbox.requests or self._inbox.cancelled)
+            if is_idle and nothing_new and self._deadline is None:
+                self._changed.wait(SECONDS_OF_REST)
+            if self._deadline is not None and (not self._open or time.monotonic() > self._deadline):
+                return None
+            inbox, self._inbox = self._inbox, _Inbox()
+            return inbox
+
+    def _close(self, number: int) -> bool:
+        """Whether the text had not ended."""
+        with self._changed:
+            return self._open.pop(number, None) is not None
+
+    def _deliver(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        for number, piece in pieces:
+            with self._changed:
+                known = self._open.get(number)
+                if known is None:
+                    continue
+                known.has_begun = True
+                if piece.finish_reason is not None:
+                    del self._open[number]
+            known.answer._deliver(piece)

@@ -1,0 +1,44 @@
+"""What ``shardmlx.serve`` does on every rank: prepare, and on the first one answer requests."""
+
+from __future__ import annotations
+
+from socket import socket
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.serve import ServeConfig
+from shardmlx.distributed.transport import Transport
+from shardmlx.inference.plan import Load
+from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.setup import new_prefixes, prepare, report_memory, typical_load
+
+PATIENCE = 2
+"""Chunks of prompts that may come between two tokens of the texts under way."""
+
+
+def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
+    """Serve as ``config`` says, until a signal stops it. Collective; raises as
+    ``prepare``."""
+    reporter = Reporter(quiet=transport.rank != 0)
+    reporter.say(str(blas))
+    listeners: list[socket] = []
+
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
+        # What serving needs beside the package's own needs is on the first rank only.
+        from shardmlx.server.uvicorn_thread import bind
+
+        load = typical_load(config, config.batch_size, config.cache_tokens, most_positions)
+        listeners.append(bind(config.host, config.port))
+        return load
+
+    prepared = prepare(config, transport, reporter, read)
+    if prepared.reader is None:
+        prepared.follower().run()
+    else:
+        from shardmlx.server.generator import RequestServer
+
+        leader = prepared.leader(PATIENCE, new_prefixes(prepared) if config.prefix_cache else None)
+        server = RequestServer(config, prepared, prepared.reader, leader, reporter)
+        server.run(listeners[0])
+        leader.stop()
+    report_memory(prepared, reporter)

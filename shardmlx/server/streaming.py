@@ -1,0 +1,142 @@
+"""Sends a reply while it is made, and gives it up when whoever asked has gone. Pure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from shardmlx.server.guard import error_response
+from shardmlx.server.metrics import TextMeter
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_responses import Body, Reply
+from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
+
+SECONDS_OF_SILENCE = 15.0
+"""After which a stream says that it lives, lest what stands in between close it."""
+
+
+class AnswerResponse(Response):
+    """The reply to one request, from the answers to its texts."""
+
+    def __init__(
+        self, reply: Reply, answers: Sequence[Answer], meters: Sequence[TextMeter]
+    ) -> None:
+        super().__init__()
+        self._reply = reply
+        self._answers = answers
+        self._meters = meters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        make = self._stream(send) if self._reply.order.stream else self._whole(scope, receive, send)
+        work = asyncio.create_task(make)
+        gone = asyncio.create_task(_wait_until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            self._give_up()
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    def _give_up(self) -> None:
+        """No effect on texts that have ended."""
+        for answer, meter in zip(self._answers, self._meters, strict=True):
+            answer.cancel()
+            meter.end("cancelled")
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(merged(self._answers)) as pieces:
+                async for each in pieces:
+                    if each is not None:
+                        self._take(*each)
+        except ServiceEnded as error:
+            response: Response = error_response(self._failed(error))
+        else:
+            response = JSONResponse(self._reply.whole)
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"x-accel-buffering", b"no"),  # else nginx keeps the stream to itself up to its end
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send(send, _events(self._reply.opening()))
+        try:
+            async with aclosing(merged(self._answers)) as pieces:
+                async for each in pieces:
+                    chunks = b": still here\n\n" if each is None else _events(self._take(*each))
+                    await _send(send, chunks)
+        except ServiceEnded as error:
+            await _send(send, _events([self._failed(error).body]))
+        else:
+            await _send(send, _events(self._reply.closing()) + b"data: [DONE]\n\n")
+        await _send(send, b"", more=False)
+
+    def _take(self, index: int, piece: Piece) -> Iterable[Body]:
+        self._meters[index].add(piece)
+        return list(self._reply.add(index, piece))
+
+    def _failed(self, error: ServiceEnded) -> ApiError:
+        for meter in self._meters:
+            meter.end("error")
+        return ended(str(error))
+
+
+def ended(reason: str) -> ApiError:
+    """Nothing is generated any more."""
+    return ApiError(503, f"no text is generated any more: {reason}", code="service_ended")
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] | None]:
+    """The pieces of all answers as they come, with the answer's index, up to the end of all; None
+    after some silence. Raises ``ServiceEnded``."""
+    queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
+
+    async def listen(index: int, answer: Answer) -> None:
+        try:
+            async for piece in answer:
+                queue.put_nowait((index, piece))
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(listen(*each)) for each in enumerate(answers)]
+    left = len(tasks)
+    try:
+        while left:
+            try:
+                async with asyncio.timeout(SECONDS_OF_SILENCE):
+                    each = await queue.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(each, Exception):
+                raise each
+            left -= each[1].finish_reason is not None
+            yield each
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _events(chunks: Iterable[Body]) -> bytes:
+    # ASCII only: some clients take U+2028 for the end of a line.
+    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in chunks)
+
+
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,164 @@
+"""Batches on their way from rank 0 to the ranks that need them, one step ahead.
+
+The ranks of the first and the last stage get the tokens of their replica's rows. The others get an
+outline, from which they know the shapes of what passes through. Beside that rank 0 says before each
+step, as late as it can, whether a signal asks the run to stop. To each rank, with one tag::
+
+    outline [tokens] ... stop | outline [tokens] ... stop | ...
+
+What was sent ahead is received before the word to stop: a run that stops leaves nothing under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.transport import BATCH_TAG, Array, Handle, Transport
+from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, pack, split
+from shardmlx.errors import AgreedFailure
+from shardmlx.pipeline.plan import Plan
+
+_WHAT = "next batch"
+
+
+class StopRequested(Exception):
+    """A signal asks to stop: raised on all ranks at the same place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """A replica's part of a global batch; ``valid_tokens`` count in the loss of the whole."""
+
+    microbatches: list[MicroBatch]
+    valid_tokens: int
+
+
+class BatchFeed:
+    """The next ``count`` of the ``batches`` that rank 0 has, on all ranks. Methods are collective.
+
+    As a context it sees to it that nothing stays under way after an error of all ranks alike.
+    """
+
+    def __init__(
+        self, plan: Plan, transport: Transport, batches: Iterator[Batch] | None, count: int
+    ) -> None:
+        self._plan = plan
+        self._transport = transport
+        self._batches = batches
+        self._left = count
+        self._ahead = 0
+        self._replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
+        self._takes_tokens = self._needs_tokens(pipeline_rank)
+        self._own: list[Share] = []
+        self._sent: list[tuple[Handle, int]] = []
+
+    def send_ahead(self, count: int = 1) -> None:
+        """Rank 0 sends so many batches, as far as there are any left; nobody waits."""
+        count = min(count, self._left)
+        self._left -= count
+        self._ahead += count
+        if self._batches is not None:
+            for _ in range(count):
+                self._send(next(self._batches))
+
+    def take(self, count: int = 1) -> list[Share]:
+        """The batches that were sent ahead, or else the next ``count``; at the end fewer, or none.
+
+        Raises ``StopRequested``.
+        """
+        if not self._ahead:
+            self.send_ahead(count)
+        if not self._ahead:
+            return []
+        if self._batches is not None:
+            number = np.array([self._transport.stop_requested() or 0], np.int32)
+            for peer in range(1, self._transport.size):
+                self._post(number, peer)
+            shares = self._receive()
+        else:
+            shares = self._receive()
+            number = self._come(np.empty(1, np.int32))
+        if number[0]:
+            raise StopRequested(int(number[0]))
+        return shares
+
+    def __enter__(self) -> BatchFeed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After any other error the ranks do not meet again, and the job ends at once.
+        if isinstance(error, (AgreedError, AgreedFailure)):
+            self._receive()
+
+    def _needs_tokens(self, pipeline_rank: int) -> bool:
+        placement = self._plan.stage_map.placement
+        return pipeline_rank in (placement[0], placement[-1])
+
+    def _send(self, batch: Batch) -> None:
+        """To each rank what it needs of its replica's rows."""
+        rows, mesh = self._plan.rows, self._plan.mesh
+        for replica in range(mesh.dp):
+            part = batch.rows(replica * rows, (replica + 1) * rows)
+            if replica == self._replica:
+                self._own.append(self._share(part, batch.valid_tokens))
+            width = part.tokens.shape[1]
+            outline = np.array([batch.valid_tokens, width, *part.spans.flat], np.int64)
+            tokens = np.ascontiguousarray(part.tokens)
+            for pipeline_rank, peer in enumerate(mesh.pipeline_of(replica)):
+                if peer != self._transport.rank:
+                    self._post(outline, peer)
+                    if self._needs_tokens(pipeline_rank):
+                        self._post(tokens, peer)
+
+    def _receive(self) -> list[Share]:
+        """All that is under way."""
+        count, self._ahead = self._ahead, 0
+        if self._batches is None:
+            return [self._receive_share() for _ in range(count)]
+        sent, self._sent = self._sent, []
+        for handle, peer in sent:
+            self._transport.wait(handle, self._doing("sending to", peer))
+        own, self._own = self._own, []
+        return own
+
+    def _receive_share(self) -> Share:
+        rows = self._plan.rows
+        outline = self._come(np.empty(2 + 2 * rows, np.int64))
+        valid_tokens, width = outline[:2].tolist()
+        spans = outline[2:].reshape(rows, 2).astype(np.int32)
+        tokens = np.empty((rows, width), np.int32 if self._takes_tokens else NO_TOKENS)
+        if self._takes_tokens:
+            self._come(tokens)
+        return self._share(MicroBatch(tokens, spans, self._replica * rows), valid_tokens)
+
+    def _share(self, part: MicroBatch, valid_tokens: int) -> Share:
+        plan = self._plan
+        if plan.pack:
+            return Share(pack(part, plan.microbatches), valid_tokens)
+        return Share(split(part, 1, 0, plan.micro_batch_size), valid_tokens)
+
+    def _post(self, array: Array, peer: int) -> None:
+        self._sent.append((self._transport.send(array, peer, BATCH_TAG), peer))
+
+    def _come(self, array: np.ndarray) -> np.ndarray:
+        handle = self._transport.receive(array, 0, BATCH_TAG)
+        self._transport.wait(handle, self._doing("waiting for", 0))
+        return array
+
+    def _doing(self, how: str, peer: int) -> Callable[[], str]:
+        me, other = (self._transport.name(rank) for rank in (self._transport.rank, peer))
+        return lambda: f"{me}, {_WHAT}, {how} {other}"

@@ -1,0 +1,282 @@
+"""Data sets, read and tokenised as mlx-lm does, with errors that name file and line.
+
+Only rank 0 reads data; the other ranks get their batches from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
+from mlx_lm.utils import load_tokenizer
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.engine.batches import Sample, Samples
+from shardmlx.errors import UserError, one_line
+from shardmlx.training.token_cache import DataCache, Tokenised
+
+Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
+"""Iterates over a sequence while showing how far it is; the text says over what."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSets:
+    """Tokenised samples; a set that the run does not need is empty."""
+
+    train: Sequence[Sample] = ()
+    valid: Sequence[Sample] = ()
+    test: Sequence[Sample] = ()
+    warnings: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, int]:
+        """Number of samples in each set."""
+        return {"train": len(self.train), "valid": len(self.valid), "test": len(self.test)}
+
+
+def read_tokenizer(model_path: Path, trust_remote_code: bool, eos: Any) -> TokenizerWrapper:
+    """The model's tokenizer, as mlx-lm sets it up."""
+    try:
+        return load_tokenizer(
+            model_path,
+            {"trust_remote_code": trust_remote_code},
+            eos_token_ids=eos,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"{model_path} holds no tokenizer that transformers can read: {one_line(error)}"
+        ) from None
+
+
+def read_data(
+    config: TrainConfig,
+    tokenizer: Callable[[], TokenizerWrapper],
+    max_positions: int | None,
+    progress: Progress = lambda text, items: iter(items),
+    cache: DataCache | None = None,
+) -> DataSets:
+    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit.
+
+    Sets that ``cache`` has are not tokenised again, and if it has all, ``tokenizer`` is not called.
+    """
+    sets: dict[str, Samples] = {}
+    warnings = []
+    for name, found in _find_sets(config, functools.cache(tokenizer), cache).items():
+        where, tokenised = found.where, found.tokenised
+        if tokenised is None:
+            indices = progress(f"tokenising {name}", range(len(found.rows)))
+            tokenised = Tokenised(_tokenise(found.rows, where, indices), _order(found.rows))
+            if cache is not None and found.digest is not None:
+                cache.keep(found.digest, tokenised)
+        samples = tokenised.samples
+        _check_lengths(samples, where, config, max_positions)
+        too_long = int((samples.lengths > config.max_seq_length).sum())
+        if too_long:
+            warnings.append(
+                f"{where(None)}: {too_long} of {len(samples)} sequences are longer than "
+                f"--max-seq-length {config.max_seq_length} and are cut (the longest has "
+                f"{samples.lengths.max()})"
+            )
+        ends = np.minimum(samples.lengths, config.max_seq_length)
+        only_prompts = int((samples.starts >= ends).sum())
+        if only_prompts:
+            warnings.append(
+                f"{where(None)}: of {only_prompts} of {len(samples)} sequences only the prompt is "
+                f"within --max-seq-length {config.max_seq_length}: nothing is learnt from them"
+            )
+        if len(samples) < config.batch_size:
+            raise UserError(
+                f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
+                f"{config.batch_size}: lower the batch size or add data"
+            )
+        sets[name] = samples[tokenised.order]
+    if config.train and "valid" not in sets:
+        warnings.append(f"{config.data} has no validation set: training without validation")
+    return DataSets(**sets, warnings=tuple(warnings))
+
+
+Where = Callable[[int | None], str]
+"""Names a row of a data set, or with None the set itself."""
+
+GetTokenizer = Callable[[], TokenizerWrapper]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A set of the data: its rows, as mlx-lm's own data-set object, or what became of them in an
+    earlier run. ``digest`` is of the bytes of the rows, where they are those of a file."""
+
+    where: Where
+    rows: Any = ()
+    digest: str | None = None
+    tokenised: Tokenised | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tokenised is None and not len(self.rows)
+
+
+def _find_sets(
+    config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+) -> dict[str, _Found]:
+    """The data sets that the run needs and that exist."""
+    needed = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
+    directory = Path(config.data)
+    if config.hf_dataset is not None or not directory.exists():
+        rows = _read_from_hub(config, tokenizer)
+        found = {
+            name: _Found(functools.partial(_row_of_hub, config.data, name), rows[name])
+            for name in needed
+        }
+    elif directory.is_dir():
+        found = {
+            name: _read_file(directory / f"{name}.jsonl", config, tokenizer, cache)
+            for name in needed
+        }
+    else:
+        raise UserError(f"--data {directory} is a file: name the directory with train.jsonl")
+    for name in set(needed) - {"valid"}:
+        if found[name].is_empty:
+            raise UserError(
+                f"{found[name].where(None)} is missing or empty: --data {config.data} must hold it"
+            )
+    return {name: found[name] for name in needed if not found[name].is_empty}
+
+
+def _row_of_file(path: Path, i: int | None) -> str:
+    return str(path) if i is None else f"{path}:{i + 1}"
+
+
+def _row_of_hub(data: str, name: str, i: int | None) -> str:
+    return f"{data}, {name} set" + ("" if i is None else f", row {i}")
+
+
+def _read_file(
+    path: Path, config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+) -> _Found:
+    where = functools.partial(_row_of_file, path)
+    if not path.exists():
+        return _Found(where)
+    digest = hashlib.sha256()
+    try:
+        # In bytes: text has line ends, such as U+2028, that are none in JSON.
+        with path.open("rb") as file:
+            if cache is not None:
+                tokenised = cache.find(hashlib.file_digest(file, "sha256").hexdigest())
+                if tokenised is not None:
+                    return _Found(where, tokenised=tokenised)
+                file.seek(0)
+            rows = []
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                rows.append(_parse(line, f"{path}:{number}"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    if not rows:
+        return _Found(where)
+    return _Found(where, _create(rows, str(path), config, tokenizer()), digest.hexdigest())
+
+
+def _parse(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
+        raise UserError(f"{where} is not JSON: {what} at column {error.colno}") from None
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is no JSON object: write one object on each line")
+    return row
+
+
+def _create(rows: Any, where: str, config: TrainConfig, tokenizer: TokenizerWrapper) -> Any:
+    try:
+        return create_dataset(rows, tokenizer, config)
+    except ValueError as error:
+        if config.mask_prompt and config.text_feature in rows[0]:
+            raise UserError(
+                f"{where}: --mask-prompt needs prompts, and this is plain text: "
+                "drop the flag, or write prompt and completion"
+            ) from None
+        keys = ", ".join(map(repr, rows[0])) or "none"
+        raise UserError(
+            f"{where}: no format that mlx-lm knows has the keys {keys}: write messages, "
+            "prompt and completion, or text"
+        ) from error
+
+
+def _read_from_hub(config: TrainConfig, tokenizer: GetTokenizer) -> dict[str, Any]:
+    own = tokenizer()
+    try:
+        train, valid, test = load_dataset(config, own)
+    except ImportError:
+        raise UserError(
+            f"--data {config.data}: there is no such directory; to read it from Hugging Face, "
+            "pip install datasets"
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"--data {config.data}: there is no such directory, and Hugging Face does not give it: "
+            f"{one_line(error)}"
+        ) from None
+    return {"train": train, "valid": valid, "test": test}
+
+
+def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:
+    tokens = array("i")
+    bounds = []
+    for i in indices:
+        begin = len(tokens)
+        try:
+            ids, start = rows.process(rows[i])
+            tokens.extend(ids)
+        except Exception as error:
+            # Whatever a template or a tokenizer raises, the row is to blame.
+            what = f"has no key {error}" if isinstance(error, KeyError) else one_line(error)
+            raise UserError(f"{where(i)} cannot be tokenised: {what}") from None
+        if len(tokens) == begin:
+            raise UserError(f"{where(i)} is empty: take the line out")
+        bounds.append((begin, len(tokens), start))
+    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
+
+
+def _order(rows: Any) -> np.ndarray:
+    """As mlx-lm cuts them into batches: it sorts rows, stably, by what it takes for their length,
+    which for rows of JSON is the number of their keys."""
+    length = CacheDataset(rows).itemlen
+    return np.array(sorted(range(len(rows)), key=length), np.int64)
+
+
+def _check_lengths(
+    samples: Samples, where: Where, config: TrainConfig, max_positions: int | None
+) -> None:
+    for i, (whole, start) in enumerate(
+        zip(samples.lengths.tolist(), samples.starts.tolist(), strict=True)
+    ):
+        length = min(whole, config.max_seq_length)
+        if max_positions is not None and length > max_positions:
+            raise UserError(
+                f"{where(i)} has {whole} tokens, and the model's limit is {max_positions}: "
+                f"use --max-seq-length {max_positions} to cut it"
+            )
+        if whole > config.max_seq_length and config.long_sequences == "error":
+            raise UserError(
+                f"{where(i)} has {whole} tokens, more than --max-seq-length "
+                f"{config.max_seq_length}: raise it, split the text, or use --long-sequences cut"
+            )
+        if start >= length and config.long_sequences == "error":
+            raise UserError(
+                f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
+                f"within --max-seq-length {config.max_seq_length}: raise it or take the line out"
+            )

@@ -1,0 +1,119 @@
+"""What was predicted of a run beside what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.memory_limits import PlannedMemory
+from shardmlx.costmodel.predict import predict, predict_memory
+from shardmlx.costmodel.workload import Workload
+from shardmlx.engine.batches import MicroBatch, Sample, make_batch
+from shardmlx.pipeline.plan import Plan
+
+
+@dataclass(slots=True)
+class Lengths:
+    """The lengths of the micro-batches of a run: T of its inputs, which ``texts`` share."""
+
+    texts: int = 1
+    _counts: Counter[int] = field(default_factory=Counter)
+
+    def count(self, microbatches: Sequence[MicroBatch]) -> None:
+        """One step's."""
+        self._counts.update(-(-microbatch.shape[1] // self.texts) for microbatch in microbatches)
+
+    @property
+    def mean(self) -> int:
+        """Rounded; times are nearly proportional to it."""
+        return round(sum(t * n for t, n in self._counts.items()) / self._counts.total())
+
+    @property
+    def longest(self) -> int:
+        return max(self._counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the plan says of a run with these micro-batches.
+
+    ``num_layers`` are of each stage, ``peaks`` of each pipeline rank; ``step_seconds`` is None
+    where no times were measured.
+    """
+
+    num_layers: tuple[int, ...]
+    peaks: tuple[int, ...]
+    step_seconds: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the metrics; bytes are of each pipeline rank."""
+        return {
+            "num_layers": list(self.num_layers),
+            "step_seconds": self.step_seconds,
+            "peak_memory_bytes": list(self.peaks),
+        }
+
+
+def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
+    """T of the longest micro-batch that these samples can make."""
+    longest = max(samples, key=lambda sample: len(sample[0]))
+    return make_batch([longest], max_seq_length).shape[1]
+
+
+def planned_memory(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    lengths: tuple[int, int],
+    checkpoint: bool,
+) -> tuple[PlannedMemory, ...]:
+    """What the plan expects of each world rank: with micro-batches of the first of ``lengths`` in a
+    step, and of the second, 0 for none, where they only pass forward."""
+    planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
+    if not lengths[1]:
+        return planned
+    config = replace(workload.config, train=False, test=True, resume="never")
+    forward = replace(workload, config=config)
+    return tuple(
+        replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
+        for step, passing in zip(
+            planned, _planned(plan, forward, cluster, lengths[1], checkpoint=False), strict=True
+        )
+    )
+
+
+def _planned(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, checkpoint: bool
+) -> tuple[PlannedMemory, ...]:
+    peaks, stages = predict_memory(
+        plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
+    )
+    planned = []
+    for rank, peak in enumerate(peaks):
+        own = [stages[index] for index in plan.stage_map.stages_of(rank)]
+        # A tied matrix that two stages of a rank hold is there once.
+        twice = [stage.tied for stage in own if stage.tied][1:]
+        planned.append(PlannedMemory(peak, sum(stage.resident for stage in own) - sum(twice)))
+    mesh = plan.mesh
+    return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
+
+
+def expect(
+    plan: Plan, workload: Workload, cluster: Cluster, lengths: Lengths, checkpoint: bool
+) -> Expected:
+    """Memory at the longest micro-batch, time at the mean length."""
+    peaks, _ = predict_memory(
+        plan, workload, lengths.longest, checkpoint=checkpoint, backend=cluster.backend
+    )
+    seconds = None
+    if cluster.unit == "seconds":
+        seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
+    return Expected(plan.stage_map.partition.sizes, tuple(peaks), seconds)
+
+
+def percent(measured: float, predicted: float) -> str:
+    """How far the measurement is from the prediction."""
+    return f"{100 * (measured / predicted - 1):+.0f}%"

@@ -1,0 +1,285 @@
+"""Measures how long the parts of a model take on this machine, with random weights.
+
+The times do not depend on what the weights are, so nothing of the model but its config.json is
+needed, and only a few of its layers are built. Ranks that share a machine measure at the same
+time, as they compute at the same time in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
+from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.optimizer import Updater
+from shardmlx.engine.stage import Stage
+from shardmlx.loading.build import unfreeze
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.slice import Slice
+from shardmlx.models.tensors import read_quantisation
+from shardmlx.training.setup import SETUP_SECONDS, optimizer_of
+
+LAYER_BYTES = 500_000_000
+"""Layers are measured together up to this size: more than caches hold, little to a machine."""
+
+MAX_LAYERS = 16
+
+REPEATS = 5
+
+WARM_UPS = 2
+"""The first runs allocate memory and compile kernels."""
+
+_LAYER = re.compile(r"\blayers\.\d+\.")
+
+
+@dataclass(slots=True)
+class _Laps:
+    """Seconds of what is done under ``lap``, by name."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def median(self, name: str) -> float:
+        """Without the warm-up; 0 for what was never done."""
+        return statistics.median(self.seconds.get(name, [])[WARM_UPS:] or [0.0])
+
+
+def measure(
+    model_config: Mapping[str, Any],
+    dtype: str,
+    config: TrainConfig,
+    new_optimizer: Callable[[], Optimizer],
+    shapes: Sequence[tuple[int, int]],
+    transport: Transport,
+    advance: Callable[[], None],
+) -> list[Sample]:
+    """One sample for each (rows, tokens a row). Collective; ``advance`` is called after each."""
+    model = build_sample_model(model_config, dtype)
+    frozen = []
+    for rows, length in shapes:
+        transport.barrier("measuring")
+        _, middle, _ = _stages(model)
+        frozen.append(_times(middle, rows, length, model.args.vocab_size))
+    unfreeze(model, replace(config, num_layers=-1))
+    mx.eval(model.parameters())
+    updates = [_update(stage, new_optimizer()) for stage in _stages(model)]
+    between = len(model.layers) - 2
+    samples = []
+    for (rows, length), of_frozen in zip(shapes, frozen, strict=True):
+        times = []
+        for stage, update in zip(_stages(model), updates, strict=True):
+            transport.barrier("measuring")
+            seconds = _times(stage, rows, length, model.args.vocab_size)
+            times.append(replace(seconds, update=update))
+        first, middle_seconds, last = times
+        layer = middle_seconds.scaled(1 / between)
+        # The first stage has no I: its W is its whole backward.
+        whole = Seconds(layer.forward, 0.0, layer.input_gradient + layer.weight_gradient)
+        samples.append(
+            Sample(
+                rows=rows,
+                length=length,
+                layer=layer,
+                frozen=of_frozen.scaled(1 / between),
+                embedding=first + replace(whole, update=layer.update).scaled(-1),
+                head=last + layer.scaled(-1),
+            )
+        )
+        advance()
+    return samples
+
+
+def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
+    """A frozen model of a few layers like those of ``model_config``, with random weights.
+
+    The first and the last layer go with the ends; those between are measured as layers. All are
+    quantised like the layer in the middle: recipes that mix widths give the outermost more bits.
+    """
+    one = _build(model_config, 1, dtype)
+    nbytes = sum(array.nbytes for _, array in tree_flatten(one.layers[0].parameters()))
+    between = max(1, min(MAX_LAYERS, LAYER_BYTES // nbytes))
+    model = _build(model_config, between + 2, dtype)
+    model.freeze()
+    mx.eval(model.parameters())
+    return model
+
+
+def _build(model_config: Mapping[str, Any], num_layers: int, dtype: str) -> nn.Module:
+    """mlx-lm's model with so many layers; nothing of it is computed yet."""
+    plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
+    plain["num_hidden_layers"] = num_layers
+    if plain.get("layer_types") is not None:
+        # Full attention everywhere: what it costs is an upper bound.
+        plain["layer_types"] = ["full_attention"] * num_layers
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(plain))
+        model, _ = load_model(Path(directory), lazy=True, strict=False)
+    model.set_dtype(getattr(mx, dtype))
+    _quantise(model, model_config)
+    return model
+
+
+def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
+    """As ``model_config`` says of the whole model, or of the model's layer in the middle."""
+    quantisation = read_quantisation(model_config)
+    if quantisation is None:
+        return
+    middle = f"layers.{model_config['num_hidden_layers'] // 2}."
+
+    def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
+        own = quantisation.of(_LAYER.sub(middle, path))
+        if own is None or not hasattr(module, "to_quantized"):
+            return False
+        # As mlx-lm converts: what cannot be divided into groups stays as it is.
+        return False if module.weight.shape[-1] % own.group_size else asdict(own)
+
+    nn.quantize(model, class_predicate=how)
+
+
+def _stages(model: nn.Module) -> list[Stage]:
+    """The first layer with the embedding, the middle, the last layer with the head."""
+    count = len(model.layers)
+    slices = [Slice(model, *ends) for ends in ((0, 1), (1, count - 1), (count - 1, count))]
+    trains = any(part.trainable for part in slices)
+    return [
+        Stage(index, part, needs_input_gradient=trains and index > 0)
+        for index, part in enumerate(slices)
+    ]
+
+
+def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:
+    """Of one micro-batch through a stage."""
+    random = np.random.RandomState(0)
+    tokens = random.randint(0, vocabulary, (rows, length + 1)).astype(np.int32)
+    microbatch = MicroBatch(tokens, np.array([[0, length]] * rows, np.int32), 0)
+    part = stage.part
+    x = None
+    if not part.is_first:
+        x = mx.random.normal((rows, length, part.hidden_size)).astype(part.dtype)
+        mx.eval(x)
+    laps = _Laps()
+    for j in range(WARM_UPS + REPEATS):
+        with laps.lap("F"):
+            stage.forward(j, microbatch, x, scale=1 / (rows * length))
+        if not stage.is_trained:
+            continue
+        if not part.is_last:
+            stage.fill_cotangent(j, mx.ones_like(stage.cotangent(j)))
+        if stage.needs_input_gradient:
+            with laps.lap("I"):
+                stage.backward_input(j)
+        with laps.lap("W"):
+            stage.backward_weight(j)
+    stage.gradients.clear()
+    return Seconds(*map(laps.median, "FIW"))
+
+
+def _update(stage: Stage, optimizer: Optimizer) -> float:
+    """Seconds of an optimizer step on a stage's trained weights."""
+    updater = Updater(optimizer, [stage])
+    laps = _Laps()
+    for _ in range(WARM_UPS + REPEATS):
+        for name in stage.names:
+            # Transposed, as the backward pass leaves them.
+            stage.gradients[name] = mx.random.normal(stage.part[name].shape[::-1]).T
+        mx.eval(stage.gradients)
+        with laps.lap("update"):
+            updater.apply(0.5)
+    return laps.median("update")
+
+
+def run(
+    config: TrainConfig,
+    shapes: Sequence[tuple[int, int]],
+    output: Path,
+    transport: Transport,
+    blas: Blas,
+) -> None:
+    """Measure micro-batches of ``shapes`` on every rank; rank 0 writes ``output``. Collective."""
+    reporter = Reporter(quiet=transport.rank != 0)
+    with transport.patient(SETUP_SECONDS):
+        read = by_rank_0(transport, "reading the model", lambda: _read(config, output))
+    model_config, workload = transport.broadcast(read, what="model")
+    reporter.say(str(blas))
+    with reporter.bar("measuring", len(shapes)) as bar:
+        samples = measure(
+            model_config,
+            workload.dtype,
+            config,
+            lambda: optimizer_of(config),
+            shapes,
+            transport,
+            bar.advance,
+        )
+    mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
+    machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
+    _show(reporter, machines)
+    work = work_of(config, workload.shape, workload.dtype, model_config.get("quantization"))
+    profile = Profile(work, tuple(machines))
+    by_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
+    reporter.say(f"Wrote {output}")
+
+
+def _read(config: TrainConfig, output: Path) -> tuple[dict[str, Any], Workload]:
+    check_writable(output, "--output")
+    files = open_model(config.model)
+    return dict(files.config), Workload.of(files, config)
+
+
+def _chip() -> str:
+    """The kind of machine that this is."""
+    name = mx.device_info().get("device_name")
+    return str(name) if name else platform.processor() or platform.machine()
+
+
+def _show(reporter: Reporter, machines: Sequence[MachineProfile]) -> None:
+    reporter.table(
+        ("rank", "host", "micro-batch", "layer F", "I", "W", "embedding", "head F", "I", "W"),
+        [
+            (
+                str(rank),
+                machine.host,
+                f"{each.rows} x {each.length}",
+                *_milliseconds(each.layer),
+                f"{1e3 * each.embedding.forward:.2f} ms",
+                *_milliseconds(each.head),
+            )
+            for rank, machine in enumerate(machines)
+            for each in machine.samples
+        ],
+    )
+
+
+def _milliseconds(seconds: Seconds) -> tuple[str, str, str]:
+    passes = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    forward, input_gradient, weight_gradient = (f"{1e3 * each:.2f} ms" for each in passes)
+    return forward, input_gradient, weight_gradient

@@ -1,0 +1,274 @@
+"""What a training run tells its user: a line every few steps, and a table at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+from shardmlx.common.formatting import gigabytes
+from shardmlx.common.reporter import Bar
+from shardmlx.costmodel.memory_limits import exceeded
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.stage import Stage
+from shardmlx.engine.step_meter import Meter, RankReport
+from shardmlx.pipeline.stage_map import write_stage_map
+from shardmlx.planning.rebalance import rebalanced
+from shardmlx.planning.stragglers import Watch, compute_of_ranks
+from shardmlx.training.predicted import Expected, Lengths, expect, percent
+from shardmlx.training.setup import Job
+
+
+class TrainingReport:
+    """Collects what the steps gave, and reports it. Methods are collective unless they say not."""
+
+    def __init__(self, job: Job, meter: Meter) -> None:
+        self._job = job
+        self._config = job.config
+        self._meter = meter
+        self._reporter = job.reporter
+        self._losses: list[dict[int, float]] = []
+        self._tokens: list[int] = []
+        self._total_tokens = 0
+        self._skipped = 0
+        self._lengths = Lengths(job.plan.micro_batch_size if job.plan.pack else 1)
+        self._watch = Watch.of(job.plan, job.cluster)
+        self._callback: Any = None
+
+    def open_services(self) -> None:
+        """Start the services of ``--report-to``. On rank 0 only."""
+        self._callback = get_reporting_callbacks(
+            self._config.report_to,
+            project_name=self._config.project_name,
+            log_dir=self._config.adapter_path,
+            config=self._config.to_adapter_config(),
+        )
+
+    def count(
+        self, microbatches: Sequence[MicroBatch], losses: dict[int, float], tokens: int
+    ) -> None:
+        """A step was made, of so many tokens in the whole batch. Not collective."""
+        self._lengths.count(microbatches)
+        self._losses.append(losses)
+        self._tokens.append(tokens)
+
+    def nonfinite(self, stages: Sequence[Stage]) -> tuple[int, str] | None:
+        """What this rank has, in the step that was counted last, that is not finite.
+
+        The lower the number the nearer to the cause. Not collective.
+        """
+        where = self._job.transport.name(self._job.transport.rank)
+        for j, loss in self._losses[-1].items():
+            if not math.isfinite(loss):
+                return 0, f"the loss of micro-batch {j} is {loss} on {where}"
+        for stage in stages:
+            for name, gradient in stage.gradients.items():
+                if not mx.isfinite(gradient).all().item():
+                    return (
+                        1,
+                        f"the gradient of {name} is not finite on {where}, stage {stage.index}",
+                    )
+        return None
+
+    def pass_over(self, steps: int) -> None:
+        """The last steps led to no update: they are counted, their losses not. Not collective."""
+        self._skipped += 1
+        del self._losses[-steps:], self._tokens[-steps:]
+
+    def mine(self) -> list[float]:
+        """This rank's losses since the last report, by step. Not collective."""
+        return [sum(losses.values()) for losses in self._losses]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the report beside ``mine``. Not collective."""
+        return {
+            "tokens": list(self._tokens),
+            "total_tokens": self._total_tokens,
+            "skipped": self._skipped,
+        }
+
+    def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[float]]) -> None:
+        """Go on from what ``state`` and, on all ranks of that run, ``mine`` returned."""
+        self._tokens = list(state["tokens"])
+        self._total_tokens = state["total_tokens"]
+        self._skipped = state["skipped"]
+        is_mine = self._job.transport.rank == 0
+        self._losses = [{0: sum(losses)} if is_mine else {} for losses in zip(*mine, strict=True)]
+
+    def step(self, step: int, learning_rate: float, grad_norm: float | None, bar: Bar) -> None:
+        """The mean of the steps since the last report, and what each rank did."""
+        report = self._meter.report(self._losses)
+        steps, tokens = len(self._tokens), sum(self._tokens)
+        valid, self._losses, self._tokens = self._tokens, [], []
+        self._total_tokens += tokens
+        if report is None:
+            return
+        ranks, losses = report
+        if not steps:
+            self._reporter.warn(f"step {step}: every step since the last report was skipped")
+            return
+        loss = (
+            sum(
+                sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, valid[i])
+                for i in range(steps)
+            )
+            / steps
+        )
+        step_seconds = ranks[0].times.step_seconds
+        speed = tokens / steps / step_seconds
+        bar.note(f"loss {loss:.3f}  {speed:.0f} tok/s")
+        skipped = f", {self._skipped} skipped" if self._skipped else ""
+        self._reporter.say(
+            f"step {step}: loss {loss:.4f}, learning rate {learning_rate:.2e}, "
+            f"{speed:.1f} tokens/s, {step_seconds:.2f} s a step{skipped} | "
+            + " | ".join(map(_describe, ranks))
+        )
+        self._reporter.event(
+            "train",
+            {
+                "step": step,
+                "loss": loss,
+                "tokens": tokens,
+                "tokens_per_second": speed,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm,
+                "skipped": self._skipped,
+                "step_seconds": step_seconds,
+                "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
+                "ranks": self._as_json(ranks),
+            },
+        )
+        self._look_for_stragglers(step, ranks)
+        if self._callback is not None:
+            self._callback.on_train_loss_report(
+                {
+                    "iteration": step,
+                    "train_loss": loss,
+                    "learning_rate": learning_rate,
+                    "iterations_per_second": 1 / step_seconds,
+                    "tokens_per_second": speed,
+                    "trained_tokens": self._total_tokens,
+                    "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
+                }
+            )
+
+    def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
+        job = self._job
+        predicted = compute_of_ranks(
+            job.plan,
+            job.workload,
+            job.cluster,
+            self._lengths.mean,
+            checkpoint=self._config.grad_checkpoint,
+        )
+        for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
+            self._reporter.warn(str(straggler))
+            self._reporter.event("straggler", straggler.as_json())
+
+    def validation(self, step: int, loss: float, seconds: float) -> None:
+        """On rank 0."""
+        self._reporter.say(f"step {step}: val loss {loss:.4f}, in {seconds:.1f} s")
+        self._reporter.event("val", {"step": step, "loss": loss, "seconds": round(seconds, 3)})
+        if self._callback is not None:
+            self._callback.on_val_loss_report(
+                {"iteration": step - 1, "val_loss": loss, "val_time": seconds}
+            )
+
+    def summary(self, seconds: float, checkpoints: Mapping[str, Any]) -> None:
+        """Where time and memory went, beside what was predicted of them. Not collective."""
+        ranks = self._meter.summary()
+        if not ranks:
+            return
+        expected = self._expected()
+        pp = self._job.plan.mesh.pp
+        predicted = [expected.peaks[each.rank % pp] for each in ranks]
+        self._reporter.table(
+            (
+                "rank",
+                "host",
+                "step",
+                "compute",
+                "exposed communication",
+                "bubble",
+                "peak memory",
+                "predicted",
+                "",
+            ),
+            [
+                (
+                    str(each.rank),
+                    self._job.transport.hosts[each.rank],
+                    f"{each.times.step_seconds:.3f} s",
+                    f"{each.times.compute_seconds:.3f} s",
+                    f"{each.times.exposed_comm_seconds:.3f} s",
+                    f"{100 * each.times.bubble:.1f}%",
+                    gigabytes(each.peak_memory_bytes),
+                    gigabytes(peak),
+                    percent(each.peak_memory_bytes, peak),
+                )
+                for each, peak in zip(ranks, predicted, strict=True)
+            ],
+        )
+        step_seconds = ranks[0].times.step_seconds
+        if expected.step_seconds is not None:
+            self._reporter.say(
+                f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
+                f"({percent(step_seconds, expected.step_seconds)})"
+            )
+        peaks = [each.peak_memory_bytes for each in ranks]
+        for warning in exceeded(self._job.limits, self._job.transport.hosts, peaks):
+            self._reporter.warn(warning)
+        self._rebalance(ranks)
+        self._reporter.event(
+            "summary",
+            {
+                "steps": self._config.iters,
+                "tokens": self._total_tokens,
+                "skipped": self._skipped,
+                "seconds": round(seconds, 3),
+                "checkpoints": checkpoints,
+                "ranks": self._as_json(ranks),
+                "predicted": expected.as_json(),
+                "memory_limits": [each.as_json() for each in self._job.limits],
+            },
+        )
+
+    def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
+        """With the peak memory that was planned before the run, for its longest sequence."""
+        return [
+            {**each.as_json(), "planned_peak_bytes": self._job.limits[each.rank].planned.peak}
+            for each in ranks
+        ]
+
+    def _rebalance(self, ranks: Sequence[RankReport]) -> None:
+        """Write the stage map that these times would want, if it was asked for."""
+        if self._config.rebalance is None:
+            return
+        job = self._job
+        wanted = rebalanced(
+            job.plan, job.workload, job.cluster, _compute_seconds(ranks), self._lengths.mean
+        )
+        if wanted is None:
+            self._reporter.warn("--rebalance: no times were measured of some rank: nothing written")
+            return
+        write_stage_map(wanted.stage_map, self._config.rebalance, str(wanted))
+        self._reporter.say(f"{self._config.rebalance}: {wanted}")
+
+    def _expected(self) -> Expected:
+        """What the plan says of the steps that were run."""
+        job = self._job
+        return expect(
+            job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
+        )
+
+
+def _compute_seconds(ranks: Sequence[RankReport]) -> list[float]:
+    return [each.times.compute_seconds for each in ranks]
+
+
+def _describe(rank: RankReport) -> str:
+    memory = gigabytes(rank.peak_memory_bytes)
+    return f"rank {rank.rank} {memory}, {100 * rank.times.bubble:.0f}% bubble"

@@ -1,0 +1,308 @@
+"""The training run: what ``mlx_lm.lora`` does, on every rank of the mesh.
+
+What shows in the loss curve is as mlx-lm has it: the order of batches, their padding, when
+validation draws its own, how gradients of several steps make one update.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.checkpoint.export import Collector, save_adapters, save_model, write_adapter_config
+from shardmlx.common.environment import Blas
+from shardmlx.common.reporter import Bar, Reporter
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import Batches, random_state, set_random_state
+from shardmlx.engine.optimizer import Updater
+from shardmlx.engine.step_meter import Meter
+from shardmlx.engine.trace import Span
+from shardmlx.errors import AgreedFailure, Stopped
+from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
+from shardmlx.training.checkpointing import Checkpoints, Point, restore
+from shardmlx.training.report import TrainingReport
+from shardmlx.training.setup import SETUP_SECONDS, Job, prepare_job
+
+
+def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
+    """Train, or test, as ``config`` says, which is the same on all ranks. Collective.
+
+    Raises ``AgreedError`` on all ranks alike for what the user can mend; ``Stopped`` after a
+    signal, when all is saved; ``AgreedFailure`` where the run itself cannot go on.
+    """
+    metrics = Path(config.metrics_file) if config.metrics_file else None
+    quiet = transport.rank != 0
+    reporter = by_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
+    try:
+        reporter.say(str(blas))
+        transport.activity = "loading"
+        trainer = Trainer(prepare_job(config, transport, reporter))
+        if config.train:
+            trainer.train()
+        if config.test:
+            trainer.test()
+    finally:
+        reporter.close()
+
+
+class Trainer:
+    """One rank's part of the run. All public methods are collective."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._config = config = job.config
+        self._transport = job.transport
+        self._reporter = job.reporter
+        self._engine = job.engine
+        trace = Path(config.trace) if config.trace else None
+        self._meter = Meter(job.transport, job.engine.recorder, trace)
+        self._report = TrainingReport(job, self._meter)
+        self._updater = Updater(job.optimizer, job.stages)
+        self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
+        self._checkpoints = Checkpoints(job, self._updater)
+        # In the place of mlx-lm's np.random: training and validation draw from the same state.
+        self._random = np.random.RandomState(config.seed)
+        self._batches = self._open("train", loop=True)
+        self._place: Mapping[str, Any] = {}
+        self._start = 0
+        self._grad_norm: float | None = None
+        self._spoiled = False
+
+    def train(self) -> None:
+        """All iterations that are left, with validation, reports and saving in between."""
+        config = self._config
+        by_rank_0(self._transport, "opening the output", self._open_output)
+        self._resume()
+        how = self._transport.stop_command()
+        if how is not None and self._job.resumption.place is not None:
+            # At Ctrl-C mpirun leaves its ranks half a second.
+            self._reporter.say(f"To stop with a checkpoint: {how}")
+        start = time.monotonic()
+        try:
+            with (
+                self._reporter.bar("training", config.iters, self._start) as bar,
+                self._feed(self._batches, config.iters - self._start) as feed,
+            ):
+                for step in range(self._start + 1, config.iters + 1):
+                    self._iterate(step, feed, bar)
+        except StopRequested as request:
+            self._leave(request.number)
+        saved_at = config.iters - config.iters % config.save_every
+        if saved_at != config.iters or self._start == config.iters:
+            self._save(None)
+        self._checkpoints.save()
+        self._checkpoints.finish()
+        self._meter.write_trace()
+        self._report.summary(time.monotonic() - start, self._checkpoints.summary())
+        self._reporter.say(f"Saved to {config.adapter_path}")
+
+    def test(self) -> None:
+        """Loss on the test set."""
+        try:
+            loss = self._evaluate("test", self._config.test_batches, "testing")
+        except StopRequested as request:
+            raise Stopped(request.number, "testing was interrupted") from None
+        if loss is not None:
+            perplexity = math.exp(min(loss, 700.0))
+            self._reporter.say(f"Test loss {loss:.3f}, Test ppl {perplexity:.3f}.")
+            self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
+
+    def _open_output(self) -> None:
+        config = self._config
+        if config.fine_tune_type != "full":
+            write_adapter_config(Path(config.adapter_path), config.to_adapter_config())
+        self._report.open_services()
+
+    def _open(self, name: str, *, loop: bool) -> Batches | None:
+        """On rank 0, the batches of a data set."""
+        if self._job.data is None:
+            return None
+        return Batches(
+            getattr(self._job.data, name),
+            self._config.batch_size,
+            self._config.max_seq_length,
+            self._random,
+            loop=loop,
+        )
+
+    def _feed(self, batches: Batches | None, count: int) -> BatchFeed:
+        return BatchFeed(self._job.plan, self._transport, batches, count)
+
+    def _resume(self) -> None:
+        found = self._job.resumption.found
+        if found is None:
+            return
+        manifest = found.manifest
+        state = manifest.state
+        with self._transport.patient(SETUP_SECONDS):
+            restore(found, self._transport, self._job.stages, self._updater)
+        self._start = manifest.step
+        self._meter.start_after(manifest.step)
+        self._report.restore(state["report"], state["ranks"])
+        if self._batches is not None:
+            set_random_state(self._random, state["random"])
+            self._batches.go_to(state["batches"])
+        self._place = self._reached()
+        self._checkpoints.mark(self._point(manifest.step))
+        if self._job.resumption.is_in_place:
+            self._checkpoints.resumed(manifest.step)
+        where = found.store.path(manifest.step)
+        left = self._config.iters - manifest.step
+        self._reporter.go_on()
+        self._reporter.say(f"Resumed from {where}: {left} of {self._config.iters} steps are left")
+        self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
+
+    def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> None:
+        config = self._config
+        self._transport.activity = f"step {step}"
+        with self._engine.recorder.span(Span.STEP, f"batch {step}"):
+            (share,) = feed.take()
+        self._meter.count(step)
+        if step in (1, config.iters) or step % config.steps_per_eval == 0:
+            self._validate(step)
+            self._transport.activity = f"step {step}"
+        with self._engine.recorder.span(Span.STEP, f"step {step}"):
+            # Drawn after the validation's, as in mlx-lm, the next batch travels while this one
+            # computes. A checkpoint of this step goes on with it, not with the one after.
+            self._place = self._reached()
+            feed.send_ahead()
+            self._step(step, share)
+        self._meter.count(step)
+        bar.advance()
+        if step % config.steps_per_report == 0 or step == config.iters:
+            self._report.step(step, self._updater.learning_rate, self._grad_norm, bar)
+        if step % config.grad_accumulation_steps == 0:
+            self._checkpoints.mark(self._point(step))
+        if step % config.save_every == 0:
+            self._save(f"{step:07d}_adapters.safetensors")
+        if step % config.checkpoint_every == 0:
+            self._checkpoints.save()
+        self._checkpoints.report()
+
+    def _step(self, step: int, share: Share) -> None:
+        config = self._config
+        last_of_update = step % config.grad_accumulation_steps == 0
+        losses = self._engine.train_step(
+            share.microbatches,
+            scale=1 / max(1, share.valid_tokens),
+            key=(config.seed, step),
+            reduce=last_of_update,
+        )
+        self._report.count(share.microbatches, losses, share.valid_tokens)
+        self._spoiled |= not all(map(math.isfinite, losses.values()))
+        if last_of_update:
+            self._update(step)
+        if mx.get_cache_memory() > config.clear_cache_threshold:
+            mx.clear_cache()
+
+    def _update(self, step: int) -> None:
+        """One optimizer update with the mean of the gradients since the last."""
+        limit = self._config.max_grad_norm
+        scale = 1 / self._config.grad_accumulation_steps
+        # Of every update, on all ranks alike: a step that is not finite must not be made by any.
+        self._grad_norm = norm = scale * self._engine.gradient_norm(self._spoiled)
+        self._spoiled = False
+        if not math.isfinite(norm):
+            self._pass_over(step)
+            return
+        if limit is not None and norm > limit:
+            scale *= limit / (norm + 1e-6)
+        self._checkpoints.release()
+        with self._engine.recorder.span(Span.UPDATE, "optimizer"):
+            self._updater.apply(scale)
+
+    def _pass_over(self, step: int) -> None:
+        """Loss or gradient is not finite: forget the gradients, or end the run."""
+        found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
+        _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
+        if self._config.on_nonfinite == "stop":
+            kept = self._keep()
+            self._save(None)
+            advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
+            raise AgreedFailure(f"step {step}: {what}: {kept}; {advice}")
+        self._reporter.warn(f"step {step}: {what}: the update is skipped")
+        self._updater.forget()
+        self._report.pass_over(self._config.grad_accumulation_steps)
+
+    def _point(self, step: int) -> Point:
+        """The run after the update of ``step``."""
+        state = {} if self._batches is None else {"report": self._report.state(), **self._place}
+        return Point(step, state, self._report.mine())
+
+    def _reached(self) -> dict[str, Any]:
+        """On rank 0, from where the next batches are drawn."""
+        if self._batches is None:
+            return {}
+        return {"random": random_state(self._random), "batches": self._batches.position()}
+
+    def _keep(self) -> str:
+        """Save the last update, and say where it is."""
+        step = self._checkpoints.save()
+        self._checkpoints.finish()
+        if step is None:
+            return f"what was trained before is in {self._config.adapter_path}"
+        place = self._job.resumption.place
+        assert place is not None, "it was saved there"
+        return f"the run up to step {step} is in {place.store.path(step)}"
+
+    def _leave(self, number: int) -> None:
+        """Save everything, then end in order."""
+        self._reporter.say(f"{signal.Signals(number).name}: saving, then leaving")
+        kept = self._keep()
+        self._save(None)
+        self._meter.write_trace()
+        raise Stopped(number, f"stopped by {signal.Signals(number).name}: {kept}")
+
+    def _validate(self, step: int) -> None:
+        start = time.monotonic()
+        loss = self._evaluate("valid", self._config.val_batches, "validating")
+        self._meter.skip(step)
+        if loss is not None:
+            self._report.validation(step, loss, time.monotonic() - start)
+
+    def _evaluate(self, name: str, num_batches: int, description: str) -> float | None:
+        """Mean loss of a token, on rank 0; None elsewhere, and where there is no such data."""
+        plan, config = self._job.plan, self._config
+        available = self._job.sizes[name] // config.batch_size
+        remaining = available if num_batches == -1 else min(num_batches, available)
+        if not remaining:
+            return None
+        # Several batches at once keep all stages busy.
+        at_once = -(-4 * plan.mesh.pp // plan.microbatches)
+        feed = self._feed(self._open(name, loop=False), remaining)
+        total, tokens = 0.0, 0
+        self._transport.activity = description
+        for stage in self._job.stages:
+            stage.part.train(False)
+        with self._reporter.bar(description, remaining) as bar, feed:
+            while shares := feed.take(at_once):
+                feed.send_ahead(at_once)
+                losses = self._engine.evaluate(
+                    [microbatch for share in shares for microbatch in share.microbatches]
+                )
+                total += sum(losses.values())
+                tokens += sum(share.valid_tokens for share in shares)
+                bar.advance(len(shares))
+        for stage in self._job.stages:
+            stage.part.train()
+        totals = self._transport.gather(total, what=description)
+        return None if totals is None else sum(totals) / max(1, tokens)
+
+    def _save(self, copy_as: str | None) -> None:
+        """Write what was trained so far, under its final name and, for adapters, as a copy."""
+        directory, rank = Path(self._config.adapter_path), self._transport.rank
+        # A rank waits until rank 0 has written what comes before.
+        with self._transport.patient(SETUP_SECONDS):
+            if self._config.fine_tune_type == "full":
+                save_model(self._collector, self._job.model_path, directory, rank)
+            else:
+                save_adapters(self._collector, directory, copy_as, rank)

@@ -1,0 +1,226 @@
+"""What tests of checkpoints share: stores with small checkpoints in them, and writers and readers
+on ranks that are threads."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.checkpoint.placement import Storage, choose_storage, find_disks
+from shardmlx.checkpoint.reader import CheckpointReader, Search, find_checkpoint
+from shardmlx.checkpoint.store import FileInfo, Manifest, Store
+from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
+from shardmlx.common.durable_files import write_durably
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.transport import Transport, buffer_of
+
+Tensors = dict[str, mx.array]
+Bytes = dict[str, tuple[tuple[int, ...], mx.Dtype, bytes]]
+
+
+OLD = {"weights-00.safetensors": b"old weights", "optimizer-00.safetensors": b"old state"}
+NEW = {
+    "weights-00.safetensors": b"the new weights",
+    "optimizer-00.safetensors": b"",
+    "a.safetensors": b"1",
+}
+"""Files of two checkpoints."""
+
+
+def file_info(name: str, content: bytes) -> FileInfo:
+    return FileInfo(name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def manifest_of(step: int, files: Mapping[str, bytes] | None = None) -> Manifest:
+    """Of a checkpoint with files of these contents."""
+    return Manifest(
+        step=step,
+        files=tuple(file_info(name, content) for name, content in (files or {}).items()),
+        identity={"model": "a"},
+        state={"report": {"tokens": [3, 4]}},
+        plan={"pp": 2},
+        versions={"mlx": "0.32.4"},
+    )
+
+
+def put(store: Store, step: int, files: Mapping[str, bytes]) -> Manifest:
+    """Write a checkpoint, as one rank alone would."""
+    partial = store.begin(step)
+    for name, content in files.items():
+        write_durably(partial / name, content)
+    manifest = manifest_of(step, files)
+    store.commit(manifest)
+    return manifest
+
+
+def content(store: Store, step: int) -> dict[str, bytes]:
+    """The files of a checkpoint."""
+    return {f.name: (store.path(step) / f.name).read_bytes() for f in store.manifest(step).files}
+
+
+def names(store: Store) -> set[str]:
+    """All that lies in a store."""
+    return {path.name for path in store.directory.iterdir()}
+
+
+def is_sound(store: Store, step: int) -> bool:
+    return not any(store.fault(step, file) for file in store.manifest(step).files)
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def tensors_of(owner: int, seed: int = 0) -> Tensors:
+    """Some tensors of a rank, of sizes and types that checkpoints hold."""
+    random = np.random.RandomState(100 * seed + owner)
+    matrix = mx.array(random.standard_normal((7, 5)).astype(np.float32))
+    tensors = {
+        f"layers.{owner}.matrix": matrix,
+        f"layers.{owner}.turned": matrix.T,
+        f"layers.{owner}.short": matrix.astype(mx.bfloat16),
+        f"layers.{owner}.half": matrix[0].astype(mx.float16),
+        f"layers.{owner}.step": mx.array(10 * seed + owner, mx.uint64),
+        f"layers.{owner}.none": mx.zeros((0, 3)),
+    }
+    mx.eval(tensors)
+    return tensors
+
+
+def as_bytes(tensors: Mapping[str, mx.array]) -> Bytes:
+    """Tensors as what can be compared to the bit."""
+    arrays = {name: mx.contiguous(array) for name, array in tensors.items()}
+    mx.eval(arrays)
+    return {
+        name: (tuple(array.shape), array.dtype, bytes(buffer_of(array)))
+        for name, array in arrays.items()
+    }
+
+
+def whole(owners: int, seed: int = 0) -> Bytes:
+    """All tensors of a checkpoint that ``owners`` ranks save."""
+    return {k: v for owner in range(owners) for k, v in as_bytes(tensors_of(owner, seed)).items()}
+
+
+def snapshots(owner: int, seed: int = 0) -> list[Snapshot]:
+    """The part of a rank: two files."""
+    tensors = tensors_of(owner, seed)
+    first = {name: tensors.pop(name) for name in list(tensors)[:4]}
+    return [
+        Snapshot.of(f"weights-{owner:02d}.safetensors", first),
+        Snapshot.of(f"optimizer-{owner:02d}.safetensors", tensors),
+    ]
+
+
+def hosts(base: Path, seen: str) -> list[Path]:
+    """The checkpoint directory of each rank: those of the same letter see the same."""
+    return [base / each / "checkpoints" for each in seen]
+
+
+def complete(directories: Sequence[Path]) -> dict[str, list[int]]:
+    """The steps of the complete checkpoints on each disk."""
+    return {d.parent.name: Store(d).steps() for d in sorted(set(directories))}
+
+
+def left_over(directories: Sequence[Path]) -> set[str]:
+    """What is not complete on any disk."""
+    return {p.name for d in set(directories) for p in d.iterdir() if p.name.startswith("partial")}
+
+
+def on_ranks(directories: Sequence[Path], work: Callable[[LocalTransport, Store], Any]) -> Any:
+    """``work`` on a rank for each directory, in which it has its store; results by rank."""
+    network = LocalNetwork(len(directories), timeout=20)
+    try:
+        return network.run(lambda t: work(t, Store(directories[t.rank])))
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join(20)
+                assert not thread.is_alive()
+
+
+def storage_on(transport: Transport, store: Store, kind: str, owners: int) -> Storage:
+    names = [transport.name(rank) for rank in range(transport.size)]
+    return choose_storage(kind, find_disks(transport, store.directory), owners, names)
+
+
+def writer_on(
+    transport: Transport, store: Store, kind: str, owners: int, keep: int = 3
+) -> CheckpointWriter:
+    return CheckpointWriter(transport, store, storage_on(transport, store, kind, owners), keep)
+
+
+def begin(writer: CheckpointWriter, rank: int, owners: int, step: int, seed: int = 0) -> None:
+    """Start to save a rank's tensors."""
+    parts = snapshots(rank, seed) if rank < owners else []
+    writer.start(manifest_of(step) if rank == 0 else None, step, parts)
+
+
+def save(
+    directories: Sequence[Path],
+    kind: str,
+    owners: int,
+    steps: Mapping[int, int] | Sequence[int] = (1,),
+    keep: int = 3,
+) -> None:
+    """Write the checkpoints of ``steps``, of tensors with the seed that is given with each."""
+    seeds = steps if isinstance(steps, Mapping) else dict.fromkeys(steps, 0)
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, kind, owners, keep)
+        for step, seed in seeds.items():
+            begin(writer, transport.rank, owners, step, seed)
+        writer.wait()
+
+    on_ranks(directories, work)
+
+
+def search(directories: Sequence[Path], step: int | None = None) -> Search:
+    """What ranks find that see these directories, which is the same on all."""
+
+    def work(transport: LocalTransport, store: Store) -> Search:
+        return find_checkpoint(transport, store, find_disks(transport, store.directory), step)
+
+    everyone: list[Search] = on_ranks(directories, work)
+    first, *others = everyone
+    for other in others:
+        assert (other.found is None) == (first.found is None)
+        assert other.faults == first.faults
+        if first.found is not None and other.found is not None:
+            assert other.found.manifest == first.found.manifest
+            assert other.found.disks == first.found.disks
+    return first
+
+
+def load(directories: Sequence[Path], step: int | None = None) -> Bytes:
+    """What ranks that see these directories read, every one another share, and some all."""
+
+    def work(transport: LocalTransport, store: Store) -> Bytes:
+        disks = find_disks(transport, store.directory)
+        found = find_checkpoint(transport, store, disks, step).found
+        assert found is not None
+        reader = CheckpointReader(transport, found)
+        names = sorted(reader.names("weights") + reader.names("optimizer"))
+        if transport.rank == transport.size - 1:
+            mine = set(names)
+        else:
+            mine = set(names[transport.rank :: transport.size])
+        tensors: Tensors = {}
+        for kind in ("weights", "optimizer"):
+            tensors |= reader.read(kind, mine.__contains__)
+        assert set(tensors) == mine
+        return as_bytes(tensors)
+
+    everyone: list[Bytes] = on_ranks(directories, work)
+    for each in everyone:
+        assert each == {name: everyone[-1][name] for name in each}
+    return everyone[-1]

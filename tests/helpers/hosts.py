@@ -1,0 +1,257 @@
+"""Several hosts on this machine, each a set of Linux namespaces: mpirun crosses real TCP links
+between them, which may be slow, and which a test can cut.
+
+Each host has its own name, address, home, temporary directory and process that holds its
+namespaces. Of the disk it sees all of this machine but ``/tmp``, and writes only to its own
+``/tmp``: so Python and this repository are everywhere, and what a host writes is nowhere else.
+Nothing has a name outside: a killed run takes its hosts with it, and two labs may be up at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpirun import ROOT
+
+NETWORK = "10.77.0"
+TMP = Path("/tmp")
+HOME = TMP / "home"
+"""As each host sees its own."""
+
+_HOST = Path(__file__).with_name("host.sh")
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_NOT_THERE = (
+    *("XDG_CACHE_HOME", "HF_HOME", "PRTE_MCA_prte_tmpdir_base"),
+    "PRTE_MCA_rmaps_default_mapping_policy",
+)
+"""Variables that would lead out of a host's own directories, or put all ranks on one host."""
+
+_AGENT = """#!/bin/sh
+# In the place of ssh: HOST COMMAND...
+host=$1
+shift
+case $host in
+{cases}
+*) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+esac
+"""
+_CASE = """\
+{host})
+    if ! kill -0 {pid} 2>/dev/null; then
+        echo "ssh: connect to host $host port 22: No route to host" >&2
+        exit 255
+    fi
+    {enter} sh -c "$*"
+    status=$?
+    # As ssh, which does not notice for long that a host is gone.
+    while ! kill -0 {pid} 2>/dev/null && kill -0 $PPID; do sleep 0.2; done
+    exit $status ;;
+"""
+
+
+def missing() -> str | None:
+    """What this machine lacks, if anything."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        packages = " ".join(sorted({_TOOLS[tool] for tool in absent}))
+        return f"needs {' and '.join(absent)}: apt-get install {packages}"
+    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode:
+        return "this machine allows no network namespaces"
+    return None
+
+
+def require() -> None:
+    """Skip the test where there can be no hosts."""
+    if lacks := missing():
+        pytest.skip(lacks)
+
+
+class Lab:
+    """Hosts ``mac1``, ``mac2``, ... that are up, on one network. Commands are those of ``mac1``."""
+
+    def __init__(self, directory: Path, holders: dict[str, subprocess.Popen[str]], slots: int):
+        self._directory = directory
+        self._holders = holders
+        self.hosts = tuple(holders)
+        self.agent = TMP / "agent"
+        """What takes the place of ssh."""
+        self.hostfile = TMP / "hosts"
+        """On the first host."""
+        machines = "".join(f"{host} slots={slots}\n" for host in holders)
+        (directory / self.hosts[0] / self.hostfile.name).write_text(machines)
+        cases = "".join(map(self._case, holders))
+        for host in holders:  # mpirun's daemons look for it too
+            agent = directory / host / self.agent.name
+            agent.write_text(_AGENT.format(cases=cases))
+            agent.chmod(0o755)
+        network = f"{NETWORK}.0/24"
+        self.mpirun_options = (
+            *("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+            *("--prtemca", "prte_if_include", network),
+            *("--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", network),
+        )
+
+    def home(self, host: str) -> Path:
+        """From outside: where the commands of a host run, which is ``HOME`` there."""
+        return self._directory / host / "home"
+
+    def command(self, host: str, *command: str | Path) -> list[str]:
+        """``command``, run on a host, in its home."""
+        return [*self._enter(host), *map(str, command)]
+
+    def mpirun(self, n: int, *args: str | Path) -> list[str]:
+        """``mpirun -n N python ARGS`` as it is called on the first host."""
+        return self.command(
+            self.hosts[0],
+            Path(sys.executable).with_name("mpirun"),
+            *("-n", str(n), "--hostfile", self.hostfile),
+            *("--prtemca", "plm_ssh_agent", self.agent),
+            *self.mpirun_options,
+            sys.executable,
+            *args,
+        )
+
+    def replace(self, host: str, path: Path, text: str) -> None:
+        """Give a file other content, on that host alone."""
+        name = "-".join(path.parts[1:])
+        (self._directory / host / name).write_text(text)
+        _in(self._holders[host], "--mount", "mount", "--bind", str(TMP / name), str(path))
+
+    def cut(self, host: str | None = None) -> None:
+        """Take the link of a host away, by default of the last: nothing more comes, and nobody is
+        told."""
+        _in(self._holders[host or self.hosts[-1]], "--net", "ip", "link", "set", "eth0", "down")
+
+    def power_off(self, host: str) -> None:
+        """End a host: as with ``cut``, nobody is told."""
+        self.cut(host)
+        holder = self._holders[host]
+        inside = list(_inside(holder.pid))
+        holder.kill()
+        holder.wait()
+        for pid in inside:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _enter(self, host: str) -> list[str]:
+        return [
+            *("nsenter", "--target", str(self._holders[host].pid), "--net", "--uts", "--mount"),
+            *("env", *(f"--unset={name}" for name in _NOT_THERE)),
+            *(f"--chdir={HOME}", f"HOME={HOME}", f"TMPDIR={TMP}"),
+        ]
+
+    def _case(self, host: str) -> str:
+        enter = shlex.join(self._enter(host))
+        return _CASE.format(host=host, pid=self._holders[host].pid, enter=enter)
+
+
+@contextmanager
+def hosts(directory: Path, count: int, *, slots: int = 1, rate: str | None = None) -> Iterator[Lab]:
+    """A lab of ``count`` hosts on one switch, up and running; skips where there can be none.
+
+    ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``.
+    """
+    require()
+    names = [f"mac{number}" for number in range(1, count + 1)]
+    lines = [f"{NETWORK}.{number} {name}\n" for number, name in enumerate(names, start=1)]
+    (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+    kernels = Path(tempfile.gettempdir(), "mlx")
+    kernels.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        switch = stack.enter_context(_holding("--net", "sh", "-c", "echo up; exec cat"))
+        _in(switch, "--net", "ip", "link", "add", "switch", "type", "bridge")
+        _in(switch, "--net", "ip", "link", "set", "switch", "up")
+        holders = {}
+        for number, name in enumerate(names, start=1):
+            (directory / name).mkdir()
+            holders[name] = stack.enter_context(
+                _holding(
+                    *("--net", "--uts", "--mount", "sh", _HOST, name, directory, kernels),
+                    *_seen_by_all(),
+                )
+            )
+            _connect(holders[name], switch, number, rate)
+        lab = Lab(directory, holders, slots)
+        yield lab
+
+
+def two_hosts(directory: Path) -> contextlib.AbstractContextManager[Lab]:
+    """A lab of two hosts."""
+    return hosts(directory, 2)
+
+
+def _seen_by_all() -> list[Path]:
+    """What lies in this machine's ``/tmp``, and the ranks cannot do without."""
+    needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
+    inside = [path for path in needed if path.is_relative_to(TMP)]
+    return [path for path in inside if not any(other in path.parents for other in inside)]
+
+
+@contextmanager
+def _holding(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with new namespaces, that has said ``up``. It ends, and they with it, when its
+    stdin is closed: also if this process is killed."""
+    with subprocess.Popen(
+        ["unshare", *map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n", f"unshare {command} failed"
+        yield process
+
+
+def _connect(
+    host: subprocess.Popen[str], switch: subprocess.Popen[str], number: int, rate: str | None
+) -> None:
+    port = f"port{number}"
+    _run(
+        *("ip", "link", "add", port, "netns", str(switch.pid), "type", "veth"),
+        *("peer", "name", "eth0", "netns", str(host.pid)),
+    )
+    _in(host, "--net", "ip", "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+    _in(switch, "--net", "ip", "link", "set", port, "master", "switch", "up")
+    _in(host, "--net", "ip", "link", "set", "eth0", "up")
+    if rate is None:
+        return
+    for holder, device in ((host, "eth0"), (switch, port)):
+        limit = ("rate", rate, "burst", "32kb", "latency", "50ms")
+        try:
+            _in(holder, "--net", "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
+        except RuntimeError as error:
+            pytest.skip(f"this machine limits no link: {error}")
+
+
+def _inside(pid: int) -> Iterator[int]:
+    """The processes in the network namespace of ``pid``."""
+    namespace = os.readlink(f"/proc/{pid}/ns/net")
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(directory / "ns" / "net") == namespace:
+                    yield int(directory.name)
+
+
+def _in(holder: subprocess.Popen[str], *command: str) -> None:
+    """``--net COMMAND`` or ``--mount COMMAND`` in such a namespace of a host."""
+    _run("nsenter", "--target", str(holder.pid), *command)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip()}")

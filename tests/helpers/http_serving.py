@@ -1,0 +1,160 @@
+"""A whole server, but for the model: what is generated repeats the prompt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardmlx.errors import UserError
+from shardmlx.inference.sampling_params import Chosen
+from shardmlx.server.app import make_app
+from shardmlx.server.request_queue import FinishReason, Piece, TextRequest, TextService
+from shardmlx.server.uvicorn_thread import HttpServer, bind, trusted_hosts
+
+VOCABULARY = 128
+MODEL = "parrot"
+MOST_TOKENS = 1000
+END = "."
+"""Of a text."""
+
+
+class Letters:
+    """A reader of prompts to whom a character is a token. A chat is its last message."""
+
+    def text(self, prompt: str) -> tuple[int, ...]:
+        if not prompt:
+            raise UserError("the prompt has no tokens: give a longer text")
+        return tuple(map(ord, prompt))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[int, ...]:
+        if messages[0]["role"] == "assistant":
+            raise UserError("the chat template does not take it: begin with a user")
+        return self.text(arguments.get("instead", messages[-1]["content"]))
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
+
+
+@dataclass
+class _Text:
+    request: TextRequest
+    generated: int = 0
+
+
+@dataclass
+class Parrot:
+    """A generator that repeats each prompt until it is told to stop, a token of each of ``at_once``
+    texts a step, while it ``goes_on``; after ``steps`` it does not."""
+
+    at_once: int = 64
+    steps: int | None = None
+    goes_on: threading.Event = field(default_factory=threading.Event)
+    fails: str | None = None
+    texts: dict[int, _Text] = field(default_factory=dict)
+    added: list[TextRequest] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    kept_tokens: int = 7
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
+
+    def add(self, number: int, request: TextRequest) -> None:
+        assert number not in self.texts
+        self.threads.add(threading.get_ident())
+        self.texts[number] = _Text(request)
+        self.added.append(request)
+
+    def cancel(self, number: int) -> None:
+        del self.texts[number]
+        self.cancelled.append(number)
+
+    def step(self) -> Sequence[tuple[int, Piece]]:
+        if self.fails is not None:
+            raise RuntimeError(self.fails)
+        if not self.goes_on.is_set():
+            time.sleep(0.002)
+            return []
+        if self.steps is not None:
+            self.steps -= 1
+            if self.steps == 0:
+                self.goes_on.clear()
+        under_way = list(self.texts)[: self.at_once]
+        pieces = [(number, self._next(self.texts[number])) for number in under_way]
+        for number, piece in pieces:
+            if piece.finish_reason is not None:
+                del self.texts[number]
+        return pieces
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.texts
+
+    def rest(self) -> None:
+        if self.fails is not None:
+            raise RuntimeError(self.fails)
+
+    def _next(self, text: _Text) -> Piece:
+        request = text.request
+        token = request.tokens[text.generated % len(request.tokens)]
+        text.generated += 1
+        cached = len(request.tokens) // 2
+        if chr(token) == END or chr(token) in request.stop:
+            return Piece("", (), text.generated, cached, "stop")
+        most = request.choice.logprobs
+        chosen = Chosen(token)
+        if most is not None:
+            top = tuple((token + place, -0.5 - place) for place in range(most))
+            chosen = Chosen(token, -0.5, top)
+        reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
+        return Piece(chr(token), (chosen,), text.generated, cached, reason)
+
+
+@dataclass
+class Serving:
+    address: str
+    service: TextService
+    parrot: Parrot
+    server: HttpServer
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rsplit(":", 1)[1])
+
+    def until(self, condition: Any) -> None:
+        """Wait for what another thread does."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, "it does not happen"
+            time.sleep(0.002)
+
+
+@contextmanager
+def serving(
+    *, most_open: int = 64, parrot: Parrot | None = None, **options: Any
+) -> Iterator[Serving]:
+    """As the command does it: the service on one thread, the server on another."""
+    parrot = parrot or Parrot()
+    service = TextService(most_open, MOST_TOKENS)
+    listener = bind("127.0.0.1", 0)
+    options = {"hosts": trusted_hosts(listener), **options}
+    app = make_app(service, Letters(), model=MODEL, vocabulary=VOCABULARY, **options)
+
+    def generate() -> None:
+        with suppress(RuntimeError):
+            service.run(parrot)
+
+    generating = threading.Thread(target=generate)
+    server = HttpServer(app, listener)
+    generating.start()
+    server.start()
+    try:
+        yield Serving(server.address, service, parrot, server)
+    finally:
+        service.close(0)
+        generating.join()
+        server.stop(5)

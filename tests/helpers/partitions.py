@@ -1,0 +1,139 @@
+"""Small problems of partitioning, all their answers, and what the answers are worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, permutations
+from random import Random
+
+from shardmlx.partitioners import LayerCosts, Problem, step_cost
+from shardmlx.pipeline.stage_map import Partition, StageMap
+
+
+def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
+    return [
+        Partition(tuple(zip((0, *cuts), (*cuts, num_layers), strict=True)))
+        for cuts in combinations(range(1, num_layers), num_stages - 1)
+    ]
+
+
+def every_answer(problem: Problem) -> list[StageMap]:
+    """All partitions on machines in the given order."""
+    partitions = every_partition(problem.num_layers, problem.num_stages)
+    return [problem.stage_map(partition) for partition in partitions]
+
+
+def every_answer_in_any_order(problem: Problem) -> list[StageMap]:
+    return [
+        replace(each, placement=placement)
+        for each in every_answer(problem)
+        for placement in permutations(range(problem.pp))
+    ]
+
+
+def exact_sums(costs: LayerCosts, partition: Partition) -> list[Fraction]:
+    exact = [Fraction(cost) for cost in costs.layers]
+    exact[0] += Fraction(costs.embedding)
+    exact[-1] += Fraction(costs.head)
+    return [sum(exact[start:stop], Fraction(0)) for start, stop in partition.ranges]
+
+
+def stage_costs(problem: Problem, answer: StageMap) -> list[Fraction]:
+    """Of each stage on its machine."""
+    return [
+        exact_sums(problem.costs[rank], answer.partition)[stage]
+        for stage, rank in enumerate(answer.placement)
+    ]
+
+
+def stage_sizes(problem: Problem, answer: StageMap) -> list[Fraction]:
+    return exact_sums(problem.sizes, answer.partition)
+
+
+def shares(problem: Problem, answer: StageMap) -> list[float]:
+    """The part of its rank's memory that each stage holds."""
+    peak = problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
+    return [
+        peak(stage, start, stop) / problem.capacity[rank]
+        for stage, (rank, (start, stop)) in enumerate(
+            zip(answer.placement, answer.partition.ranges, strict=True)
+        )
+    ]
+
+
+def fits(problem: Problem, answer: StageMap) -> bool:
+    return max(shares(problem, answer)) <= 1
+
+
+OBJECTIVES: dict[str, Callable[[Problem, StageMap], float | Fraction]] = {
+    "uniform": lambda _, answer: max(answer.partition.sizes) - min(answer.partition.sizes),
+    "balanced": lambda problem, answer: max(stage_costs(problem, answer)),
+    "profiled": lambda problem, answer: max(stage_costs(problem, answer)),
+    "parameters": lambda problem, answer: max(stage_sizes(problem, answer)),
+    "memory": lambda problem, answer: max(shares(problem, answer)),
+    "hetero": step_cost,
+}
+"""What each partitioner makes as small as can be."""
+
+
+def random_problem(random: Random, layers: int, machines: int) -> Problem:
+    """One stage a machine, in any order; machines of one to three kinds, some links slow."""
+    base = [random.choice([1.0, 1.0, 2.0, random.uniform(0.5, 3)]) for _ in range(layers)]
+    embedding, head = random.choice([0.0, 1.5]), random.choice([0.0, 2.0])
+    sizes = LayerCosts(tuple(float(random.randint(1, 4)) for _ in base), 2.0, 3.0)
+    kinds = [(random.choice([0.5, 1.0, 3.0]), random.choice([9.0, 30.0])) for _ in range(3)]
+    chosen = [random.choice(kinds) for _ in range(machines)]
+    links = random.choice([(0.0,), (0.5,), (0.25, 2.0)])
+    held = random.choice([0.0, 0.5])  # of each micro-batch in flight, more of them at the start
+    placement = list(range(machines))
+    random.shuffle(placement)
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        return sizes.total(start, stop) + held * (machines - stage) * (stop - start)
+
+    return Problem(
+        placement=tuple(placement),
+        costs=tuple(
+            LayerCosts(tuple(each * slow for each in base), embedding * slow, head * slow)
+            for slow, _ in chosen
+        ),
+        sizes=sizes,
+        peak=random.choice([peak, None]),
+        capacity=tuple(memory for _, memory in chosen),
+        transfer=tuple(
+            tuple(random.choice(links) * (a != b) for b in range(machines)) for a in range(machines)
+        ),
+        microbatches=random.choice([1, 2, 4, 16]),
+        unit="seconds",
+        is_measured=True,
+    )
+
+
+def scaled(problem: Problem, time: float, size: float) -> Problem:
+    """The same problem in other units."""
+
+    def times(costs: LayerCosts, factor: float) -> LayerCosts:
+        layers = tuple(each * factor for each in costs.layers)
+        return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
+
+    peak = problem.peak
+    return replace(
+        problem,
+        costs=tuple(times(costs, time) for costs in problem.costs),
+        transfer=tuple(tuple(each * time for each in row) for row in problem.transfer),
+        sizes=times(problem.sizes, size),
+        peak=None if peak is None else lambda *stage: peak(*stage) * size,
+        capacity=tuple(each * size for each in problem.capacity),
+    )
+
+
+def with_memory(problem: Problem, factor: float) -> Problem:
+    return replace(problem, capacity=tuple(each * factor for each in problem.capacity))
+
+
+def without_memory(problem: Problem) -> Problem:
+    """Nobody knows what the machines have."""
+    return replace(problem, capacity=(math.inf,) * problem.pp)

@@ -1,0 +1,294 @@
+"""What every ``Transport`` must do, as checks that all its ranks (two or more) run together.
+
+``test_transport.py`` runs them on threads and under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shardmlx.distributed.transport import Handle, Transport, TransportTimeout
+
+FORTY_MEGABYTES = 10_000_000
+"""Elements of float32."""
+
+
+def full(value: float, shape: Sequence[int] = (4,), dtype: mx.Dtype = mx.float32) -> mx.array:
+    # Not mx.full: its result is a broadcast, which has no buffer of its own.
+    array = mx.zeros(shape, dtype) + mx.array(value, dtype)
+    mx.eval(array)
+    return array
+
+
+def wait(transport: Transport, *handles: Handle) -> None:
+    for handle in handles:
+        transport.wait(handle, lambda: "a test's message")
+
+
+def neighbours(transport: Transport) -> tuple[int, int]:
+    """The ranks before and after this one, in a ring."""
+    return (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
+
+
+def exchange(transport: Transport, array: mx.array, tag: int = 1) -> mx.array:
+    """Send to the rank after this one what must come the same from the rank before."""
+    before, after = neighbours(transport)
+    got = full(0, array.shape, array.dtype)
+    wait(transport, transport.send(array, after, tag), transport.receive(got, before, tag))
+    return got
+
+
+def check_every_rank_knows_itself_and_the_others(transport: Transport) -> None:
+    assert transport.all_gather(transport.rank) == list(range(transport.size))
+    assert len(transport.hosts) == transport.size
+    assert transport.name(1) == f"rank 1 on {transport.hosts[1]}"
+
+
+def check_it_says_how_to_stop_the_run_that_mpirun_started(transport: Transport) -> None:
+    mpirun = f"kill -USR1 {os.getppid()}" if "PMIX_NAMESPACE" in os.environ else None
+    assert transport.stop_command() == mpirun
+
+
+def check_messages_of_one_tag_arrive_in_the_order_of_sending(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    inboxes = [full(-1) for _ in range(20)]
+    received = [transport.receive(inbox, before, 7) for inbox in inboxes]
+    sent = [transport.send(full(i), after, 7) for i in range(20)]
+    wait(transport, *sent, *received)
+    assert [inbox[0].item() for inbox in inboxes] == list(range(20))
+
+
+def check_tags_keep_messages_apart_in_any_order(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    tags = [1, 2, 3, 1000, 40_000, 2_000_001]
+    sent = [transport.send(full(tag % 997), after, tag) for tag in tags]
+    inboxes = {tag: full(-1) for tag in reversed(tags)}
+    wait(transport, *(transport.receive(inbox, before, tag) for tag, inbox in inboxes.items()))
+    wait(transport, *sent)
+    assert {tag: inbox[0].item() for tag, inbox in inboxes.items()} == {t: t % 997 for t in tags}
+
+
+def check_senders_are_kept_apart(transport: Transport) -> None:
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    sent = [transport.send(full(transport.rank), peer, 3) for peer in others]
+    inboxes = {peer: full(-1) for peer in reversed(others)}
+    wait(transport, *(transport.receive(inbox, peer, 3) for peer, inbox in inboxes.items()))
+    wait(transport, *sent)
+    assert all(inbox[0].item() == peer for peer, inbox in inboxes.items())
+
+
+def check_every_dtype_comes_bit_by_bit(transport: Transport) -> None:
+    for dtype in (mx.float32, mx.bfloat16, mx.float16, mx.int32, mx.uint32, mx.uint8, mx.bool_):
+        array = (mx.arange(1, 60).reshape(1, 59) / 7).astype(dtype)
+        mx.eval(array)
+        got = exchange(transport, array)
+        assert got.dtype == dtype
+        assert mx.array_equal(got, array).item(), dtype
+
+
+def check_an_empty_message_arrives(transport: Transport) -> None:
+    empty = mx.zeros((0, 8))
+    mx.eval(empty)
+    assert exchange(transport, empty).shape == (0, 8)
+
+
+def check_forty_megabytes_go_both_ways_at_once(transport: Transport) -> None:
+    array = mx.random.uniform(shape=(FORTY_MEGABYTES,), key=mx.random.key(5))
+    mx.eval(array)
+    assert mx.array_equal(exchange(transport, array), array).item()
+
+
+def check_a_large_message_moves_while_nobody_waits(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    inbox = full(0, (FORTY_MEGABYTES,))
+    received = transport.receive(inbox, before, 1)
+    sent = transport.send(full(3, (FORTY_MEGABYTES,)), after, 1)
+    end = time.monotonic() + transport.timeout
+    while not (received.done and sent.done) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert received.done
+    assert sent.done
+    assert inbox[-1].item() == 3
+
+
+def check_a_send_does_not_wait_for_its_receive(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    sent = transport.send(full(1, (FORTY_MEGABYTES // 4,)), after, 1)
+    transport.barrier()
+    inbox = full(0, (FORTY_MEGABYTES // 4,))
+    wait(transport, transport.receive(inbox, before, 1), sent)
+    assert inbox[-1].item() == 1
+
+
+def check_a_preposted_receive_fills_a_buffer_that_a_lazy_graph_holds(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    weight = mx.random.normal((8, 8), key=mx.random.key(0))
+    cotangent = full(0, (8, 8))
+    _, (gradient,) = mx.vjp(lambda w: w * w, [weight], [cotangent])
+    received = transport.receive(cotangent, before, 5)
+    transport.barrier()
+    wait(transport, transport.send(full(transport.rank, (8, 8)), after, 5), received)
+    assert mx.array_equal(gradient, 2 * before * weight).item()
+
+
+def check_sums_over_all_ranks_in_place(transport: Transport) -> None:
+    world = tuple(range(transport.size))
+    transport.join(world)
+    array = full(transport.rank + 1, (1000,))
+    handle = transport.all_reduce(array, world)
+    wait(transport, handle)
+    assert handle.array is array
+    assert mx.all(array == sum(rank + 1 for rank in world)).item()
+
+
+def check_sums_have_the_same_bits_on_every_rank(transport: Transport) -> None:
+    world = tuple(range(transport.size))
+    transport.join(world)
+    array = mx.random.normal((100_001,), key=mx.random.key(transport.rank))
+    mx.eval(array)
+    wait(transport, transport.all_reduce(array, world))
+    everywhere = transport.all_gather(np.array(array).tobytes())
+    assert len(set(everywhere)) == 1
+
+
+def check_sums_in_subgroups(transport: Transport) -> None:
+    """Even and odd ranks apart, as the replicas of two stages do."""
+    group = tuple(range(transport.rank % 2, transport.size, 2))
+    transport.join(group)
+    array = full(10 + transport.rank)
+    wait(transport, transport.all_reduce(array, group))
+    assert array[0].item() == sum(10 + rank for rank in group)
+
+
+def check_a_sum_of_one_rank_is_what_it_was(transport: Transport) -> None:
+    transport.join((transport.rank,))
+    array = full(4)
+    wait(transport, transport.all_reduce(array, (transport.rank,)))
+    assert array.tolist() == [4, 4, 4, 4]
+
+
+def check_sums_of_two_groups_overlap(transport: Transport) -> None:
+    """Each rank starts them in its own order: only within a group the order is the same."""
+    world = tuple(range(transport.size))
+    half = tuple(range(transport.rank % 2, transport.size, 2))
+    transport.join(half)
+    transport.join(world)
+    started = []
+    for group in (world, half) if transport.rank % 2 else (half, world):
+        for i in range(5):
+            array = full(i + transport.rank, (20_000,))
+            started.append((group, i, array, transport.all_reduce(array, group)))
+    for group, i, array, handle in reversed(started):
+        wait(transport, handle)
+        assert mx.all(array == sum(i + rank for rank in group)).item()
+
+
+def check_messages_pass_while_a_sum_is_open(transport: Transport) -> None:
+    world = tuple(range(transport.size))
+    transport.join(world)
+    first, last = 0, transport.size - 1
+    array = full(1, (1_000_000,))
+    if transport.rank != last:
+        handle = transport.all_reduce(array, world)
+    inbox = full(0)
+    if transport.rank == first:
+        wait(transport, transport.send(full(9), last, 2))
+    if transport.rank == last:
+        wait(transport, transport.receive(inbox, first, 2))
+        assert inbox[0].item() == 9
+        handle = transport.all_reduce(array, world)
+    wait(transport, handle)
+    assert array[-1].item() == transport.size
+
+
+def check_only_float32_is_summed(transport: Transport) -> None:
+    with pytest.raises(ValueError, match="float32"):
+        transport.all_reduce(full(1, (4,), mx.bfloat16), tuple(range(transport.size)))
+
+
+def check_objects_broadcast_from_any_root(transport: Transport) -> None:
+    for root in range(transport.size):
+        mine = {"root": root, "text": "é" * 1000} if transport.rank == root else None
+        assert transport.broadcast(mine, root) == {"root": root, "text": "é" * 1000}
+
+
+def check_objects_gather_on_any_root(transport: Transport) -> None:
+    for root in range(transport.size):
+        expected = [[rank] * rank for rank in range(transport.size)]
+        gathered = transport.gather([transport.rank] * transport.rank, root)
+        assert gathered == (expected if transport.rank == root else None)
+
+
+def check_objects_of_megabytes_gather_on_all_ranks(transport: Transport) -> None:
+    values = transport.all_gather(np.full(500_000, transport.rank))
+    assert [int(value[-1]) for value in values] == list(range(transport.size))
+
+
+def check_objects_of_one_sender_keep_their_order(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    if transport.rank % 2 == 0:
+        for i in range(10):
+            transport.send_object(i, after)
+    if before % 2 == 0:
+        assert [transport.receive_object(before) for _ in range(10)] == list(range(10))
+    transport.barrier()
+
+
+def check_nobody_leaves_a_barrier_before_the_last_has_come(transport: Transport) -> None:
+    if transport.rank == transport.size - 1:
+        time.sleep(0.3)
+    came = time.monotonic()
+    transport.barrier()
+    left = time.monotonic()
+    # Threads and ranks of one machine share its clock.
+    times = transport.all_gather((came, left))
+    assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+def check_a_wait_ends_in_time_and_names_what_it_waited_for(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    inbox = full(0)
+    received = transport.receive(inbox, before, 11)
+    patience, transport.timeout = transport.timeout, 0.2
+    with pytest.raises(TransportTimeout, match=r"stage 1, 1I3, waiting for rank 2: .* 0\.2 s"):
+        transport.wait(received, lambda: "stage 1, 1I3, waiting for rank 2")
+    transport.timeout = patience
+    transport.barrier()
+    # Late is not lost.
+    wait(transport, transport.send(full(6), after, 11), received)
+    assert inbox[0].item() == 6
+
+
+def check_a_message_longer_than_planned_is_refused_by_its_receiver(transport: Transport) -> None:
+    inbox = full(0, (4,))
+    if transport.rank == 1:
+        received = transport.receive(inbox, 0, 12)
+    transport.barrier()
+    if transport.rank == 0:
+        wait(transport, transport.send(full(1, (8,)), 1, 12))
+    if transport.rank == 1:
+        time.sleep(0.2)  # whoever drives messages meets the error before we do
+        with pytest.raises((ValueError, RuntimeError)):
+            wait(transport, received)
+    transport.barrier()
+    assert exchange(transport, full(2))[0].item() == 2
+
+
+Check = Callable[[Transport], None]
+
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): function
+    for name, function in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def checks(size: int) -> Mapping[str, Check]:
+    """By name, for a world of ``size`` ranks."""
+    return CHECKS

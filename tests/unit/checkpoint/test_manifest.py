@@ -1,0 +1,179 @@
+"""Every damage to a checkpoint is named, and what says what it holds is read with care."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmlx.checkpoint.store import FORMAT, MANIFEST, MARKER, FileInfo, Manifest, Store
+from shardmlx.errors import UserError
+from tests.helpers.checkpoints import NEW, OLD, file_info, flip, manifest_of, put
+
+
+def damages(path: Path) -> Iterator[str]:
+    """Damage a file in many ways, one after the other, and say how."""
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        yield f"byte {position}"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        yield f"{length} bytes left"
+    path.write_bytes(whole + b"\0")
+    yield "a byte more"
+    path.unlink()
+    yield "missing"
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_every_damage_to_a_file_is_named(tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path)
+    info = next(file for file in put(store, 1, OLD).files if file.name == name)
+    path = store.path(1) / name
+    for damage in damages(path):
+        fault = store.fault(1, info)
+        assert fault is not None, damage
+        assert fault.startswith(str(path)), damage
+    assert store.fault(1, info) is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST, MARKER])
+def test_every_damage_to_the_manifest_is_named(tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path)
+    manifest = put(store, 1, OLD)
+    for damage in damages(store.path(1) / name):
+        with pytest.raises(UserError) as refused:
+            store.manifest(1)
+        assert str(store.path(1) / MANIFEST) in str(refused.value) or damage == "missing"
+        assert name in str(refused.value), damage
+    assert store.manifest(1) == manifest
+
+
+def test_a_fault_says_what_was_found_and_what_should_be(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    path = store.path(1) / "weights-00.safetensors"
+    was, info = hashlib.sha256(path.read_bytes()), file_info(path.name, path.read_bytes())
+    flip(path)
+    now = hashlib.sha256(path.read_bytes())
+    assert store.fault(1, info) == (
+        f"{path}: its sha256 is {now.hexdigest()[:16]}..., not {was.hexdigest()[:16]}..."
+    )
+    path.write_bytes(b"abc")
+    assert store.fault(1, info) == f"{path} has 3 bytes, not 11"
+    path.unlink()
+    assert store.fault(1, info) == f"{path} is missing"
+    path.mkdir()
+    assert store.fault(1, replace(info, nbytes=path.stat().st_size)) == (
+        f"{path} cannot be read: Is a directory"
+    )
+
+
+def test_who_checks_a_file_is_told_how_far_he_is(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (info, *_) = put(store, 1, OLD).files
+    read: list[int] = []
+    store.fault(1, info, read.append)
+    assert sum(read) == info.nbytes
+
+
+def test_a_checkpoint_that_was_given_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    store.path(1).rename(store.path(2))
+    with pytest.raises(
+        UserError, match=r"checkpoint\.json is of step 1: the directory was renamed"
+    ):
+        store.manifest(2)
+
+
+def test_a_manifest_survives_its_text() -> None:
+    manifest = manifest_of(7, NEW)
+    assert Manifest.from_json(manifest.to_json(), "here") == manifest
+
+
+def test_a_manifest_of_a_newer_format_asks_for_a_newer_program() -> None:
+    text = json.dumps({"format": FORMAT + 1, "what": "we cannot know"}).encode()
+    with pytest.raises(UserError) as refused:
+        Manifest.from_json(text, "d/checkpoint.json")
+    assert str(refused.value) == (
+        f"d/checkpoint.json is of format {FORMAT + 1}, and this shardmlx reads up to {FORMAT}: "
+        "install the version that wrote it, or a newer one"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../weights.safetensors", "/etc/a.safetensors", "COMMITTED", "a/b.safetensors", ""]
+)
+def test_a_file_of_a_checkpoint_lies_in_its_directory(name: str) -> None:
+    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+        FileInfo(name, 0, "0" * 64)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+GOOD = json.loads(manifest_of(7, OLD).to_json())
+
+
+def manifest_or_refusal(text: bytes) -> None:
+    try:
+        manifest = Manifest.from_json(text, "here")
+    except UserError as error:
+        refusal = str(error)
+    else:
+        assert Manifest.from_json(manifest.to_json(), "here").step == manifest.step
+        return
+    assert refusal.startswith("here is ")
+
+
+@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_a_manifest_or_refused(text: bytes) -> None:
+    manifest_or_refusal(text)
+
+
+@given(st.sampled_from(sorted(GOOD)), JSON)
+def test_a_manifest_with_one_part_wrong_is_refused_or_read(key: str, value: Any) -> None:
+    manifest_or_refusal(json.dumps({**GOOD, key: value}).encode())
+
+
+@given(st.sampled_from(["name", "nbytes", "sha256", "more"]), JSON)
+def test_a_manifest_with_a_strange_file_is_refused_or_read(key: str, value: Any) -> None:
+    files = [{**GOOD["files"][0], key: value}]
+    manifest_or_refusal(json.dumps({**GOOD, "files": files}).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"format": 1e999}',
+        json.dumps({**GOOD, "step": float("inf")}).encode(),
+        json.dumps({**GOOD, "step": 1.5}).encode(),
+        json.dumps({**GOOD, "step": 0}).encode(),
+        json.dumps({**GOOD, "files": []}).encode(),
+        json.dumps({**GOOD, "files": GOOD["files"] * 2}).encode(),
+        json.dumps({**GOOD, "state": []}).encode(),
+        json.dumps({key: GOOD[key] for key in GOOD if key != "identity"}).encode(),
+    ],
+)
+def test_what_no_program_wrote_is_refused(text: bytes) -> None:
+    with pytest.raises(UserError, match=r"^here is "):
+        Manifest.from_json(text, "here")

@@ -1,0 +1,176 @@
+"""Which checkpoint a run goes on from, and what it refuses, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmlx.checkpoint.resume import prepare_resumption
+from shardmlx.checkpoint.run_identity import identity_of
+from shardmlx.checkpoint.store import MARKER, Store
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.local_transport import LocalTransport
+from tests.helpers.checkpoints import flip, hosts, on_ranks, save
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+
+@dataclass
+class _Told(Reporter):
+    """A reporter that only keeps its warnings."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@contextmanager
+def _locks_that_end() -> Iterator[None]:
+    """What a process has locked is free at its end, and here at the end of the block."""
+    lock = Store.lock
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as held:
+        patch.setattr(Store, "lock", lambda store: held.enter_context(lock(store)))
+        yield
+
+
+def resume(
+    directories: Sequence[Path],
+    resume: str = "auto",
+    *,
+    save_to: Sequence[Path] | None = None,
+    identity: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[int, list[str]]:
+    """(step, warnings) of a run on two pipeline ranks whose checkpoints lie there."""
+
+    def work(transport: LocalTransport, store: Store) -> tuple[int, list[str]]:
+        told = _Told()
+        named = resume if resume in ("auto", "never") else str(store.directory / resume)
+        place = (save_to or directories)[transport.rank]
+        config = TrainConfig(
+            model="m",
+            data="d",
+            **{"checkpoint_dir": str(place), "resume": named, "iters": 1000, **options},
+        )
+        mine = identity if transport.rank == 0 else None
+        return prepare_resumption(config, transport, told, mine, owners=2).step, told.texts
+
+    with _locks_that_end():
+        (step, texts), *others = on_ranks(directories, work)
+    assert all(other == (step, texts) for other in others)
+    return step, texts
+
+
+def refusal(*args: Any, **options: Any) -> str:
+    with pytest.raises(AgreedError) as refused:
+        resume(*args, **options)
+    return str(refused.value)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
+    for choice in ("auto", "never"):
+        assert resume(hosts(tmp_path, "aa"), choice) == (0, [])
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100, 200])
+    assert resume(directories) == (200, [])
+
+
+def test_a_damaged_one_is_passed_over_named_and_set_aside(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100, 200])
+    path = Store(directories[0]).path(200) / "weights-01.safetensors"
+    flip(path)
+    step, (warning,) = resume(directories)
+    assert step == 100
+    assert warning.startswith(f"damaged checkpoint passed over: {path}: its sha256 is ")
+    assert names(directories[0]) == ["damaged-step-0000200", "step-0000100"]
+
+
+def test_where_none_is_sound_nothing_is_begun_in_its_place(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100])
+    flip(Store(directories[0]).path(100) / MARKER)
+    text = refusal(directories)
+    assert text.startswith("--resume auto: no checkpoint is sound: ")
+    assert text.endswith(": restore the file, or name another --checkpoint-dir to start anew")
+    assert names(directories[0]) == ["step-0000100"]
+
+
+@pytest.mark.parametrize("storage", ["auto", "rank0", "neighbour"])
+def test_what_a_run_that_was_set_back_leaves_behind_is_set_aside_on_every_disk(
+    tmp_path: Path, storage: str
+) -> None:
+    directories = hosts(tmp_path, "ab")
+    save(directories, "neighbour", 2, [100, 200])
+    assert resume(directories, "step-0000100", checkpoint_storage=storage) == (100, [])
+    for directory in directories:
+        assert names(directory) == ["step-0000100", "superseded-step-0000200"]
+    save(directories, "rank0", 2, [150])
+    assert resume(directories) == (150, [])
+
+
+def test_a_disk_that_saves_nothing_now_may_hold_what_another_run_saved(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "ab")
+    save(directories[1:], "shared", 1, [100])
+    text = "holds checkpoints of another run, up to step 100: go on from them with --resume auto"
+    assert text in refusal(directories, "never")
+
+
+def test_another_runs_checkpoint_may_be_gone_on_from_in_an_empty_directory(tmp_path: Path) -> None:
+    directories, elsewhere = hosts(tmp_path, "aa"), hosts(tmp_path, "xx")
+    save(directories, "shared", 2, [100, 200])
+    assert resume(directories, "step-0000100", save_to=elsewhere) == (100, [])
+    assert names(directories[0]) == ["step-0000100", "step-0000200"]
+    save(elsewhere, "shared", 2, [150])
+    assert "holds checkpoints of another run, up to step 150" in refusal(
+        directories, "step-0000100", save_to=elsewhere
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("step-0000300", "--resume {}: there is no complete checkpoint"),
+        ("weights", "--resume {}: give auto, never, or the directory of a checkpoint, which is"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_refused(
+    tmp_path: Path, choice: str, message: str
+) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100])
+    assert refusal(directories, choice).startswith(message.format(directories[0] / choice))
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100])
+    assert resume(directories, iters=100) == (100, [])
+    assert refusal(directories, iters=99) == (
+        f"{directories[0] / 'step-0000100'} is of step 100, beyond --iters 99: raise that, or name "
+        "another --checkpoint-dir"
+    )
+
+
+def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "aa")
+    save(directories, "shared", 2, [100])
+    save_model_directory(tmp_path / "model", tiny_config(layers=1))
+    config = TrainConfig(model="m", data="d")
+    mine = identity_of(config, tmp_path / "model", [([1, 2], 0)], [])
+    assert "does not say which run it is of" in refusal(directories, identity=mine)
+    assert names(directories[0]) == ["step-0000100"]

@@ -1,0 +1,151 @@
+"""Checkpoints on one disk: what is complete, what stays, what goes, and who may write."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmlx.checkpoint.store import MANIFEST, MARKER, Store, step_of
+from shardmlx.errors import UserError
+from tests.helpers.checkpoints import NEW, OLD, content, is_sound, manifest_of, names, put
+
+
+def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 100, OLD)
+    assert names(store) == {"step-0000100"}
+    assert {path.name for path in store.path(100).iterdir()} == {*OLD, MANIFEST, MARKER}
+    text = (store.path(100) / MANIFEST).read_bytes()
+    digest = hashlib.sha256(text).hexdigest()
+    assert (
+        store.path(100) / MARKER
+    ).read_text() == f"{digest}  {MANIFEST}\n"  # as sha256sum has it
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.manifest(put(store, 5, OLD).step) == manifest_of(5, OLD)
+    assert content(store, 5) == OLD
+    assert is_sound(store, 5)
+
+
+def test_steps_are_those_of_complete_checkpoints_from_the_oldest(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (20, 3, 12345678, 100):
+        put(store, step, OLD)
+    store.begin(200)
+    (tmp_path / "step-0000300").mkdir()  # without its marker
+    put(Store(tmp_path / "elsewhere"), 400, OLD)
+    (tmp_path / "elsewhere/step-0000400").rename(tmp_path / "step-400")
+    (tmp_path / "step-0000500").touch()
+    assert store.steps() == [3, 20, 100, 12345678]
+
+
+def test_where_there_is_no_directory_there_are_no_checkpoints(tmp_path: Path) -> None:
+    assert Store(tmp_path / "none").steps() == []
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-0000100", 100),
+        ("step-12345678", 12345678),
+        ("step-00000100", None),  # what no checkpoint is called
+        ("step-100", None),
+        ("step-٠٠٠٠١٠٠", None),
+        ("partial-step-0000100", None),
+        ("step-0000100.bak", None),
+    ],
+)
+def test_only_the_names_that_a_checkpoint_gets_are_names_of_one(
+    name: str, step: int | None
+) -> None:
+    assert step_of(name) == step
+
+
+def test_what_a_dead_run_had_begun_goes_when_the_next_is_begun(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    for step in (2, 3):
+        partial = store.partial(step)
+        partial.mkdir()
+        (partial / "weights-00.safetensors").write_bytes(b"half")
+    assert list(store.begin(3).iterdir()) == []
+    assert names(store) == {"step-0000001", "partial-step-0000003"}
+
+
+def test_saving_a_step_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    put(store, 1, NEW)
+    assert content(store, 1) == NEW
+    assert names(store) == {"step-0000001"}
+
+
+@pytest.mark.parametrize("keep", range(5))
+@pytest.mark.parametrize("present", range(5))
+def test_pruning_keeps_the_newest_and_never_deletes_the_only_one(
+    tmp_path: Path, keep: int, present: int
+) -> None:
+    store = Store(tmp_path)
+    for step in range(1, present + 1):
+        put(store, step, OLD)
+    kept = list(range(1, present + 1))[-max(1, keep) :]
+    assert store.prune(keep) == list(range(1, present + 1 - len(kept)))
+    assert store.steps() == kept
+
+
+def test_pruning_counts_complete_checkpoints_only(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    (tmp_path / "step-0000002").mkdir()  # without its marker
+    store.begin(3)
+    assert store.prune(1) == []
+    assert store.steps() == [1]
+
+
+def test_what_is_set_aside_is_no_checkpoint_but_all_there(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    moved = []
+    for _ in range(3):
+        put(store, 1, OLD)
+        moved.append(store.set_aside(1, "damaged"))
+    assert store.steps() == []
+    assert [path.name for path in moved] == [
+        "damaged-step-0000001",
+        "damaged-2-step-0000001",
+        "damaged-3-step-0000001",
+    ]
+    assert all({f.name for f in path.iterdir()} == {*OLD, MANIFEST, MARKER} for path in moved)
+    store.begin(1)
+    store.prune(1)
+    assert all(path.exists() for path in moved)
+
+
+def test_one_run_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new")
+    with store.lock():
+        with pytest.raises(UserError) as refused:
+            Store(tmp_path / "new").lock()
+        assert str(refused.value) == (
+            f"--checkpoint-dir {tmp_path / 'new'}: another run writes there: wait for its end, or "
+            "name another directory"
+        )
+        Store(tmp_path / "other").lock().close()
+    store.lock().close()
+    assert store.steps() == []
+
+
+def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from shardmlx.checkpoint.store import Store\n"
+        "file = Store(Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    Store(tmp_path).lock().close()

@@ -1,0 +1,223 @@
+"""What some ranks save, on whatever disks, any others read again, to the bit."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from safetensors import safe_open
+
+from shardmlx.checkpoint import writer
+from shardmlx.checkpoint.store import Store
+from shardmlx.checkpoint.writer import Saved, Snapshot
+from shardmlx.distributed import byte_stream
+from shardmlx.distributed.local_transport import LocalTransport
+from shardmlx.distributed.transport import buffer_of
+from tests.helpers.checkpoints import (
+    as_bytes,
+    begin,
+    complete,
+    hosts,
+    left_over,
+    load,
+    manifest_of,
+    on_ranks,
+    save,
+    search,
+    snapshots,
+    tensors_of,
+    whole,
+    writer_on,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (byte_stream, writer):
+        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 0.01)
+
+
+def test_a_snapshot_is_a_file_that_safetensors_reads(tmp_path: Path) -> None:
+    tensors = tensors_of(0)
+    snapshot = Snapshot.of("weights-00.safetensors", tensors)
+    content = b"".join(snapshot.pieces())
+    assert len(content) == snapshot.nbytes
+    path = tmp_path / snapshot.name
+    path.write_bytes(content)
+    with safe_open(path, "numpy") as file:
+        assert set(file.keys()) == set(tensors)
+    read = mx.load(str(path))
+    assert isinstance(read, dict)
+    assert as_bytes(read) == as_bytes(tensors)
+
+
+def test_a_snapshot_takes_no_memory_of_its_own() -> None:
+    weights = {"a": mx.random.normal((64, 64)), "b": mx.random.normal((64,))}
+    mx.eval(weights)
+    before = mx.get_active_memory()
+    snapshot = Snapshot.of("weights-00.safetensors", weights)
+    assert mx.get_active_memory() == before
+    for array, weight in zip(snapshot.arrays, weights.values(), strict=True):
+        buffer_of(weight)[0] ^= 1
+        assert as_bytes({"": array}) == as_bytes({"": weight})
+
+
+WRITTEN = [
+    (kind, seen, owners)
+    for kind, layouts in {
+        "shared": ["a", "aa", "aaa", "aaaa"],
+        "rank0": ["a", "aaa", "ab", "aba", "abcd", "aabb"],
+        "neighbour": ["ab", "aba", "abc", "abcd", "aabb", "abab", "abbacb"],
+    }.items()
+    for seen in layouts
+    for owners in sorted({1, len(seen) // 2 or 1, min(4, len(seen))})
+]
+
+
+@pytest.mark.parametrize(("kind", "seen", "owners"), WRITTEN)
+def test_what_is_written_is_read_by_any_other_ranks_on_any_disks(
+    tmp_path: Path, kind: str, seen: str, owners: int
+) -> None:
+    written = hosts(tmp_path, seen)
+    save(written, kind, owners)
+    disks = "".join(sorted(set(seen)))
+    for number, ranks in enumerate([disks, disks + "yz", "z" + disks[::-1], seen[::-1]]):
+        read = hosts(tmp_path, ranks)
+        assert load(read) == whole(owners), ranks
+        assert left_over(read) == set(), number
+
+
+@pytest.mark.parametrize("readers", ["z", "zz", "az", "zaz", "zzza"])
+def test_ranks_that_see_no_checkpoint_get_it_from_one_that_does(
+    tmp_path: Path, readers: str
+) -> None:
+    save(hosts(tmp_path, "aa"), "shared", 2)
+    if "a" in readers:
+        assert load(hosts(tmp_path, readers)) == whole(2)
+    else:
+        assert search(hosts(tmp_path, readers)).found is None
+
+
+def test_the_parts_lie_where_they_belong(tmp_path: Path) -> None:
+    def files(base: str, kind: str, seen: str, owners: int) -> dict[str, str]:
+        """By disk, the ranks whose weights it has."""
+        directories = hosts(tmp_path / base, seen)
+        save(directories, kind, owners)
+        found = {}
+        for directory in sorted(set(directories)):
+            path = Store(directory).path(1)
+            parts = sorted(each.name for each in path.glob("weights-*")) if path.exists() else []
+            found[directory.parent.name] = "".join(name[9] for name in parts)
+        return found
+
+    assert files("1", "shared", "aaa", 2) == {"a": "01"}
+    assert files("2", "rank0", "abc", 3) == {"a": "012", "b": "", "c": ""}
+    assert files("3", "neighbour", "abcd", 4) == {"a": "03", "b": "01", "c": "12", "d": "23"}
+    assert files("4", "neighbour", "aabb", 4) == {"a": "0123", "b": "0123"}
+    assert files("5", "neighbour", "abcd", 2) == {"a": "0", "b": "01", "c": "1", "d": ""}
+
+
+def test_two_saves_need_no_pause_and_only_so_many_stay(tmp_path: Path) -> None:
+    directories = hosts(tmp_path, "abc")
+    save(directories, "neighbour", 3, {1: 1, 2: 2, 3: 3, 4: 4}, keep=2)
+    assert complete(directories) == {"a": [3, 4], "b": [3, 4], "c": [3, 4]}
+    assert load(directories, 3) == whole(3, seed=3)
+    assert load(directories) == whole(3, seed=4)
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("shared", "aa"), ("rank0", "ab"), ("neighbour", "ab")])
+def test_saving_over_what_is_there_whole_or_half_replaces_it(
+    tmp_path: Path, kind: str, seen: str
+) -> None:
+    directories = hosts(tmp_path, seen)
+    save(directories, kind, 2, {1: 1})
+    for directory in set(directories):
+        directory.mkdir(parents=True, exist_ok=True)
+        half = Store(directory).begin(7)
+        (half / "weights-09.safetensors").write_bytes(b"of a run with more ranks")
+    save(directories, kind, 2, {1: 2})
+    assert load(directories) == whole(2, seed=2)
+    assert not list(tmp_path.glob("*/checkpoints/*/weights-09.safetensors")) or kind == "rank0"
+
+
+def test_rank_0_tells_what_was_completed_once(tmp_path: Path) -> None:
+    def work(transport: LocalTransport, store: Store) -> list[Saved | None]:
+        writer = writer_on(transport, store, "neighbour", 2)
+        begin(writer, transport.rank, 2, 5)
+        writer.wait()
+        return [writer.take_saved(), writer.take_saved()]
+
+    (saved, again), *others = on_ranks(hosts(tmp_path, "abc"), work)
+    assert again is None
+    assert others == [[None, None]] * 2
+    assert saved.step == 5
+    assert saved.nbytes == sum(each.nbytes for owner in (0, 1) for each in snapshots(owner))
+
+
+class _Gate:
+    """Holds a method of a store up until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, method: str) -> None:
+        self._open = threading.Event()
+        self._real = getattr(Store, method)
+        patch.setattr(Store, method, lambda store, *args: self.come(store, *args))
+
+    def come(self, store: Store, *args: Any) -> Any:
+        assert self._open.wait(20)
+        return self._real(store, *args)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("shared", "aa"), ("rank0", "ab"), ("neighbour", "ab")])
+def test_weights_may_change_once_they_are_released_before_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, seen: str
+) -> None:
+    gate = _Gate(monkeypatch, "commit")
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, kind, 2)
+        parts = snapshots(transport.rank)
+        writer.start(manifest_of(1) if transport.rank == 0 else None, 1, parts)
+        writer.release()
+        assert writer.take_saved() is None
+        assert store.steps() == []
+        for part in parts:
+            for array in part.arrays:
+                buffer_of(array)[:] = bytes(array.nbytes)
+        transport.barrier()
+        gate.open()
+        writer.wait()
+
+    directories = hosts(tmp_path, seen)
+    on_ranks(directories, work)
+    assert load(directories) == whole(2)
+
+
+def test_weights_that_are_replaced_before_they_are_released_are_saved_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = _Gate(monkeypatch, "begin")
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, "shared", 2)
+        weights = tensors_of(transport.rank)
+        name = f"weights-{transport.rank:02d}.safetensors"
+        writer.start(
+            manifest_of(1) if transport.rank == 0 else None, 1, [Snapshot.of(name, weights)]
+        )
+        for key in list(weights):
+            weights[key] = weights[key] * 2 + 1
+        mx.eval(weights)
+        transport.barrier()
+        gate.open()
+        writer.wait()
+
+    directories = hosts(tmp_path, "aa")
+    on_ranks(directories, work)
+    assert load(directories) == whole(2)

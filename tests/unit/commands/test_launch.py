@@ -1,0 +1,355 @@
+"""What launch does when jobs end and hosts go, with an mpirun and an ssh that only pretend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import Stopped, UserError
+from shardmlx.hosts.supervisor import Supervisor
+from shardmlx.launch import GaveUp, Launcher, main, read_options
+
+ROOT = Path(__file__).parents[3]
+
+# Each start writes down its words and its hosts, then ends as the next line of "ends" says.
+MPIRUN = """\
+#!/bin/sh
+cd {directory}
+echo "$*" >> starts
+test "$1" = --hostfile && tr '\\n' ' ' < "$2" >> hosts_of_starts && echo >> hosts_of_starts
+end=$(head -n 1 ends)
+sed -i.old 1d ends
+eval "$end"
+"""
+
+AGENT = """\
+#!/bin/sh
+if grep -qx "$1" {directory}/down; then
+    echo "ssh: connect to host $1 port 22: No route to host" >&2
+    exit 255
+fi
+shift
+exec sh -c "$*"
+"""
+
+WELL = 'touch "$SHARDMLX_LAUNCHED"'
+"""All ranks come to their end."""
+
+HOSTS = """\
+localhost slots=1  # memory=64GiB flops=20T
+anna@mini.lan slots=1  # memory=16GiB flops=4T
+book slots=2  # memory=32GiB flops=10T
+"""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A directory with a fake mpirun and ssh, and a hostfile of three hosts and four slots."""
+
+    path: Path
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.path / name
+        file.write_text(text.format(directory=self.path) if text.startswith("#!") else text)
+        file.chmod(0o755)
+        return file
+
+    def launcher(self, *options: str, flags: tuple[str, ...] = ()) -> Launcher:
+        launch = read_options(
+            [
+                *("--hostfile", str(self.path / "hosts"), "--ssh", str(self.path / "agent")),
+                *(*flags, "train", "--model", "nowhere", *options),
+                *("--checkpoint-dir", str(self.path / "checkpoints")),
+            ]
+        )
+        return Launcher(launch, self.path / "mpirun", Supervisor())
+
+    def ends(self, *commands: str) -> None:
+        self.write("ends", "\n".join(commands) + "\n")
+
+    @property
+    def starts(self) -> list[list[str]]:
+        """What each mpirun was given, after the hostfile and the agent."""
+        file = self.path / "starts"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.split()[2:] for line in lines]
+
+    @property
+    def options(self) -> list[str]:
+        """Of each start: ranks, and train's options that are not those of every start."""
+        usual = str(self.path / "checkpoints")
+        return [
+            " ".join(
+                ["-n", words[1], *words[words.index("nowhere") + 1 :]],
+            ).replace(f" --checkpoint-dir {usual}", "")
+            for words in self.starts
+        ]
+
+    @property
+    def hosts(self) -> list[list[str]]:
+        lines = (self.path / "hosts_of_starts").read_text().splitlines()
+        return [
+            [word for word in line.split() if word in ("localhost", "anna@mini.lan", "book")]
+            for line in lines
+        ]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr("shardmlx.launch.time.sleep", lambda seconds: None)
+    lab = Lab(tmp_path)
+    lab.write("mpirun", MPIRUN)
+    lab.write("agent", AGENT)
+    for name, text in (("prted", ""), ("down", ""), ("hosts", HOSTS)):
+        lab.write(name, text)
+    return lab
+
+
+COMMIT = "mkdir -p checkpoints/step-{0:07d}; touch checkpoints/step-{0:07d}/COMMITTED; "
+
+
+def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    lab.ends(WELL)
+    assert lab.launcher("--iters", "7").run() == 0
+    words = [
+        *("--hostfile", lab.path / "hosts", "-n", 4),
+        *("--prtemca", "plm_ssh_agent", lab.path / "agent"),
+        *(sys.executable, "-m", "shardmlx.train", "--model", "nowhere", "--iters", 7),
+        *("--checkpoint-dir", lab.path / "checkpoints"),
+    ]
+    command = " ".join(map(str, [lab.path / "mpirun", *words]))
+    assert capfd.readouterr().out.splitlines() == [f"$ {command}"]
+    assert (lab.path / "starts").read_text() == " ".join(map(str, words)) + "\n"
+
+
+def test_a_failed_job_goes_on_from_its_checkpoint(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.ends(COMMIT.format(100) + "kill -9 $$", WELL)
+    assert lab.launcher().run() == 0
+    assert lab.options == ["-n 4", "-n 4 --resume auto"]
+    output = capfd.readouterr().out
+    assert "launch: the job failed with status 137: restart 1 of 3 in 1 s\n" in output
+
+
+def test_a_job_whose_ranks_are_lost_has_failed_whatever_mpirun_says(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mpirun 5.0 ends with 0 where its ssh on another host is killed."""
+    lab.ends(COMMIT.format(100) + "exit 0", WELL)
+    assert lab.launcher().run() == 0
+    assert lab.options == ["-n 4", "-n 4 --resume auto"]
+    assert "the ranks had not come to their end" in capfd.readouterr().out
+
+
+def test_bad_input_is_not_tried_again(lab: Lab) -> None:
+    lab.ends("exit 2")
+    assert lab.launcher().run() == 2
+    assert len(lab.starts) == 1
+
+
+def test_a_job_that_gains_nothing_is_given_up(lab: Lab) -> None:
+    lab.ends("exit 1", "exit 1", "exit 1")
+    with pytest.raises(GaveUp, match="failed twice in a row on the same hosts without a new"):
+        lab.launcher().run()
+    assert len(lab.starts) == 2
+
+
+def test_restarts_are_used_up(lab: Lab) -> None:
+    lab.ends(*(COMMIT.format(step) + "exit 1" for step in range(1, 9)))
+    with pytest.raises(GaveUp, match=r"2 restarts used up \(see --max-restarts\)"):
+        lab.launcher(flags=("--max-restarts", "2")).run()
+    assert len(lab.starts) == 3
+
+
+def test_a_host_that_is_gone_is_dropped_and_taken_back(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.ends(
+        COMMIT.format(1) + "echo anna@mini.lan > down; exit 1",
+        COMMIT.format(2) + "echo book > down; exit 1",
+        COMMIT.format(3) + ": > down; exit 1",
+        WELL,
+    )
+    assert lab.launcher("--pipeline-stages", "4").run() == 0
+    assert lab.hosts == [
+        ["localhost", "anna@mini.lan", "book"],
+        ["localhost", "book"],
+        ["localhost", "anna@mini.lan"],
+        ["localhost", "anna@mini.lan", "book"],
+    ]
+    assert lab.options == [
+        "-n 4 --pipeline-stages 4",
+        "-n 3 --pipeline-stages 3 --resume auto",
+        "-n 2 --pipeline-stages 2 --resume auto",
+        "-n 4 --pipeline-stages 4 --resume auto",
+    ]
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
+    assert [line for line in said if "restart" not in line] == [
+        "launch: goes on without mini.lan: cannot be reached (ssh: connect to host anna@mini.lan "
+        f"port 22: No route to host): try {lab.path}/agent anna@mini.lan",
+        "launch: layout for 3 ranks: one pipeline of 3, instead of --pipeline-stages 4",
+        "launch: goes on without book: cannot be reached (ssh: connect to host book port 22: No "
+        f"route to host): try {lab.path}/agent book",
+        "launch: mini.lan is back",
+        "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 4",
+        "launch: book is back",
+        "launch: all hosts are there: layout as given",
+    ]
+
+
+def test_no_file_stays_behind(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    lab.ends("echo book > down; exit 1", WELL)
+    assert lab.launcher().run() == 0
+    assert lab.hosts[1] == ["localhost", "anna@mini.lan"]
+    assert list(directory.iterdir()) == []
+
+
+def test_without_the_host_of_rank_0_there_is_nothing_to_go_on_from(lab: Lab) -> None:
+    lab.write("hosts", "mini.lan slots=1\nlocalhost slots=1\n")
+    lab.ends("echo mini.lan > down; exit 1")
+    with pytest.raises(GaveUp, match=r"^mini\.lan, the host of rank 0, cannot be reached"):
+        lab.launcher().run()
+
+
+def test_a_host_that_never_answered_is_bad_input(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.write("down", "book\nanna@mini.lan\n")
+    assert lab.launcher().run() == 2
+    assert lab.starts == []
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(" (")[0] for line in lines] == [
+        "shardmlx: error: mini.lan: cannot be reached",
+        "shardmlx: error: book: cannot be reached",
+    ]
+
+
+def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: Lab) -> None:
+    lab.ends("echo book > down; exit 1", COMMIT.format(1) + "exit 1", WELL)
+    assert lab.launcher("--resume", "never").run() == 0
+    assert lab.options == ["-n 4 --resume never", "-n 2 --resume never", "-n 2 --resume auto"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train"], "no hosts: give --hostfile F, or -n N for ranks on this machine"),
+        (["-n", "0", "train"], "-n is 0: give 1 or more"),
+        (["-n", "2", "--max-restarts", "-1", "train"], "--max-restarts is -1: give 0 or more"),
+        (
+            ["-n", "2", "--max-restarts", "1", "profile", "M"],
+            "--max-restarts 1: profile cannot go on where it was: leave out",
+        ),
+        (["-n", "2", "train", "--itres", "3"], "unknown argument '--itres': did you mean iters?"),
+        (["-n", "2", "train", "--iters", "0"], "--iters is 0: give 1 or more"),
+        (
+            ["--hostfile", "/nowhere", "train"],
+            "cannot read hostfile /nowhere: No such file or directory",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_options(arguments)
+    assert str(error.value) == line
+
+
+def test_more_ranks_than_slots_are_refused(lab: Lab) -> None:
+    with pytest.raises(UserError, match=r"^-n 5: .*hosts has 4 slots: give more slots, or fewer"):
+        lab.launcher(flags=("-n", "5"))
+
+
+def test_without_a_directory_for_checkpoints_there_is_one() -> None:
+    launch = read_options(["-n", "2", "train", "--adapter-path", "out"])
+    assert launch.options == ("--adapter-path", "out", "--checkpoint-dir", "out/checkpoints")
+    assert read_options(["-n", "2", "--max-restarts", "0", "train"]).options == ()
+    assert read_options(["-n", "2", "train", "--test"]).options == ("--test",)
+
+
+def test_a_directory_in_the_yaml_file_counts(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("checkpoint_dir: kept\n")
+    assert read_options(["-n", "2", "train", "-c", str(file)]).options == ("-c", str(file))
+
+
+def test_other_commands_are_started_too() -> None:
+    launch = read_options(["-n", "2", "profile", "MODEL", "--rows", "2"])
+    assert (launch.command, launch.options) == ("profile", ("MODEL", "--rows", "2"))
+    assert launch.max_restarts == 0
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-n", "two", "train"]) == 2
+    error = capsys.readouterr().err
+    assert error == "shardmlx: error: argument -n: invalid int value: 'two' (see --help)\n"
+
+
+WAITS = """\
+trap 'echo saved >> signals; exit 138' USR1
+trap 'echo ended >> signals; exit 143' TERM
+touch up
+while true; do sleep 0.05; done
+"""
+STUBBORN = WAITS.replace("saved >> signals; exit 138", "deaf >> signals")
+
+
+@pytest.mark.parametrize(
+    ("job", "signals", "status", "heard"),
+    [
+        (WAITS, [signal.SIGINT], 130, "saved\n"),
+        (WAITS, [signal.SIGTERM], 143, "saved\n"),
+        (STUBBORN, [signal.SIGINT, signal.SIGINT], 130, "deaf\nended\n"),
+    ],
+)
+def test_what_stops_launch_stops_the_ranks_in_order(
+    lab: Lab, job: str, signals: list[signal.Signals], status: int, heard: str
+) -> None:
+    lab.ends(f". {lab.write('job', job)}")
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from shardmlx import launch\n"
+        "launch.find_mpirun = lambda: Path(sys.argv[1])\n"
+        "sys.exit(launch.main(sys.argv[2:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, lab.path / "mpirun", "-n", "2", "train"],
+        cwd=lab.path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    with process:
+        _wait_for(lab.path / "up")
+        for count, number in enumerate(signals, start=1):
+            process.send_signal(number)
+            _wait_for(lab.path / "signals", lines=count)
+        error = process.communicate(timeout=30)[1]
+    assert process.returncode == status
+    assert (lab.path / "signals").read_text() == heard
+    assert error.startswith("launch: asked all ranks to save and stop; a second signal ends them")
+
+
+def test_a_signal_between_two_starts_ends_launch() -> None:
+    with Supervisor().listening(), pytest.raises(Stopped) as stop:
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.value.signal == signal.SIGTERM
+
+
+def _wait_for(path: Path, lines: int = 0) -> None:
+    end = time.monotonic() + 30
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.02)

@@ -1,0 +1,271 @@
+"""Hostfiles that mpirun and the planner both read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
+from shardmlx.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+def read(directory: Path, text: str | bytes) -> tuple[Machine, ...]:
+    path = directory / "hosts"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_hostfile(path)
+
+
+def error_of(directory: Path, text: str | bytes) -> str:
+    """What is said of a file, without its directory."""
+    with pytest.raises(UserError) as caught:
+        read(directory, text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"{directory}/")
+
+
+# What the planner is told
+
+
+def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
+    line = "mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=1us kind=m2\n"
+    assert read(tmp_path, line) == (
+        Machine(
+            host="mac-studio.local",
+            slots=1,
+            memory=64 * 2**30,
+            flops=27e12,
+            link=5e9,
+            latency=1e-6,
+            kind="m2",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("comment", "field", "value"),
+    [
+        ("memory=8GB", "memory", 8_000_000_000),
+        ("memory=1.5GiB", "memory", 1_610_612_736),
+        ("memory=512MiB", "memory", 536_870_912),
+        ("memory=2TB", "memory", 2_000_000_000_000),
+        ("flops=104G", "flops", 104e9),
+        ("flops=3.8TFLOPS", "flops", 3.8e12),
+        ("flops=1P", "flops", 1e15),
+        ("flops=27e12", "flops", 27e12),
+        ("link=1Gbps", "link", 125e6),
+        ("link=100Mbit/s", "link", 12.5e6),
+        ("link=1.25GB/s", "link", 1.25e9),
+        ("link=3MiB/s", "link", 3 * 2**20),
+        ("latency=1ms", "latency", 1e-3),
+        ("latency=0.5us", "latency", 5e-7),
+    ],
+)
+def test_units(tmp_path: Path, comment: str, field: str, value: float) -> None:
+    (machine,) = read(tmp_path, f"mac slots=1 # {comment}\n")
+    assert getattr(machine, field) == pytest.approx(value, rel=1e-12)
+    others = {"memory", "flops", "link", "latency"} - {field}
+    assert all(getattr(machine, each) is None for each in others)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "in the cellar: memory=8GiB, of Anna (Büro)",
+        "memory = 8GiB",
+        "memory=8GiB.",
+        "see https://example.org/?id=3 memory=8GiB",
+    ],
+)
+def test_other_words_of_a_comment_are_prose(tmp_path: Path, comment: str) -> None:
+    assert read(tmp_path, f"mac slots=1 # {comment}\n") == (Machine(host="mac", memory=8 * 2**30),)
+
+
+def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
+    text = "# memory=many: each has that\n\n  \t\n// a=b\nmac slots=1\n# the end, memory=1"
+    assert read(tmp_path, text) == (Machine(host="mac"),)
+
+
+@pytest.mark.parametrize(
+    ("comment", "message"),
+    [
+        (
+            "memory=64GBit",
+            "hosts, line 2: memory=64GBit has the unknown unit 'GBit': use one of "
+            "MB, GB, TB, MiB, GiB, TiB",
+        ),
+        ("memory=64", "hosts, line 2: memory=64 has no unit: use one of MB, GB,"),
+        ("memory=64gib", "hosts, line 2: memory=64gib has the unknown unit 'gib'"),
+        ("flops=27X", "hosts, line 2: flops=27X has the unknown unit 'X': use one of M, G, T,"),
+        ("link=40Gb", "hosts, line 2: link=40Gb has the unknown unit 'Gb': use one of MB/s, GB/s"),
+        ("latency=3h", "hosts, line 2: latency=3h has the unknown unit 'h': use one of ms, us"),
+        ("memory=lots", "hosts, line 2: memory is 'lots': give a number, like 64GiB"),
+        ("memory=", "hosts, line 2: memory is '': give a number, like 64GiB"),
+        ("memory=-1GiB", "hosts, line 2: memory is '-1GiB': give a number, like 64GiB"),
+        ("memory=0GiB", "hosts, line 2: memory is '0GiB': give 1MiB to 1PB, like 64GiB"),
+        ("memory=1B", "hosts, line 2: memory is '1B': give 1MiB to 1PB, like 64GiB"),
+        ("flops=1e999", "hosts, line 2: flops is '1e999': give 1M to 1000P, like 27T"),
+        ("flops=1e-300", "hosts, line 2: flops is '1e-300': give 1M to 1000P, like 27T"),
+        ("link=1e-320B/s", "hosts, line 2: link is '1e-320B/s': give 1kB/s to 1PB/s, like 40Gb"),
+        ("latency=1e308s", "hosts, line 2: latency is '1e308s': give 1ns to 1000s, like 30us"),
+        ("memroy=1GiB", "hosts, line 2: unknown key 'memroy': did you mean memory?"),
+        (
+            "colour=grey",
+            "hosts, line 2: unknown key 'colour': the planner knows memory, flops, link, latency, "
+            "kind; prose goes without =",
+        ),
+        ("kind=", "hosts, line 2: kind has no name: give one, like kind=m2-ultra"),
+        ("link=1Gbps link=1Gbps", "hosts, line 2: link is given twice: give it once"),
+    ],
+)
+def test_a_mistake_in_a_comment_is_named(tmp_path: Path, comment: str, message: str) -> None:
+    assert error_of(tmp_path, f"# hosts\nmac slots=1 # {comment}\n").startswith(message)
+
+
+# What mpirun is told
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mac slots=3",
+        "  mac\tslots = 3",
+        "mac count=3",
+        "mac cpu=3 max-slots=4",
+        "mac max_slots=3",
+        "mac slots=3 slots-max=3 port=22 username=anna",
+        "anna@mac slots=3",
+        "mac slots=3# and a comment",
+        "mac slots=3 // and a comment",
+        "mac\nmac\nmac",
+        "mac slots=2\nmac",
+        "mac.home\nmac.office # the same to mpirun\nmac",
+    ],
+)
+def test_slots_are_those_that_mpirun_reads(tmp_path: Path, line: str) -> None:
+    (machine,) = read(tmp_path, line + "\n")
+    assert machine.host.split(".")[0] == "mac"
+    assert machine.slots == 3
+
+
+def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
+    text = "a_b-c.lan slots=1\n10.0.0.2 slots=1\n10.0.0.3 slots=1\nfe80::1 slots=1\n"
+    assert [each.host for each in read(tmp_path, text)] == [
+        "a_b-c.lan", "10.0.0.2", "10.0.0.3", "fe80::1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "are_same"),
+    [
+        ("Mac-Studio.local", "mac-studio", True),
+        ("mac-studio.lan", "mac-studio.local", True),
+        ("mac-studio", "mac-mini", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("fe80::1", "FE80:0::1", True),
+    ],
+)
+def test_names_of_one_host_differ_in_case_and_domain_and_addresses_are_whole(
+    a: str, b: str, are_same: bool
+) -> None:
+    assert same_host(a, b) is are_same
+
+
+def test_what_is_said_of_a_host_in_several_lines_adds_up(tmp_path: Path) -> None:
+    assert read(tmp_path, "a # memory=8GiB\nb slots=1\na # memory=8GiB flops=1T\n") == (
+        Machine(host="a", slots=2, memory=8 * 2**30, flops=1e12),
+        Machine(host="b"),
+    )
+    assert error_of(tmp_path, "a # memory=8GiB\na # memory=9GiB\n").startswith(
+        "hosts, line 2: memory of 'a' differs from that in "
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mac slots=0\n", "hosts, line 1: slots is '0': give a whole number from 1"),
+        ("mac slots=two\n", "hosts, line 1: slots is 'two': give a whole number from 1"),
+        ("mac slots=-1\n", "hosts, line 1: slots is '-1': give a whole number from 1"),
+        ("mac slots\n", "hosts, line 1: 'slots': did you mean slots"),
+        ("mac slot=2\n", "hosts, line 1: 'slot=2': did you mean slots"),
+        ("mac slots=1 slots=2\n", "hosts, line 1: 'slots=2': slots are given already: give"),
+        ("mac slots=3 max_slots=2\n", "hosts, line 1: 3 slots, but 2 at most: give no more"),
+        ("mac slots=1 memory=8GiB\n", "hosts, line 1: 'memory=8GiB': mpirun does not know memory"),
+        ("mac slots=1 mini\n", "hosts, line 1: 'mini': write 'name slots=1', and all else after"),
+        ("\nmac:2\n", "hosts, line 2: host 'mac:2': write mac slots=2"),
+        ("^mac slots=1\n", "hosts, line 1: host '^mac': write a name or an address"),
+        ("+n0 slots=1\n", "hosts, line 1: host '+n0': write a name or an address"),
+        ("/* mac */\n", "hosts, line 1: '/*': write comments with #"),
+        ("mac slots=1\r\n", "hosts, line 1: mpirun reads no Windows line ends: save"),
+        ("mac slots=1 # x", "hosts, line 1: mpirun reads no comment without a line end: add one"),
+        (b"mac slots=1\n\xff\n", "hosts, line 2: byte 0xff is no UTF-8 text: is it a hostfile?"),
+        ("# no host\n", "hosts: no hosts: write one 'name slots=1' a line"),
+        ("", "hosts: no hosts: write one 'name slots=1' a line"),
+        (
+            "mac\n",
+            "hosts, line 1: host 'mac' has no slots, and mpirun would start as many ranks there as "
+            "it has cores: write mac slots=1",
+        ),
+        ("mac slots=1\nmac slots=2\n", "hosts, line 2: host 'mac' is the host of "),
+        ("mac.lan\nmac slots=2\n", "hosts, line 2: host 'mac' is the host of "),
+        ("Mac slots=1\nmac slots=1\n", "hosts, line 2: host 'mac' is 'Mac' of "),
+        ("fe80::1 slots=1\nFE80::1 slots=1\n", "hosts, line 2: host 'FE80::1' is 'fe80::1' of "),
+        (
+            "mac slots=2 # memory=1MiB\n",
+            "hosts, line 1: host 'mac' has less than 1 MiB of memory for each of its 2 slots",
+        ),
+    ],
+)
+def test_what_mpirun_refuses_or_guesses_is_named(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
+    assert error_of(tmp_path, text).startswith(message)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read hostfile .*/hosts: No such file"):
+        read_hostfile(tmp_path / "hosts")
+
+
+# Ranks
+
+
+def test_ranks_fill_one_host_after_the_other_and_share_it(tmp_path: Path) -> None:
+    machines = read(tmp_path, "b slots=2 # memory=9GiB flops=3T link=1GB/s\na slots=1\n")
+    half = Machine(host="b", memory=9 * 2**29, flops=1.5e12, link=1e9)
+    assert machine_of_each_rank(machines) == (half, half, Machine(host="a"))
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"memory": 0}, {"flops": float("nan")}])
+def test_a_machine_has_something_of_everything(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="mac has"):
+        Machine(host="mac", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "is_linked"),
+    [
+        ("one-machine", (2,), False),
+        ("two-macs", (1, 1), True),
+        ("four-unlike-macs", (1, 1, 1, 1), True),
+        ("linux-cpu", (1, 1), True),
+    ],
+)
+def test_the_examples_have_all_that_the_planner_wants(
+    name: str, slots: tuple[int, ...], is_linked: bool
+) -> None:
+    machines = read_hostfile(ROOT / "hostfiles" / name)
+    assert tuple(machine.slots for machine in machines) == slots
+    for machine in machines:
+        assert machine.memory is not None
+        assert machine.flops is not None
+        assert (machine.link is not None) == is_linked
+
+
+def test_every_example_is_tested() -> None:
+    names = {path.name for path in (ROOT / "hostfiles").iterdir()}
+    assert names == {"one-machine", "two-macs", "four-unlike-macs", "linux-cpu"}

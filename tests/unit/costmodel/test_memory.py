@@ -1,0 +1,349 @@
+"""The arithmetic of a rank's peak memory. What real stages hold: test_memory_measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.costmodel.layer_memory import layer_memory
+from shardmlx.costmodel.memory import (
+    STATES,
+    UPDATED_AT_ONCE,
+    StageMemory,
+    TrainingSetup,
+    inference_memory,
+    rank_peak,
+    stage_memory,
+)
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.pipeline.actions import Action, Grid, parse_grid
+from shardmlx.pipeline.lowering import lower
+from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
+
+SHAPE = ModelShape(
+    model_type="llama",
+    num_layers=4,
+    hidden_size=8,
+    intermediate_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=100,
+    tied=False,
+    windows=(None,) * 4,
+)
+# q, k, v, o; gate, up, down; two norms.
+LAYER = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8
+
+
+def setup(shape: ModelShape = SHAPE, **changes: Any) -> TrainingSetup:
+    """Micro-batches of one row of 10 tokens, float32, on Metal."""
+    size = changes.get("dtype_bytes", 4)
+    sizes = LayerCosts(
+        tuple(shape.layer_parameters(i) * float(size) for i in range(shape.num_layers)),
+        shape.embedding_parameters() * float(size),
+        shape.head_parameters() * float(size),
+    )
+    return TrainingSetup(
+        **{
+            "shape": shape,
+            "weight_sizes": sizes,
+            "dtype_bytes": 4,
+            "rows": 1,
+            "length": 10,
+            "fine_tune_type": "full",
+            **changes,
+        }
+    )
+
+
+def of_stage(**sizes: Any) -> StageMemory:
+    """A stage whose sizes are zero but for those given."""
+    names = (
+        "weights optimizer gradients after_forward after_input during_forward during_input "
+        "during_weight during_update message tied"
+    )
+    flags = {"is_trained": True, "has_input_gradient": True}
+    return StageMemory(**{**dict.fromkeys(names.split(), 0), **flags, **sizes})
+
+
+def actions(text: str) -> tuple[Action, ...]:
+    (rank,) = parse_grid(text)
+    return rank
+
+
+# What a layer holds, in floats a token.
+
+
+def test_a_layer_of_a_full_fine_tune_holds_the_inputs_of_every_gradient() -> None:
+    layer = layer_memory(setup())
+    residuals_and_norms = 4 * 8
+    queries_keys_values_and_output = 8 + 4 + 4 + 8
+    probabilities = 2 * 10
+    gate_up_sigmoid_silu_product = 5 * 16
+    floats = residuals_and_norms + queries_keys_values_and_output + probabilities
+    mask = 10 * 10
+    assert layer.after_forward == 4 * 10 * (floats + gate_up_sigmoid_silu_product) + mask
+
+
+def test_after_the_input_gradient_it_holds_both_factors_of_every_weight_gradient() -> None:
+    inputs = 8 + 8 + 8 + 16  # of q, k and v; of o; of gate and up; of down
+    gradients = 8 + 4 + 4 + 8 + 16 + 16 + 8
+    assert layer_memory(setup()).after_input == 4 * 10 * (inputs + gradients)
+
+
+def test_adapters_hold_only_what_their_own_gradients_need() -> None:
+    keys = ("self_attn.q_proj", "self_attn.v_proj")
+    layer = layer_memory(setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys))
+    assert layer.parameters == 2 * (8 + 8) + 2 * (8 + 4)
+    shared_input, outputs, low_rank = 8, 8 + 4, 2 * 2
+    assert layer.after_input == 4 * 10 * (shared_input + outputs + 2 * low_rank)
+
+
+@pytest.mark.parametrize(
+    ("copies", "changes"),
+    [(1, {}), (2, {"backend": "cpu"}), (2, {"dropout": True}), (2, {"masks": 1})],
+)
+def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compiled(
+    copies: int, changes: Mapping[str, Any]
+) -> None:
+    keys = ("self_attn.q_proj", "self_attn.v_proj")
+    layer = layer_memory(
+        setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2, **changes)
+    )
+    inputs, outputs, low_rank = copies * 8, 8 + 4, 2 * 2
+    assert layer.after_input == 4 * 10 * (inputs + outputs + 2 * low_rank)
+
+
+def test_experts_hold_what_each_token_passes_through() -> None:
+    dense = layer_memory(setup())
+    experts = layer_memory(
+        setup(replace(SHAPE, model_type="mixtral", num_experts=8, experts_per_token=2))
+    )
+    second_expert = 5 * 16
+    sorted_inputs, answers = 2 * 8, 2 * 8
+    assert experts.after_forward - dense.after_forward == 4 * 10 * (
+        second_expert + sorted_inputs + answers
+    )
+
+
+# What a stage holds.
+
+
+def test_the_stages_together_hold_the_parameters_of_the_model() -> None:
+    stages = [stage_memory(setup(), start, start + 1) for start in range(4)]
+    assert sum(stage.weights for stage in stages) == 4 * SHAPE.parameters()
+    assert stages[1].weights == 4 * LAYER
+    assert stages[1].optimizer == 2 * 4 * LAYER
+    assert stages[1].gradients == 4 * LAYER
+
+
+def test_a_tied_matrix_is_held_at_both_ends_and_once_by_a_rank_that_has_both() -> None:
+    tied = setup(replace(SHAPE, tied=True))
+    matrix = 4 * SHAPE.embedding_parameters()
+    stages = {0: stage_memory(tied, 0, 2), 1: stage_memory(tied, 2, 4)}
+    assert stages[0].weights == matrix + 2 * 4 * LAYER
+    assert stages[1].weights == matrix + 2 * 4 * LAYER + 4 * 8
+    assert stage_memory(tied, 0, 4).weights == stages[0].weights + stages[1].weights - matrix
+    both = rank_peak((), stages, tied)
+    each = sum(rank_peak((), {index: stage}, tied) for index, stage in stages.items())
+    assert both == each - matrix - stages[0].during_update
+
+
+def test_layers_below_the_first_trained_one_hold_nothing() -> None:
+    partly = setup(first_trained_layer=2)
+    below, across, above = (stage_memory(partly, *ends) for ends in ((0, 2), (1, 3), (2, 4)))
+    assert (below.after_forward, below.gradients, below.is_trained) == (0, 0, False)
+    assert across.gradients == 4 * LAYER
+    assert not above.has_input_gradient
+    assert above.gradients == 2 * across.gradients
+
+
+def test_a_stage_above_the_trained_weights_passes_the_gradient_through_all_its_layers() -> None:
+    assert stage_memory(setup(first_trained_layer=1), 2, 4).has_input_gradient
+    assert stage_memory(setup(unfreeze_all=True, first_trained_layer=3), 1, 2).has_input_gradient
+
+
+def test_the_last_stage_holds_the_logits() -> None:
+    middle, last = stage_memory(setup(), 2, 3), stage_memory(setup(), 3, 4)
+    assert last.after_forward - middle.after_forward == 4 * 10 * 100
+
+
+def test_checkpointing_holds_the_inputs_of_layers() -> None:
+    stage = stage_memory(setup(grad_checkpoint=True), 1, 3)
+    inputs, output, gradient_to_come = 2, 1, 1
+    assert stage.after_forward == (inputs + output + gradient_to_come) * stage.message
+    assert stage.after_input == gradient_to_come * stage.message
+
+
+# What a rank holds at a time.
+
+
+def test_every_forward_waits_for_its_input_gradient_then_for_its_weight_gradient() -> None:
+    stages = {0: of_stage(weights=1000, after_forward=100, after_input=60, gradients=1)}
+    in_flight = {
+        "0F0 0I0 0W0": 100,
+        "0F0 0F1 0I0 0W0 0I1 0W1": 200,
+        "0F0 0I0 0F1 0I1 0W0 0W1": 160,
+    }
+    for text, held in in_flight.items():
+        assert rank_peak(actions(text), stages, setup()) == 1000 + held
+
+
+def test_what_passes_comes_on_top_of_what_is_held_and_summed() -> None:
+    stages = {0: of_stage(weights=1000, after_forward=100, gradients=10, during_weight=7)}
+    assert rank_peak(actions("0F0 0W0 0F1 0W1"), stages, setup()) == 1000 + 100 + 10 + 7
+
+
+def test_gradients_grow_while_a_first_micro_batch_is_freed() -> None:
+    stages = {0: of_stage(after_forward=100, gradients=300, during_weight=7)}
+    assert rank_peak(actions("0F0 0W0"), stages, setup()) == 300 + 7
+
+
+def test_the_update_finds_gradients_but_no_micro_batches() -> None:
+    stages = {0: of_stage(weights=1000, after_forward=5, gradients=10, during_update=30)}
+    assert rank_peak(actions("0F0 0W0"), stages, setup()) == 1000 + 10 + 30
+
+
+def test_messages_count_two_posted_receives_and_the_last_one_sent() -> None:
+    made = setup()
+    idle = {0: of_stage(), 1: of_stage()}
+    received = "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3 1F3"
+    assert rank_peak(actions(received), idle, made) == 2 * made.message
+    assert rank_peak(actions("1RECV_F0 1F0"), idle, made) == 0
+    assert rank_peak(actions("0F0 0SEND_F0 0F1"), idle, made) == made.message
+
+
+def lowered(schedule: str, microbatches: int) -> tuple[Grid, tuple[int, ...]]:
+    chosen = SCHEDULES[schedule]
+    placement = chosen.placement(2, chosen.default_virtual)
+    grid = compute_actions(schedule, 2, microbatches, chosen.default_virtual)
+    return lower(grid, placement), placement
+
+
+def peaks(schedule: str, microbatches: int, **changes: Any) -> list[int]:
+    grid, placement = lowered(schedule, microbatches)
+    made = setup(**changes)
+    count = 4 // len(placement)
+    stages = [stage_memory(made, s * count, (s + 1) * count) for s in range(len(placement))]
+    return [
+        rank_peak(rank, {s: stages[s] for s, at in enumerate(placement) if at == index}, made)
+        for index, rank in enumerate(grid)
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(
+    microbatches=st.sampled_from([2, 4, 8]),
+    rows=st.integers(1, 4),
+    length=st.integers(1, 64),
+    mode=st.sampled_from(["lora", "dora", "full"]),
+    size=st.sampled_from([2, 4]),
+    backend=st.sampled_from(["cpu", "metal"]),
+    checkpoint=st.booleans(),
+)
+def test_more_of_anything_never_needs_less(
+    schedule: str,
+    microbatches: int,
+    rows: int,
+    length: int,
+    mode: str,
+    size: int,
+    backend: str,
+    checkpoint: bool,
+) -> None:
+    usual: dict[str, Any] = {
+        "rows": rows,
+        "length": length,
+        "fine_tune_type": mode,
+        "dtype_bytes": size,
+        "backend": backend,
+        "grad_checkpoint": checkpoint,
+    }
+    here = peaks(schedule, microbatches, **usual)
+    for more in (
+        peaks(schedule, 2 * microbatches, **usual),
+        peaks(schedule, microbatches, **usual | {"rows": rows + 1}),
+        peaks(schedule, microbatches, **usual | {"length": length + 1}),
+        peaks(schedule, microbatches, **usual | {"dp": 2}),
+    ):
+        assert all(a >= b for a, b in zip(more, here, strict=True))
+
+
+@given(
+    first=st.integers(0, 4),
+    mode=st.sampled_from(["lora", "full"]),
+    length=st.integers(1, 200),
+    checkpoint=st.booleans(),
+)
+def test_more_layers_never_need_less(first: int, mode: str, length: int, checkpoint: bool) -> None:
+    """Whatever is trained of them: partitioners rely on it."""
+    made = setup(
+        first_trained_layer=first, fine_tune_type=mode, length=length, grad_checkpoint=checkpoint
+    )
+    own = actions("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2")
+
+    def peak(start: int, stop: int) -> int:
+        return rank_peak(own, {0: stage_memory(made, start, stop)}, made)
+
+    for start in range(4):
+        for stop in range(start + 1, 5):
+            assert start == 0 or peak(start - 1, stop) >= peak(start, stop)
+            assert stop == 4 or peak(start, stop + 1) >= peak(start, stop)
+
+
+def test_gpipe_holds_what_1f1b_lets_go() -> None:
+    assert peaks("gpipe", 8)[1] > peaks("gpipe", 4)[1] > peaks("1f1b", 8)[1] == peaks("1f1b", 4)[1]
+
+
+# Inference.
+
+
+def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
+    made = setup()
+    windows = replace(SHAPE, windows=(None, 5, 5, None))
+
+    def grows(shape: ModelShape, start: int, stop: int) -> int:
+        short, long = (
+            inference_memory(shape, made.weight_sizes, start, stop, 3, context, 2)
+            for context in (4000, 5000)
+        )
+        return long - short
+
+    keys_and_values = 2 * 1 * 4
+    assert grows(SHAPE, 0, 2) == 3 * 2 * 1000 * 2 * keys_and_values
+    assert grows(windows, 0, 2) == 3 * 2 * 1000 * keys_and_values
+    assert grows(windows, 1, 3) == 0
+
+
+def test_a_setup_that_cannot_be_is_refused() -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "first trained layer 5 of 4": {"first_trained_layer": 5},
+        "from 1": {"rows": 0},
+        "backend 'tpu'": {"backend": "tpu"},
+        "optimizer 'lion'": {"optimizer": "lion"},
+        "fine-tune type 'half'": {"fine_tune_type": "half"},
+        "full only": {"fine_tune_type": "lora", "unfreeze_all": True},
+    }
+    for reason, changes in wrong.items():
+        with pytest.raises(ValueError, match=reason):
+            setup(**changes)
+    with pytest.raises(ValueError, match="layers 2 to 2 of 4"):
+        stage_memory(setup(), 2, 2)
+
+
+def test_every_optimizer_has_its_memory() -> None:
+    assert set(STATES) == set(UPDATED_AT_ONCE) == set(OPTIMIZERS)
+
+
+def test_adafactor_keeps_a_copy_of_the_weights_for_its_first_moment_only() -> None:
+    usual = stage_memory(setup(optimizer="adafactor"), 1, 2)
+    with_moment = stage_memory(setup(optimizer="adafactor", first_moment=True), 1, 2)
+    assert (usual.optimizer, with_moment.optimizer) == (0, 4 * LAYER)

@@ -1,0 +1,340 @@
+"""MLX's limits on each rank: from the plan, the machine, and what the user allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.memory_limits import (
+    LEAST_CACHE,
+    MemoryLimits,
+    PlannedMemory,
+    Room,
+    check_rooms,
+    exceeded,
+    memory_limits,
+    rooms_of,
+    unwired,
+    within,
+)
+from shardmlx.costmodel.predict import predict_memory
+from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.errors import UserError
+from shardmlx.loading.allocator import find_rooms, set_limits, working_set
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners import LayerCosts
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.training.predicted import longest_inputs, planned_memory
+from tests.helpers.models_and_batches import tiny_config
+
+GB = 10**9
+
+
+def cluster(*machines: tuple[str, int | None]) -> Cluster:
+    return Cluster(machines=tuple(Machine(host=host, memory=memory) for host, memory in machines))
+
+
+MACS = cluster(("studio", 64 * GB), ("mini", 16 * GB))
+ONE_MAC = cluster(("studio", 32 * GB), ("studio", 32 * GB))
+"""Two ranks, each with its share."""
+
+
+# What a rank may use
+
+
+def test_a_rank_may_use_the_part_of_its_machine_that_plans_count_on() -> None:
+    assert rooms_of(MACS) == (
+        Room("studio", 48 * GB, "75% of the machine's memory", 64 * GB),
+        Room("mini", 12 * GB, "75% of the machine's memory", 16 * GB),
+    )
+    assert rooms_of(replace(MACS, memory_fraction=0.5))[1].nbytes == 8 * GB
+
+
+def test_ranks_on_one_machine_share_its_memory_and_what_it_wires() -> None:
+    room, same = rooms_of(ONE_MAC, working_sets=(40 * GB, 40 * GB))
+    assert room == same
+    assert (room.nbytes, room.most, room.wirable) == (24 * GB, 32 * GB, 20 * GB)
+    assert room.reason == "75% of the machine's memory, shared by 2 ranks"
+
+
+def test_where_macos_was_told_to_wire_more_a_rank_may_use_more() -> None:
+    # sudo sysctl iogpu.wired_limit_mb=56000
+    room, other = rooms_of(MACS, working_sets=(56 * GB, 11 * GB))
+    assert (room.nbytes, room.reason) == (56 * GB, "what macOS wires for the GPU")
+    assert (other.nbytes, other.wirable) == (12 * GB, 11 * GB)
+
+
+def test_no_rank_uses_more_than_the_hostfile_says_whatever_macos_wires() -> None:
+    (room,) = rooms_of(cluster(("studio", 8 * GB)), working_sets=(48 * GB,))
+    assert room.nbytes == 8 * GB
+
+
+def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
+    studio, mini = rooms_of(MACS, 20 * GB, working_sets=(48 * GB, 11 * GB))
+    assert (studio.nbytes, studio.reason) == (20 * GB, "--memory-limit")
+    assert (mini.nbytes, mini.reason) == (
+        16 * GB,
+        "all that there is; --memory-limit is more",
+    )
+    assert mini.wirable == 11 * GB
+    # More than plans count on, if the user says so.
+    assert rooms_of(MACS, 14 * GB)[1].nbytes == 14 * GB
+
+
+def test_the_layers_are_divided_for_what_each_rank_may_use() -> None:
+    limited = within(MACS, rooms_of(MACS, 20 * GB))
+    assert [limited.capacity(rank) for rank in range(2)] == [20 * GB, 16 * GB]
+    unknown = cluster(("studio", None), ("mini", 16 * GB))
+    assert within(unknown, rooms_of(unknown)).capacity(0) == math.inf
+    assert within(unknown, rooms_of(unknown, 5 * GB)).capacity(0) == 5 * GB
+
+
+# What is refused
+
+
+ROOMS = rooms_of(MACS)
+
+
+def planned(*peaks: float) -> list[PlannedMemory]:
+    return [PlannedMemory(round(peak * GB), round(peak * GB / 2)) for peak in peaks]
+
+
+def refusal(rooms: tuple[Room, ...], *peaks: float) -> str:
+    with pytest.raises(UserError) as error:
+        check_rooms(rooms, planned(*peaks), "use more machines")
+    return str(error.value)
+
+
+def test_a_plan_that_fits_exactly_is_not_refused() -> None:
+    check_rooms(ROOMS, planned(48, 12), "use more machines")
+
+
+def test_a_limit_below_the_plan_is_refused_with_numbers_and_the_limit_that_would_do() -> None:
+    assert refusal(rooms_of(MACS, 8 * GB), 7.9, 8.11) == (
+        "rank 1 (mini) would hold 8.11 GB of its 8.00 GB (--memory-limit): give --memory-limit "
+        "8.2GB or more, use more machines"
+    )
+    check_rooms(rooms_of(MACS, 82 * GB // 10), planned(7.9, 8.11), "")
+    assert "give --memory-limit 124MB or more" in refusal(rooms_of(MACS, 10**8), 0.1235, 0.1)
+
+
+def test_no_limit_is_recommended_that_the_machine_does_not_have() -> None:
+    assert refusal(ROOMS, 40, 13) == (
+        "rank 1 (mini) would hold 13.00 GB of its 12.00 GB (75% of the machine's memory): give "
+        "--memory-limit 13GB or more, use more machines"
+    )
+    assert refusal(ROOMS, 40, 17) == (
+        "rank 1 (mini) would hold 17.00 GB of its 12.00 GB (75% of the machine's memory): use more "
+        "machines"
+    )
+
+
+# The limits
+
+
+PLAN = PlannedMemory(peak=10 * GB, resident=6 * GB)
+
+
+def limits(room: Room, backend: str = "metal", plan: PlannedMemory = PLAN) -> MemoryLimits:
+    return memory_limits(room, plan, backend)
+
+
+def room(nbytes: int, wirable: int | None = 24 * GB) -> Room:
+    return Room("studio", nbytes, "--memory-limit", 32 * GB, wirable)
+
+
+def test_the_cache_holds_what_a_step_frees_and_the_gpu_keeps_plan_and_cache() -> None:
+    of_rank = limits(room(20 * GB))
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, 5 * GB, 15 * GB)
+    assert of_rank.reasons == (
+        "--memory-limit",
+        "what a step frees, and a margin",
+        "plan and cache",
+    )
+
+
+def test_cache_and_what_is_always_there_stay_within_the_limit() -> None:
+    of_rank = limits(room(10 * GB))
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (10 * GB, 4 * GB, 10 * GB)
+    assert of_rank.reasons[1] == "what the weights leave"
+
+
+def test_together_the_ranks_of_a_machine_wire_no_more_than_it_can() -> None:
+    rooms = rooms_of(ONE_MAC, working_sets=(24 * GB, 24 * GB))
+    wired = [limits(each).wired for each in rooms]
+    assert wired == [12 * GB, 12 * GB]
+    assert limits(rooms[0]).reasons[2] == "this rank's share of what macOS wires for the GPU"
+
+
+def test_a_little_model_has_a_cache_all_the_same() -> None:
+    assert limits(room(GB), plan=PlannedMemory(1000, 900)).cache == LEAST_CACHE
+
+
+def test_on_a_cpu_nothing_is_wired_and_plan_and_cache_stay_within_the_limit() -> None:
+    of_rank = limits(room(20 * GB, None), "cpu")
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, LEAST_CACHE, None)
+    tight = limits(room(10 * GB + 5, None), "cpu")
+    assert (tight.cache, tight.reasons[1]) == (5, "what the plan leaves")
+
+
+def test_metrics_have_the_limits_with_their_reasons() -> None:
+    assert limits(room(20 * GB)).as_json() == {
+        "planned_peak_bytes": 10 * GB,
+        "memory_limit_bytes": 20 * GB,
+        "cache_limit_bytes": 5 * GB,
+        "wired_limit_bytes": 15 * GB,
+        "reasons": {
+            "memory": "--memory-limit",
+            "cache": "what a step frees, and a margin",
+            "wired": "plan and cache",
+        },
+    }
+
+
+def test_a_plan_that_macos_cannot_keep_in_memory_is_warned_of() -> None:
+    rooms = rooms_of(MACS, working_sets=(48 * GB, 11 * GB))
+    assert unwired(rooms, planned(40, 11)) == ()
+    (warning,) = unwired(rooms, planned(40, 11.5))
+    assert warning.startswith(
+        "rank 1 (mini) plans 11.50 GB, of which macOS keeps 11.00 GB in memory: it may swap the "
+        "rest out"
+    )
+
+
+def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
+    of_ranks = [limits(room(20 * GB)), limits(room(11 * GB))]
+    assert exceeded(of_ranks, ("a", "b"), (20 * GB, 11 * GB)) == ()
+    assert exceeded(of_ranks, ("a", "b"), (20 * GB, 12 * GB)) == (
+        "rank 1 (b) held 12.00 GB at its peak, more than its limit of 11.00 GB (--memory-limit), "
+        "and 10.00 GB were planned",
+    )
+
+
+def test_what_is_always_there_is_a_part_of_the_peak() -> None:
+    with pytest.raises(ValueError, match="7 bytes always there, of 6 at most"):
+        PlannedMemory(peak=6, resident=7)
+
+
+# The option
+
+
+@pytest.mark.parametrize("config", [TrainConfig, InferenceConfig])
+def test_the_limit_is_a_size_like_the_others(
+    config: type[TrainConfig] | type[InferenceConfig],
+) -> None:
+    assert config().memory_limit is None
+    assert config(memory_limit="12GB").memory_limit == 12 * GB  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="give bytes, or a size like 500MB or 2GB"):
+        config(memory_limit="12 apples")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="give more than 0"):
+        config(memory_limit=0)
+
+
+# From the plan of a run
+
+
+def workload(tied: bool) -> Workload:
+    return Workload(
+        shape=ModelShape.from_config(tiny_config(layers=8, tied=tied)),
+        weight_sizes=LayerCosts((100_000.0,) * 8, 50_000.0, 0.0 if tied else 50_000.0),
+        dtype="float32",
+        config=TrainConfig(num_layers=4),
+    )
+
+
+def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
+    way = Candidate(Mesh(2, 2), "1f1b", 1, 4, 1, False)
+    work = workload(tied=False)
+    plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
+    machines = cluster(*[("studio", 8 * GB)] * 4)
+    of_ranks = planned_memory(plan, work, machines, (64, 0), False)
+    peaks, stages = predict_memory(plan, work, 64, checkpoint=False, backend="metal")
+    assert [each.peak for each in of_ranks] == [*peaks, *peaks]
+    assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
+
+
+def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
+    packed = replace(workload(tied=False), config=TrainConfig(num_layers=4, pack=True))
+    setup = packed.setup(4, 64, checkpoint=False, dp=1, backend="metal")
+    assert (setup.rows, setup.length) == (1, 256)
+
+
+def test_long_sequences_that_only_pass_forward_count_too() -> None:
+    """Of the validation: no activations are held for them, but their logits are large."""
+    way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, False)
+    work = workload(tied=False)
+    plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
+    machines = cluster(*[("studio", 8 * GB)] * 2)
+
+    def peaks(*lengths: int) -> list[int]:
+        return [p.peak for p in planned_memory(plan, work, machines, (64, *lengths), False)]
+
+    assert peaks(32) == peaks(0)
+    assert peaks(0) < peaks(2048)
+    of_step = planned_memory(plan, work, machines, (2048, 0), False)
+    assert peaks(2048) < [each.peak for each in of_step]
+
+
+def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
+    way = Candidate(Mesh(1, 2), "zb-v", 2, 4, 1, False)
+    layers = Partition(((0, 2), (2, 4), (4, 6), (6, 8)))
+    work = workload(tied=True)
+    plan = plan_of(way, StageMap(layers, (0, 1, 1, 0)), work)
+    first, second = planned_memory(plan, work, cluster(*[("studio", GB)] * 2), (64, 0), False)
+    # Layers of 100 kB, the lower half of them without adapters.
+    adapters = second.resident - 4 * 100_000
+    assert first.resident == 50_000 + 4 * 100_000 + adapters
+
+
+@pytest.mark.parametrize(("longest", "length"), [(5, 32), (33, 64), (64, 64), (1000, 99)])
+def test_the_plan_counts_on_the_longest_sequence_of_the_data(longest: int, length: int) -> None:
+    samples = [(np.arange(size), 0) for size in (3, longest, 2)]
+    assert longest_inputs(samples, 100) == length
+
+
+# MLX
+
+
+@pytest.fixture
+def mlx_limits() -> Iterator[None]:
+    before = mx.get_memory_limit(), mx.set_cache_limit(0)
+    yield
+    mx.set_memory_limit(before[0])
+    mx.set_cache_limit(before[1])
+
+
+def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[int] = []
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    set_limits(limits(room(20 * GB)))
+    assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GB, 5 * GB, [15 * GB])
+    set_limits(limits(room(20 * GB, None), "cpu"))
+    assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GB])
+
+
+def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
+    mx.set_memory_limit(1000)
+    array = mx.ones((100, 100))
+    mx.eval(array)
+    assert array.sum().item() == 10_000
+
+
+def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
+    assert working_set() == 11 * GB
+    found = LocalNetwork(2).run(lambda transport: find_rooms(transport, ONE_MAC, None))
+    assert found == [rooms_of(ONE_MAC, None, (11 * GB, 11 * GB))] * 2
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
+    assert working_set() is None

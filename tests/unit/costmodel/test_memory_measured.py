@@ -1,0 +1,202 @@
+"""What ``costmodel.memory`` predicts is what real stages hold, measured with MLX on this host."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
+from shardmlx.engine.batches import MicroBatch, pack
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
+from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.pipeline.actions import parse_grid
+from tests.helpers.models_and_batches import build, tiny_config
+
+LAYERS, ROWS, LENGTH = 4, 2, 96
+WITHIN = 0.1
+BACKEND = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, what is trained of it, and the layers of the stage."""
+
+    mode: str
+    start: int
+    stop: int
+    family: str = "llama"
+    lora: tuple[tuple[str, Any], ...] = ()
+    checkpoint: bool = False
+    dtype_bytes: int = 4
+    packed: bool = False
+    config: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        special = [key for key, _ in (*self.lora, *self.config)] + ["checkpoint"] * self.checkpoint
+        special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
+        return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        return tiny_config(
+            self.family,
+            layers=LAYERS,
+            **{
+                "hidden_size": 128,
+                "intermediate_size": 320,
+                "num_attention_heads": 8,
+                "head_dim": 16,
+                "vocab_size": 1000,
+                **dict(self.config),
+            },
+        )
+
+    @property
+    def lora_parameters(self) -> dict[str, Any]:
+        return {"rank": 8, "scale": 20.0, "dropout": 0.0, **dict(self.lora)}
+
+    def model(self) -> nn.Module:
+        model = build(self.model_config)
+        if self.dtype_bytes == 2:
+            model.set_dtype(mx.bfloat16)
+        model.freeze()
+        if self.mode == "full":
+            for layer in model.layers:
+                layer.unfreeze()
+        else:
+            linear_to_lora_layers(model, LAYERS, self.lora_parameters, use_dora=self.mode == "dora")
+        mx.eval(model.parameters())
+        return model
+
+    def predicted(self, sizes: LayerCosts) -> tuple[StageMemory, TrainingSetup]:
+        keys = self.lora_parameters.get("keys")
+        setup = TrainingSetup(
+            shape=ModelShape.from_config(self.model_config),
+            weight_sizes=sizes,
+            dtype_bytes=self.dtype_bytes,
+            rows=1 if self.packed else ROWS,
+            length=ROWS * LENGTH if self.packed else LENGTH,
+            fine_tune_type=self.mode,
+            lora_keys=None if keys is None else tuple(keys),
+            dropout=self.lora_parameters["dropout"] > 0,
+            grad_checkpoint=self.checkpoint,
+            masks=int(self.packed),
+            backend=BACKEND,
+        )
+        return stage_memory(setup, self.start, self.stop), setup
+
+
+@dataclass
+class Measured:
+    """Bytes above what was there before the stage, with its input, saw its micro-batch."""
+
+    weights: int
+    after_forward: int
+    after_input: int
+    peak: int
+
+
+def weight_sizes(model: nn.Module) -> LayerCosts:
+    """Of the parameters that the model had before any adapters."""
+
+    def size(module: nn.Module) -> float:
+        named = tree_flatten(module.parameters())
+        adapters = ("lora_a", "lora_b", "m")
+        return float(sum(a.nbytes for name, a in named if name.split(".")[-1] not in adapters))
+
+    return LayerCosts(
+        tuple(map(size, model.layers)),
+        size(model.model.embed_tokens),
+        size(model.model.norm) + size(model.lm_head),
+    )
+
+
+def microbatch(seed: int, packed: bool = False) -> MicroBatch:
+    tokens = np.random.RandomState(seed).randint(1, 1000, size=(ROWS, LENGTH + 1))
+    spans = np.array([[0, LENGTH + 1]] * ROWS, np.int32)
+    padded = MicroBatch(tokens.astype(np.int32), spans, 0)
+    return pack(padded, 1)[0] if packed else padded
+
+
+def measure(case: Case) -> tuple[Measured, LayerCosts]:
+    """One training step of three micro-batches, after a step that made the optimizer's state."""
+    model = case.model()
+    sizes = weight_sizes(model)
+    part = Slice(model, case.start, case.stop)
+    del model
+    stage = Stage(1, part, needs_input_gradient=case.start > 0, checkpoint=case.checkpoint)
+    updater = Updater(build_optimizer("adam", 1e-4, None, {}), [stage])
+    after_forward: list[int] = []
+    after_input: list[int] = []
+    outside = 0
+    for _ in range(2):
+        gc.collect()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        for j in range(3):
+            now = mx.get_active_memory()
+            x, given = None, microbatch(j, case.packed)
+            if case.start > 0:
+                x = mx.random.normal((*given.shape, part.hidden_size)).astype(part.dtype)
+                mx.eval(x)
+            stage.forward(j, given, x, scale=1e-3)
+            del x
+            after_forward.append(mx.get_active_memory() - now)
+            if case.start > 0:
+                stage.backward_input(j)
+                after_input.append(mx.get_active_memory() - now)
+            stage.backward_weight(j)
+        updater.apply()
+        outside = before - part.nbytes - 2 * sum(part[name].nbytes for name in part.trainable)
+    peak = mx.get_peak_memory() - outside
+    return Measured(part.nbytes, after_forward[-1], (after_input or [0])[-1], peak), sizes
+
+
+ATTENTION = ("keys", ["self_attn.q_proj", "self_attn.v_proj"])
+CASES = [
+    *(Case(mode, *ends) for mode in ("lora", "full") for ends in ((0, 2), (1, 3), (2, 4), (0, 4))),
+    Case("lora", 1, 3, lora=(ATTENTION,)),
+    Case("lora", 1, 3, lora=(("dropout", 0.1),)),
+    Case("lora", 1, 3, config=(("quantization", {"group_size": 32, "bits": 4}),)),
+    Case("lora", 1, 3, dtype_bytes=2),
+    Case("full", 1, 3, dtype_bytes=2),
+    Case("dora", 1, 3),
+    Case("lora", 1, 3, family="mixtral"),
+    Case("full", 1, 3, family="mixtral"),
+    Case("full", 1, 3, family="qwen2"),
+    Case("lora", 1, 3, family="qwen3"),
+    Case("full", 1, 3, checkpoint=True),
+    *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
+    Case("full", 1, 3, packed=True, checkpoint=True),
+]
+
+
+def test_mlx_has_no_gradient_for_packed_weights() -> None:
+    """Why a ``TrainingSetup`` refuses to train them."""
+    model = Case("full", 0, 2, config=(("quantization", {"group_size": 32, "bits": 4}),)).model()
+    stage = Stage(0, Slice(model, 0, 2), needs_input_gradient=False)
+    with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
+        stage.forward(0, microbatch(0), None, scale=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_real_stage_holds_what_is_predicted(case: Case) -> None:
+    measured, sizes = measure(case)
+    stage, setup = case.predicted(sizes)
+    (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(3)))
+    assert stage.weights == measured.weights
+    assert stage.after_forward == pytest.approx(measured.after_forward, rel=WITHIN)
+    if case.start > 0:
+        assert stage.after_input == pytest.approx(measured.after_input, rel=WITHIN)
+    assert rank_peak(own, {1: stage}, setup) == pytest.approx(measured.peak, rel=WITHIN)

@@ -1,0 +1,58 @@
+"""Steps that all ranks take together: an error of one is the error of all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shardmlx.distributed.agreement import by_rank_0, together
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.transport import TransportTimeout
+from shardmlx.errors import UserError
+
+
+def error_on_each(ranks: int, failing: set[int]) -> list[str]:
+    def work(transport: LocalTransport) -> str:
+        def step() -> None:
+            if transport.rank in failing:
+                raise UserError(f"no file on rank {transport.rank}")
+
+        with pytest.raises(UserError) as error:
+            together(transport, "looking", step)
+        return str(error.value)
+
+    return LocalNetwork(ranks).run(work)
+
+
+def test_what_all_ranks_find_is_said_once() -> None:
+    assert error_on_each(3, {0, 1, 2}) == ["no file on rank 0"] * 3
+
+
+def test_what_one_rank_finds_reaches_all_with_its_name() -> None:
+    assert error_on_each(3, {2}) == ["rank 2 on localhost: no file on rank 2"] * 3
+
+
+def test_without_errors_every_rank_has_its_own_result() -> None:
+    results = LocalNetwork(3).run(lambda transport: together(transport, "x", lambda: 2))
+    assert results == [2, 2, 2]
+
+
+def test_work_of_rank_0_is_done_there_alone() -> None:
+    results = LocalNetwork(2).run(lambda transport: by_rank_0(transport, "x", lambda: "done"))
+    assert results == ["done", None]
+
+
+def late(transport: LocalTransport, seconds: float) -> None:
+    """Rank 1 comes late; ``seconds`` is the patience of the others."""
+    with transport.patient(seconds):
+        together(transport, "loading", lambda: time.sleep(0.4 * transport.rank))
+
+
+def test_a_rank_may_take_long_where_the_others_are_patient() -> None:
+    LocalNetwork(2, timeout=0.1).run(lambda transport: late(transport, 60))
+
+
+def test_patience_ends_and_never_shortens_the_usual_wait() -> None:
+    with pytest.raises(TransportTimeout, match=r"loading, waiting for rank 1 .* came for 0\.1 s"):
+        LocalNetwork(2, timeout=0.1).run(lambda transport: late(transport, 0.01))

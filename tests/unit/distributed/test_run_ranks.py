@@ -1,0 +1,47 @@
+"""The order in which a command of several ranks starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+_UNTIL_MPI = """
+import runpy, sys
+
+class AtMpi:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py":
+            print(*sorted(sys.modules))
+            sys.stdout.flush()
+            raise SystemExit(7)
+
+sys.meta_path.insert(0, AtMpi())
+module, *sys.argv[1:] = sys.argv[1:]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("shardmlx.train", "shardmlx.training.trainer"),
+        ("shardmlx.profile", "shardmlx.training.profiling"),
+    ],
+)
+def test_mpi_starts_when_all_else_has_been_imported(command: str, program: str) -> None:
+    """Before it does, whatever goes wrong ends a process without a trace on the others."""
+    arguments = ["MODEL"] if command == "shardmlx.profile" else ["--model", "MODEL"]
+    done = subprocess.run(
+        [sys.executable, "-c", _UNTIL_MPI, command, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    assert {program, "mlx_lm", "mlx.core"} <= set(done.stdout.split())

@@ -1,0 +1,290 @@
+"""Batches: order, content and tokens that count are those of mlx-lm on one process."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tuner.datasets import CacheDataset, TextDataset
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
+
+from shardmlx.engine.batches import (
+    Batch,
+    Batches,
+    MicroBatch,
+    Sample,
+    make_batch,
+    random_state,
+    set_random_state,
+    split,
+)
+from shardmlx.engine.stage import answers_of, token_loss
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import VOCABULARY, random_batch, tiny_model
+
+SEED = 7
+
+
+def samples_of(count: int, seed: int, longest: int = 90) -> list[Sample]:
+    """Random sequences; half of them with a prompt that does not count."""
+    random = np.random.RandomState(seed)
+    samples = []
+    for i in range(count):
+        length = random.randint(4, longest)
+        tokens = random.randint(1, VOCABULARY, size=length).tolist()
+        samples.append((tokens, random.randint(0, length - 1) if i % 2 else 0))
+    return samples
+
+
+class _Tokenised(TextDataset):
+    """A data set of mlx-lm whose rows are tokenised already."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        super().__init__([{"sample": sample} for sample in samples], None)
+
+    def process(self, row: dict[str, Sample]) -> Sample:
+        return row["sample"]
+
+
+def mlx_lm_batches(samples: list[Sample], *args: Any, **options: Any) -> Iterator[Any]:
+    """As ``mlx_lm.lora`` gets them: from a cached data set."""
+    return iter(mlx_lm_iterate_batches(CacheDataset(_Tokenised(samples)), *args, **options))
+
+
+def same(ours: Batch, theirs: tuple[mx.array, mx.array]) -> bool:
+    tokens, spans = map(np.array, theirs)
+    return bool(
+        ours.tokens.dtype == tokens.dtype
+        and np.array_equal(ours.tokens, tokens)
+        and np.array_equal(ours.spans, spans)
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("max_seq_length", [2048, 40, 33, 20])
+def test_the_batches_of_one_pass_are_those_of_mlx_lm(batch_size: int, max_seq_length: int) -> None:
+    samples = samples_of(10, seed=1)
+    np.random.seed(SEED)
+    theirs = list(mlx_lm_batches(samples, batch_size, max_seq_length))
+    random = np.random.RandomState(SEED)
+    ours = list(Batches(samples, batch_size, max_seq_length, random))
+    assert len(ours) == len(theirs) == 10 // batch_size
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_validation_draws_in_between_as_in_the_training_loop_of_mlx_lm() -> None:
+    """The loop of mlx_lm's ``train``: a batch, then validation if it is due, then the step."""
+    train, valid = samples_of(10, seed=1), samples_of(7, seed=2)
+    iters, steps_per_eval, val_batches = 14, 3, 2  # three passes over the training set
+
+    def loop(batches: Any, *source: Any) -> list[Any]:
+        drawn = []
+        for step, batch in zip(
+            range(1, iters + 1), batches(train, 2, 64, *source, loop=True), strict=False
+        ):
+            drawn.append(batch)
+            if step in (1, iters) or step % steps_per_eval == 0:
+                drawn += islice(batches(valid, 2, 64, *source), val_batches)
+        return drawn
+
+    np.random.seed(SEED)
+    theirs = loop(mlx_lm_batches)
+    ours = loop(Batches, np.random.RandomState(SEED))
+
+    assert len(ours) == len(theirs) == iters + 6 * val_batches
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Loop:
+    """A training loop that validates every third step, which can be left and gone on with."""
+
+    def __init__(self) -> None:
+        self._train, self._valid = samples_of(10, seed=1), samples_of(7, seed=2)
+        self._random = np.random.RandomState(SEED)
+        self._batches = Batches(self._train, 2, 64, self._random, loop=True)
+
+    def step(self, step: int) -> list[Batch]:
+        drawn = [next(self._batches)]
+        if step % 3 == 0:
+            drawn += islice(Batches(self._valid, 2, 64, self._random), 2)
+        return drawn
+
+    def state(self) -> str:
+        return json.dumps([random_state(self._random), self._batches.position()])
+
+    def restore(self, text: str) -> None:
+        random, position = json.loads(text)
+        set_random_state(self._random, random)
+        self._batches.go_to(position)
+
+
+@pytest.mark.parametrize("left_after", range(17))
+def test_from_any_place_the_same_batches_follow_as_if_nothing_had_been(left_after: int) -> None:
+    """Of five batches an epoch, with validation in between, which draws from the same state."""
+    whole = _Loop()
+    for step in range(left_after):
+        whole.step(step)
+    again = _Loop()
+    again.restore(whole.state())
+    assert again.state() == whole.state()
+    for step in range(left_after, left_after + 12):
+        for ours, theirs in zip(again.step(step), whole.step(step), strict=True):
+            assert np.array_equal(ours.tokens, theirs.tokens)
+            assert np.array_equal(ours.spans, theirs.spans)
+
+
+def test_a_place_is_taken_as_it_was_whatever_is_drawn_afterwards() -> None:
+    loop = _Loop()
+    for step in range(4):
+        loop.step(step)
+    state = loop.state()
+    later = [batch.tokens for step in range(4, 12) for batch in loop.step(step)]
+    again = _Loop()
+    again.restore(state)
+    ours = [batch.tokens for step in range(4, 12) for batch in again.step(step)]
+    assert all(np.array_equal(a, b) for a, b in zip(ours, later, strict=True))
+
+
+@pytest.mark.parametrize("taken", range(6))
+def test_the_place_in_a_single_pass_is_kept_up_to_its_end(taken: int) -> None:
+    samples = samples_of(10, seed=1)
+    passed = Batches(samples, 2, 64, np.random.RandomState(SEED))
+    for _ in range(taken):
+        next(passed)
+    again = Batches(samples, 2, 64, np.random.RandomState(SEED))
+    again.go_to(passed.position())
+    left = [batch.tokens for batch in passed]
+    assert len(left) == 5 - taken
+    assert all(np.array_equal(a.tokens, b) for a, b in zip(again, left, strict=True))
+
+
+def test_the_state_of_a_generator_survives_its_text() -> None:
+    random, again = np.random.RandomState(3), np.random.RandomState(4)
+    random.standard_normal()  # keeps the second of two for the next call
+    random.randint(9, size=700)
+    set_random_state(again, json.loads(json.dumps(random_state(random))))
+    assert random.standard_normal(9).tolist() == again.standard_normal(9).tolist()
+    assert random.permutation(99).tolist() == again.permutation(99).tolist()
+
+
+def test_what_fills_no_batch_is_left_out() -> None:
+    samples = samples_of(5, seed=1)
+    batches = list(Batches(samples, 2, 2048, np.random.RandomState(0)))
+    first_tokens = sorted(int(batch.tokens[row, 0]) for batch in batches for row in (0, 1))
+    assert first_tokens == sorted(tokens[0] for tokens, _ in samples[:4])
+
+
+def test_a_batch_is_padded_to_one_more_than_a_multiple_of_32() -> None:
+    widths = {
+        length: make_batch([([1] * length, 0)], 2048).tokens.shape[1]
+        for length in (1, 31, 32, 33, 64, 65)
+    }
+    assert widths == {1: 33, 31: 33, 32: 33, 33: 65, 64: 65, 65: 97}
+
+
+def test_a_batch_is_cut_at_the_longest_sequence_allowed() -> None:
+    batch = make_batch([(list(range(1, 60)), 3), ([1, 2], 0)], max_seq_length=40)
+    assert batch.tokens.shape == (2, 40)
+    assert batch.tokens[0].tolist() == list(range(1, 41))
+    assert batch.spans.tolist() == [[3, 40], [0, 2]]
+    assert batch.shape == (2, 39)
+    assert batch.first_row == 0
+
+
+class _Uniform:
+    """A model to which all tokens are alike: only the mask shows in the loss."""
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        return mx.zeros((*inputs.shape, VOCABULARY))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("max_seq_length", [2048, 64, 33, 20])
+def test_valid_tokens_are_those_that_the_loss_of_mlx_lm_counts(
+    seed: int, max_seq_length: int
+) -> None:
+    batch = make_batch(samples_of(5, seed), max_seq_length)
+    _, tokens = default_loss(_Uniform(), mx.array(batch.tokens), mx.array(batch.spans))
+    assert batch.valid_tokens == tokens.item()
+
+
+def test_a_batch_of_prompts_alone_counts_nothing() -> None:
+    batch = make_batch([(list(range(1, 41)), 40)], max_seq_length=20)
+    _, tokens = default_loss(_Uniform(), mx.array(batch.tokens), mx.array(batch.spans))
+    assert batch.valid_tokens == tokens.item() == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_summed_loss_is_the_mean_of_mlx_lm_times_its_tokens(seed: int) -> None:
+    model = tiny_model(layers=2)
+    batch = make_batch(samples_of(4, seed), 2048)
+    mean, tokens = default_loss(model, mx.array(batch.tokens), mx.array(batch.spans))
+    loss = token_loss(model(mx.array(batch.tokens[:, :-1])), *answers_of(batch))
+    assert (loss / tokens).item() == mean.item()
+
+
+@settings(deadline=None)
+@given(
+    rows_per_replica=st.integers(1, 9), dp=st.integers(1, 4), micro_batch_size=st.integers(1, 10)
+)
+def test_micro_batches_cover_every_row_once_in_order(
+    rows_per_replica: int, dp: int, micro_batch_size: int
+) -> None:
+    batch = random_batch(rows_per_replica * dp)
+    replicas = [split(batch, dp, replica, micro_batch_size) for replica in range(dp)]
+    parts = [part for replica in replicas for part in replica]
+    assert [row for part in parts for row in range(part.first_row, _end(part))] == [
+        *range(rows_per_replica * dp)
+    ]
+    assert all(len(part.tokens) == micro_batch_size for parts in replicas for part in parts[:-1])
+    assert sum(part.valid_tokens for part in parts) == batch.valid_tokens
+    for part in parts:
+        rows = slice(part.first_row, _end(part))
+        width = part.tokens.shape[1]
+        assert np.array_equal(part.tokens, batch.tokens[rows, :width])
+        assert not batch.tokens[rows, width:].any()
+        assert np.array_equal(part.spans, batch.spans[rows])
+
+
+def _end(part: MicroBatch) -> int:
+    return part.first_row + len(part.tokens)
+
+
+def test_the_last_micro_batch_may_be_smaller() -> None:
+    parts = split(random_batch(14), dp=2, replica=1, micro_batch_size=3)
+    assert [(part.first_row, len(part.tokens)) for part in parts] == [(7, 3), (10, 3), (13, 1)]
+
+
+def test_padding_that_no_row_of_a_micro_batch_needs_is_trimmed() -> None:
+    batch = make_batch([([1] * 90, 0), ([1] * 5, 0), ([1] * 40, 0)], 2048)
+    assert batch.tokens.shape == (3, 97)
+    widths = [part.tokens.shape[1] for part in split(batch, 1, 0, 1)]
+    assert widths == [97, 33, 65]
+
+
+@pytest.mark.parametrize("max_seq_length", [2048, 50])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_trimming_and_splitting_leave_the_loss_as_it_is(
+    micro_batch_size: int, max_seq_length: int
+) -> None:
+    whole = Slice(tiny_model(layers=2), 0, 2)
+    random = np.random.RandomState(3)
+    samples = [
+        (random.randint(1, VOCABULARY, size=length).tolist(), start)
+        for length, start in ((100, 3), (61, 0), (48, 30), (31, 0), (4, 2))
+    ]
+    batch = make_batch(samples, max_seq_length)
+
+    def loss(part: MicroBatch) -> float:
+        logits = whole(mx.array(part.tokens[:, :-1]))
+        return float(np.array(token_loss(logits, *answers_of(part))))
+
+    parts = split(batch, 1, 0, micro_batch_size)
+    assert parts[-1].tokens.shape[1] == 33 < batch.tokens.shape[1]
+    assert sum(map(loss, parts)) == pytest.approx(loss(batch), rel=1e-6)

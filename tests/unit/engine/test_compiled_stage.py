@@ -1,0 +1,146 @@
+"""Compiled stages: what is fused computes the same, and nothing ahead of the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.stage import Stage
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+
+LAYERS = 3
+SCALE = 1 / 64
+WHERE = {"first": (0, 1), "middle": (1, 2), "last": (2, 3)}
+
+
+def trained(how: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """A model of which everything, the adapters of its layers, or nothing is trained."""
+    model = tiny_model(layers=LAYERS)
+    model.set_dtype(dtype)
+    if how != "full":
+        model.freeze()
+    if how in ("lora", "dora"):
+        mx.random.seed(1)
+        parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+        linear_to_lora_layers(model, LAYERS, parameters, use_dora=how == "dora")
+        for layer in model.layers:
+            layer.apply(lambda weight: weight + 0.01)  # or lora_b is zero, and so are gradients
+    mx.eval(model.parameters())
+    return model
+
+
+def stage_of(part: Slice, *, compiled: bool = True, checkpoint: bool = False) -> Stage:
+    return Stage(
+        0,
+        part,
+        needs_input_gradient=not part.is_first,
+        checkpoint=checkpoint,
+        compiled=compiled,
+    )
+
+
+def states(microbatch: MicroBatch, part: Slice, seed: int) -> mx.array:
+    shape = (*microbatch.shape, part.hidden_size)
+    x = mx.random.normal(shape, dtype=part.dtype, key=mx.random.key(seed))
+    mx.eval(x)
+    return x
+
+
+def step(stage: Stage, microbatches: list[MicroBatch]) -> list[np.ndarray]:
+    """Outputs and gradients for inputs of ``microbatches``, all in flight at once, and for the
+    weights."""
+    part, found = stage.part, []
+    for j, microbatch in enumerate(microbatches):
+        x = None if part.is_first else states(microbatch, part, j)
+        found.append(stage.forward(j, microbatch, x, scale=SCALE))
+    for j, microbatch in enumerate(microbatches):
+        if not part.is_last:
+            stage.fill_cotangent(j, states(microbatch, part, 10 + j))
+        if stage.needs_input_gradient:
+            found.append(stage.backward_input(j))
+        if stage.names:
+            stage.backward_weight(j)
+    found += [stage.gradients[name] for name in stage.names]
+    return [np.array(array.astype(mx.float32)) for array in found]
+
+
+def batch(seed: int, length: int = 20) -> MicroBatch:
+    tokens = np.random.RandomState(seed).randint(1, VOCABULARY, size=(2, length + 1))
+    return MicroBatch(tokens.astype(np.int32), np.array([[0, length + 1]] * 2, np.int32), 0)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("how", ["full", "lora", "dora"])
+@pytest.mark.parametrize("where", WHERE)
+def test_the_same_to_the_bit_as_uncompiled(
+    where: str, how: str, checkpoint: bool, dtype: mx.Dtype
+) -> None:
+    microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
+    part = Slice(trained(how, dtype), *WHERE[where])
+    expected = step(stage_of(part, compiled=False, checkpoint=checkpoint), microbatches)
+    found = step(stage_of(part, checkpoint=checkpoint), microbatches)
+    assert all(np.isfinite(array).all() and array.any() for array in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+class _Exponential(Slice):
+    """A slice whose output is part of its own gradient: exp' = exp."""
+
+    def __call__(self, x: mx.array, **how: Any) -> mx.array:
+        return mx.exp(super().__call__(x, **how) / 10)
+
+
+def test_nothing_is_computed_from_a_gradient_that_is_yet_to_come() -> None:
+    microbatches = [batch(0), batch(1)]
+    part = _Exponential(trained("nothing"), 1, 2)
+    expected = step(stage_of(part, compiled=False), microbatches)
+    for ours, theirs in zip(step(stage_of(part), microbatches), expected, strict=True):
+        assert np.allclose(ours, theirs, rtol=1e-6)  # not NaN, which waits in its place
+
+
+def test_a_graph_is_traced_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stage_of(Slice(trained("lora"), 1, 2))
+    shapes: list[tuple[int, ...]] = []
+    call = Slice.__call__
+
+    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
+        shapes.append(x.shape)
+        return call(part, x, **how)
+
+    monkeypatch.setattr(Slice, "__call__", counted)
+    step(stage, [batch(0), batch(1), batch(2, length=9), batch(3)])
+    assert [length for _, length, _ in shapes] == [20, 9]
+
+
+def test_a_graph_takes_the_weights_as_they_are() -> None:
+    stage = stage_of(Slice(trained("lora"), 1, 2))
+    step(stage, [batch(0)])
+    for name in stage.names:
+        stage.part[name] = stage.part[name] * 2
+    stage.gradients.clear()
+    expected = step(stage_of(stage.part, compiled=False), [batch(0)])
+    for ours, theirs in zip(step(stage, [batch(0)]), expected, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_masks_of_dropout_are_drawn_for_each_micro_batch() -> None:
+    model = tiny_model(layers=LAYERS).freeze()
+    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.5})
+    part = Slice(model, 0, 1)
+    for name in part.trainable:
+        part[name] = part[name] + 0.01
+    stage = stage_of(part)
+    first, again, other = (
+        stage.forward(j, batch(0), None, scale=SCALE, key=(key,)) for j, key in enumerate((1, 1, 2))
+    )
+    assert mx.array_equal(first, again)
+    assert not mx.array_equal(first, other)

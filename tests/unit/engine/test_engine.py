@@ -1,0 +1,241 @@
+"""The engine on threads: whatever the layout, a step is the step of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.engine.batches import split
+from shardmlx.engine.engine import Engine, EngineError
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+from shardmlx.engine.trace import Span, rank_times
+from shardmlx.models.slice import Slice
+from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from tests.helpers.models_and_batches import (
+    Expected,
+    Layout,
+    check_outcome,
+    largest_difference,
+    random_batch,
+    reference,
+    run_engine,
+    tiny_model,
+)
+
+LAYERS = 8
+
+LAYOUTS = [
+    Layout(schedule, pp, virtual, dp)
+    for schedule, virtual in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zb-h1", 1),
+        ("interleaved-1f1b", 2),
+        ("zb-v", 2),
+    )
+    for pp in (1, 2, 3, 4)
+    for dp in (1, 2)
+]
+
+
+@cache
+def models(tied: bool) -> list[nn.Module]:
+    """The same model for each rank. Threads must not share one: tracing swaps its weights."""
+    return [tiny_model(tied=tied, layers=LAYERS) for _ in range(8)]
+
+
+def check(layout: Layout, rows: int, *, tied: bool = False, size: int = 1, **how: Any) -> None:
+    plan = layout.plan(LAYERS, rows, size)
+    batch = random_batch(rows * layout.dp)
+    expected = Expected(plan, tiny_model(tied=tied, layers=LAYERS), batch)
+    outcomes = LocalNetwork(layout.ranks).run(
+        lambda transport: run_engine(transport, plan, models(tied)[transport.rank], batch, **how)
+    )
+    for rank, outcome in enumerate(outcomes):
+        check_outcome(outcome, expected, rank)
+
+
+@pytest.mark.parametrize("microbatches", range(1, 7))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_and_gradients_are_those_of_one_process(layout: Layout, microbatches: int) -> None:
+    check(layout, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tied_embeddings_sum_over_first_and_last_stage(layout: Layout, microbatches: int) -> None:
+    check(layout, microbatches, tied=True)
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-v", 2, 2, 2)], ids=str)
+def test_the_last_microbatch_may_be_smaller(layout: Layout) -> None:
+    check(layout, rows=5, size=2)
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-h1", 4, 1, 2)], ids=str)
+def test_recomputed_activations_change_nothing(layout: Layout) -> None:
+    check(layout, rows=4, checkpoint=True)
+
+
+def test_a_stage_map_may_number_the_ranks_freely() -> None:
+    stage_map = StageMap(Partition.from_sizes([3, 2, 3]), placement=(2, 0, 1))
+    plan = Plan(Mesh(1, 3), stage_map, "1f1b", 4, 1, (True,) * 3)
+    batch = random_batch(4)
+    expected = Expected(plan, tiny_model(layers=LAYERS), batch)
+    outcomes = LocalNetwork(3).run(
+        lambda transport: run_engine(transport, plan, models(False)[transport.rank], batch)
+    )
+    for rank, outcome in enumerate(outcomes):
+        check_outcome(outcome, expected, rank)
+
+
+def with_lora(model: nn.Module, num_layers: int) -> nn.Module:
+    mx.random.seed(7)
+    model.freeze()
+    linear_to_lora_layers(model, num_layers, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+    mx.eval(model.parameters())
+    return model
+
+
+def lora_plan(layout: Layout, num_layers: int, rows: int) -> Plan:
+    plan = layout.plan(LAYERS, rows)
+    first_trained = LAYERS - num_layers
+    trainable = tuple(stop > first_trained for _, stop in plan.stage_map.partition.ranges)
+    return Plan(plan.mesh, plan.stage_map, plan.schedule, rows, 1, trainable)
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 4), Layout("zb-v", 2, 2), Layout("zb-h1", 4)])
+def test_frozen_stages_compute_no_backward_and_receive_no_gradient(layout: Layout) -> None:
+    plan = lora_plan(layout, 3, rows=4)
+    batch = random_batch(4)
+    expected = Expected(plan, with_lora(tiny_model(layers=LAYERS), 3), batch)
+    each = [with_lora(tiny_model(layers=LAYERS), 3) for _ in range(layout.ranks)]
+    outcomes = LocalNetwork(layout.ranks).run(
+        lambda transport: run_engine(transport, plan, each[transport.rank], batch)
+    )
+    for rank, outcome in enumerate(outcomes):
+        check_outcome(outcome, expected, rank)
+    lowest = plan.trainable.index(True)
+    for actions in plan.actions:
+        for action in actions:
+            if action.stage < lowest:
+                assert action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)
+            if action.stage == lowest:
+                assert action.kind not in (Kind.I, Kind.SEND_B)
+
+
+def stages_of(transport: Transport, plan: Plan, model: nn.Module) -> list[Stage]:
+    _, rank = plan.mesh.coordinates(transport.rank)
+    ranges = plan.stage_map.partition.ranges
+    return [
+        Stage(i, Slice(model, *ranges[i]), needs_input_gradient=any(plan.trainable[:i]))
+        for i in plan.stage_map.stages_of(rank)
+    ]
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("1f1b", 2, 1, 2)], ids=str)
+def test_gradients_add_up_over_steps_until_they_are_reduced(layout: Layout) -> None:
+    plan = layout.plan(LAYERS, 2)
+    batches = [random_batch(2 * layout.dp, seed) for seed in (1, 2)]
+
+    def work(transport: LocalTransport) -> dict[str, np.ndarray]:
+        stages = stages_of(transport, plan, models(False)[transport.rank])
+        engine = Engine(plan, transport, stages)
+        for batch, last in zip(batches, (False, True), strict=True):
+            microbatches = split(batch, layout.dp, engine.replica, 1)
+            engine.train_step(microbatches, scale=1 / batch.valid_tokens, reduce=last)
+        return {name: np.array(g) for stage in stages for name, g in stage.gradients.items()}
+
+    model = tiny_model(layers=LAYERS)
+    parts = [reference(model, split(b, 1, 0, 1), 1 / b.valid_tokens)[1] for b in batches]
+    total = {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    for gradients in LocalNetwork(layout.ranks).run(work):
+        assert largest_difference(gradients, total)[0] <= 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_replicas_and_holders_of_tied_weights_stay_equal_to_the_bit(tied: bool) -> None:
+    layout = Layout("1f1b", 2, 1, 2)
+    plan = layout.plan(LAYERS, 2)
+    fresh = [tiny_model(tied=tied, layers=LAYERS) for _ in range(layout.ranks)]
+
+    def work(transport: LocalTransport) -> dict[str, np.ndarray]:
+        stages = stages_of(transport, plan, fresh[transport.rank])
+        engine = Engine(plan, transport, stages)
+        updater = Updater(build_optimizer("adamw", 1e-2, None, {}), stages)
+        for step in range(3):
+            batch = random_batch(4, step)
+            microbatches = split(batch, 2, engine.replica, 1)
+            engine.train_step(microbatches, scale=1 / batch.valid_tokens)
+            updater.apply()
+        return {name: np.array(stage.part[name]) for stage in stages for name in stage.names}
+
+    seen: dict[str, np.ndarray] = {}
+    for weights in LocalNetwork(layout.ranks).run(work):
+        for name, weight in weights.items():
+            assert np.array_equal(seen.setdefault(name, weight), weight), name
+
+
+def test_a_failing_action_is_named_with_rank_host_and_stage() -> None:
+    plan = Layout("1f1b", 2).plan(LAYERS, 2)
+    batch = random_batch(2)
+
+    def work(transport: LocalTransport) -> None:
+        stages = stages_of(transport, plan, models(False)[transport.rank])
+        if transport.rank == 1:
+            stages[0].backward_input = None  # type: ignore[assignment,method-assign]
+        engine = Engine(plan, transport, stages)
+        engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+
+    with pytest.raises(EngineError, match=r"^rank 1 on localhost, stage 1, 1I0: TypeError: "):
+        LocalNetwork(2).run(work)
+
+
+def test_a_wait_that_times_out_names_action_and_peer() -> None:
+    plan = Layout("1f1b", 2).plan(LAYERS, 2)
+    batch = random_batch(2)
+
+    def work(transport: LocalTransport) -> None:
+        engine = Engine(plan, transport, stages_of(transport, plan, models(False)[transport.rank]))
+        if transport.rank == 1:
+            engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+
+    what = (
+        r"^rank 1 on localhost, stage 1, 1RECV_F0, waiting for rank 0 on localhost: "
+        r"nothing came for 0\.2 s \(see --timeout\)$"
+    )
+    with pytest.raises(TransportTimeout, match=what):
+        LocalNetwork(2, timeout=0.2).run(work)
+
+
+def test_the_events_of_a_step_tell_where_its_time_went() -> None:
+    plan = Layout("1f1b", 2).plan(LAYERS, 4)
+    batch = random_batch(4)
+
+    def work(transport: LocalTransport) -> list[Any]:
+        engine = Engine(plan, transport, stages_of(transport, plan, models(False)[transport.rank]))
+        with engine.recorder.span(Span.STEP, "step 1"):
+            engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+        return engine.recorder.take()
+
+    events = LocalNetwork(2).run(work)
+    for rank, mine in enumerate(events):
+        computed = [e.label for e in mine if e.span is Span.COMPUTE]
+        assert computed == [str(a) for a in plan.actions[rank] if a.kind.is_compute]
+    for times in rank_times(events, [0.0, 0.0]):
+        parts = times.compute_seconds + times.exposed_comm_seconds + times.idle_seconds
+        assert parts == pytest.approx(times.step_seconds)
+        assert times.compute_seconds > 0
+        assert 0 <= times.bubble < 1

@@ -1,0 +1,170 @@
+"""An optimizer's state can be kept and gone on from: the same updates follow, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shardmlx.engine.optimizer import OPTIMIZERS, Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+from shardmlx.errors import UserError
+from shardmlx.models.slice import Slice
+from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.models_and_batches import tiny_model
+
+LAYERS = 3
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "adam": {"bias_correction": True},
+    "adamw": {"weight_decay": 0.1},
+    "muon": {},
+    "sgd": {"momentum": 0.9, "nesterov": True, "dampening": 0.0},
+    "adafactor": {"scale_parameter": False, "relative_step": False},
+}
+COSINE = {"name": "cosine_decay", "arguments": [1e-2, 10], "warmup": 3}
+
+
+class _Run:
+    """A model whose gradients are drawn from the step and the name, in these stages."""
+
+    def __init__(
+        self, name: str, sizes: Sequence[int] = (LAYERS,), schedule: Any = None, **settings: Any
+    ) -> None:
+        model = tiny_model(layers=LAYERS)
+        self.stages = []
+        start = 0
+        for index, size in enumerate(sizes):
+            part = Slice(model, start, start + size)
+            self.stages.append(Stage(index, part, needs_input_gradient=index > 0))
+            start += size
+        optimizer = build_optimizer(name, 1e-2, schedule, {**SETTINGS[name], **settings})
+        self.updater = Updater(optimizer, self.stages)
+
+    def update(self, *steps: int) -> None:
+        for step in steps:
+            for stage in self.stages:
+                for name in stage.names:
+                    shape = stage.part[name].shape
+                    random = np.random.RandomState([step, *name.encode()])
+                    gradient = random.standard_normal(shape).astype(np.float32)
+                    stage.gradients[name] = mx.array(gradient)
+            self.updater.apply(0.5)
+
+    @property
+    def weights(self) -> dict[str, mx.array]:
+        return {name: stage.part[name] for stage in self.stages for name in stage.names}
+
+    def take(self, weights: Mapping[str, mx.array], state: Mapping[str, mx.array]) -> None:
+        """Go on from what other runs had, as after reading a file: of new arrays."""
+        for stage in self.stages:
+            for name in stage.names:
+                stage.part[name] = mx.array(np.array(weights[name]))
+        mine = {
+            name: mx.array(np.array(array))
+            for name, array in state.items()
+            if "." not in name or name.rpartition(".")[0] in self.weights
+        }
+        self.updater.restore(mine)
+
+    def outcome(self) -> tuple[Bytes, Bytes]:
+        return as_bytes(self.weights), as_bytes(self.updater.state())
+
+
+CASES = [
+    *((name, None, {}) for name in OPTIMIZERS),
+    *((name, COSINE, {}) for name in OPTIMIZERS),
+    ("sgd", None, {"momentum": 0.0, "nesterov": False}),
+    ("adafactor", None, {"relative_step": True, "scale_parameter": True}),
+    ("adafactor", None, {"beta_1": 0.9}),
+]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4])
+@pytest.mark.parametrize(("name", "schedule", "settings"), CASES)
+def test_a_restored_optimizer_goes_on_to_the_bit(
+    name: str, schedule: Any, settings: dict[str, Any], done: int
+) -> None:
+    whole = _Run(name, schedule=schedule, **settings)
+    whole.update(*range(done))
+    again = _Run(name, schedule=schedule, **settings)
+    again.take(whole.weights, whole.updater.state())
+    assert again.outcome() == whole.outcome()
+    assert again.updater.learning_rate == whole.updater.learning_rate
+    for run in (whole, again):
+        run.update(*range(done, done + 3))
+    assert again.outcome() == whole.outcome()
+    assert again.updater.learning_rate == whole.updater.learning_rate
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_may_be_cut_up_otherwise_than_it_was_made(name: str) -> None:
+    whole = _Run(name, (LAYERS,))
+    whole.update(0, 1)
+    parts = _Run(name, (1, 2))
+    parts.take(whole.weights, whole.updater.state())
+    other = _Run(name, (2, 1))
+    other.take(parts.weights, parts.updater.state())
+    for run in (whole, other):
+        run.update(2, 3)
+    assert other.outcome() == whole.outcome()
+
+
+def test_a_rank_that_trains_nothing_keeps_what_is_of_all_weights() -> None:
+    run = _Run("adam", schedule=COSINE)
+    for stage in run.stages:
+        stage.names = ()
+    run.update(0, 1)
+    assert set(run.updater.state()) == {"step", "learning_rate"}
+    again = _Run("adam", schedule=COSINE)
+    for stage in again.stages:
+        stage.names = ()
+    again.take({}, run.updater.state())
+    again.update(2)
+    run.update(2)
+    assert again.updater.learning_rate == run.updater.learning_rate
+
+
+def test_the_state_is_named_for_its_weights() -> None:
+    run = _Run("adam")
+    run.update(0)
+    per_weight = {f"{name}.{key}" for name in run.weights for key in ("m", "v")}
+    assert set(run.updater.state()) == {"step", "learning_rate"} | per_weight
+
+
+def test_what_was_kept_does_not_change_with_later_updates() -> None:
+    run = _Run("adamw")
+    run.update(0)
+    kept = run.updater.state()
+    before = as_bytes(kept)
+    run.update(1, 2)
+    assert as_bytes(kept) == before
+
+
+def test_an_update_uses_the_gradients_up_and_forgetting_leaves_all_as_it_was() -> None:
+    run = _Run("adam")
+    run.update(0)
+    assert not any(stage.gradients for stage in run.stages)
+    before = run.outcome()
+    run.stages[0].gradients["layers.0.weight"] = mx.zeros((2, 2))
+    run.updater.forget()
+    assert not any(stage.gradients for stage in run.stages)
+    assert run.outcome() == before
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "message"),
+    [
+        ({"name": "cosine"}, {}, "lr_schedule {'name': 'cosine'}: "),
+        ({"arguments": [1]}, {}, "lr_schedule {'arguments': [1]}: "),
+        (None, {"momentum": 1}, "optimizer_config adam: "),
+    ],
+)
+def test_what_makes_no_optimizer_is_named(
+    schedule: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        build_optimizer("adam", 1e-3, schedule, settings)
+    assert str(refused.value).startswith(message)

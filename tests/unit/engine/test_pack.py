@@ -1,0 +1,217 @@
+"""Packing: the rows of a batch one after the other in few rows, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pack, split
+from shardmlx.models.families import FAMILIES
+from shardmlx.models.packed_positions import Places
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import (
+    Gradients,
+    Layout,
+    largest_difference,
+    random_batch,
+    run_engine,
+    through_stages,
+    tiny_model,
+)
+
+SUMS = 1e-5
+"""How far gradients may differ, relative: sums in float32 in another order."""
+
+
+def batch_of(*lengths: int, start: int = 0) -> Batch:
+    """Rows of so many tokens, 100, 101, ... in the first, 200, 201, ... in the second."""
+    rows = [list(range(100 * row, 100 * row + n)) for row, n in enumerate(lengths, 1)]
+    return make_batch([(row, start) for row in rows], max_seq_length=2048)
+
+
+# Which positions go where.
+
+
+def test_rows_lie_one_after_the_other_and_each_target_follows_its_input() -> None:
+    (packed,) = pack(batch_of(3, 2), 1)
+    assert packed.shape == (1, 5)
+    assert packed.inputs.tolist() == [[100, 101, 102, 200, 201]]
+    # After its last token mlx-lm counts one of the padding, and so does a packed row.
+    assert packed.targets.tolist() == [[101, 102, 0, 201, 0]]
+    assert packed.counts.tolist() == [[True] * 5]
+
+
+def test_targets_of_a_prompt_do_not_count() -> None:
+    (packed,) = pack(batch_of(4, 3, start=2), 1)
+    assert packed.inputs.tolist() == [[100, 101, 102, 103, 200, 201, 202]]
+    assert packed.counts.tolist() == [[False, True, True, True, False, True, True]]
+
+
+def test_a_row_that_fills_the_width_has_no_padding_to_count() -> None:
+    batch = make_batch([([7] * 50, 0), ([8] * 3, 0)], max_seq_length=40)
+    (packed,) = pack(batch, 1)
+    assert packed.shape == (1, 39 + 3)
+    assert packed.valid_tokens == batch.valid_tokens == 39 + 3
+
+
+def test_the_longest_first_each_to_the_shortest() -> None:
+    packed = pack(batch_of(10, 60, 30, 40, 20, 33), 3)
+    assert [sorted(set(p.places.rows.tolist())) for p in packed if p.places] == [
+        [0, 1],
+        [3, 4],
+        [2, 5],
+    ]
+    assert [p.shape for p in packed] == [(1, 70), (1, 60), (1, 63)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: int) -> None:
+    random = np.random.RandomState(seed)
+    rows, size = random.randint(1, 14), random.randint(1, 5)
+    batch = random_batch(rows, seed)
+    count = -(-rows // size)
+    packed = pack(batch, count)
+    assert len(packed) == count
+    assert sum(each.valid_tokens for each in packed) == batch.valid_tokens
+    seen = [place for each in packed if each.places for place in zip(*each.places, strict=True)]
+    assert len(set(seen)) == len(seen)
+    # Memory is planned for micro-batches of ``size`` rows as long as the longest.
+    longest = int(np.minimum(batch.spans[:, 1], batch.shape[1]).max())
+    assert all(0 < each.shape[1] <= size * longest for each in packed)
+
+
+def test_ranks_without_tokens_divide_alike() -> None:
+    batch = random_batch(9)
+    outline = MicroBatch(np.empty(batch.tokens.shape, NO_TOKENS), batch.spans, 0)
+    assert [p.shape for p in pack(outline, 4)] == [p.shape for p in pack(batch, 4)]
+
+
+# Who sees whom.
+
+
+def drawn(mask: np.ndarray) -> str:
+    return "\n".join("".join("x" if seen else "." for seen in row) for row in mask)
+
+
+PLACES = Places(np.array([5, 5, 5, 5, 2, 2]), np.array([0, 1, 2, 3, 0, 1]))
+
+
+def test_a_position_sees_what_comes_before_it_in_its_own_text() -> None:
+    assert drawn(PLACES.mask()) == "\n".join(
+        ["x.....", "xx....", "xxx...", "xxxx..", "....x.", "....xx"]
+    )
+
+
+def test_of_a_window_the_last() -> None:
+    assert drawn(PLACES.mask(window=2)) == "\n".join(
+        ["x.....", "xx....", ".xx...", "..xx..", "....x.", "....xx"]
+    )
+
+
+# The same loss and the same gradients.
+
+
+def step(
+    model: nn.Module, parts: list[MicroBatch], *, checkpoint: bool = False
+) -> tuple[float, Gradients]:
+    """Loss of the batch and gradients, through two stages."""
+    losses, gradients = through_stages(
+        model, [(0, 2), (2, 4)], parts, scale=0.01, key=(0, 1), checkpoint=checkpoint
+    )
+    return sum(losses), gradients
+
+
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 7,
+}
+SPECIAL = {"llama": WINDOWS, "ministral3": WINDOWS}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_step_is_the_step_of_its_rows(
+    family: str, dropout: float, checkpoint: bool
+) -> None:
+    model = tiny_model(family, layers=4, **SPECIAL.get(family, {}))
+    model.freeze()
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": dropout})
+    model.update(
+        tree_map(lambda w: mx.random.normal(w.shape, scale=0.1), model.trainable_parameters())
+    )
+    batch = random_batch(6, seed=3)
+    loss, gradients = step(model, split(batch, 1, 0, 1), checkpoint=checkpoint)
+    for count in (1, 2, 4):
+        packed_loss, packed = step(model, pack(batch, count), checkpoint=checkpoint)
+        assert packed_loss == pytest.approx(loss, rel=1e-6)
+        difference, name = largest_difference(packed, gradients)
+        assert difference < SUMS, (name, count)
+
+
+@pytest.mark.parametrize("how", ["dora", "quantised", "bfloat16"])
+def test_a_packed_step_of_other_weights(how: str) -> None:
+    special = {"quantization": {"group_size": 32, "bits": 4}} if how == "quantised" else {}
+    model = tiny_model(layers=4, **special)
+    if how == "bfloat16":
+        model.set_dtype(mx.bfloat16)
+    model.freeze()
+    lora = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 4, lora, use_dora=how == "dora")
+    batch = random_batch(6, seed=3)
+    loss, gradients = step(model, split(batch, 1, 0, 1))
+    packed_loss, packed = step(model, pack(batch, 2))
+    # Sums in bfloat16 have three digits.
+    assert packed_loss == pytest.approx(loss, rel=1e-3 if how == "bfloat16" else 1e-6)
+    difference, name = largest_difference(packed, gradients)
+    assert difference < (0.05 if how == "bfloat16" else SUMS), name
+
+
+def test_texts_do_not_see_each_other_to_the_bit() -> None:
+    """Another first text of the same length changes nothing of the second."""
+    model = tiny_model(layers=2)
+    whole = Slice(model, 0, 2)
+
+    def second(first: list[int]) -> np.ndarray:
+        (packed,) = pack(make_batch([(first, 0), ([5, 6, 7], 0)], 2048), 1)
+        logits = whole(mx.array(packed.inputs), places=packed.places)
+        return np.array(logits[:, len(first) :])
+
+    assert np.array_equal(second([1, 2, 3, 4]), second([90, 80, 70, 60]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("1f1b", 2),
+        Layout("zb-v", 2, 2),
+        Layout("interleaved-1f1b", 2, 2, 2),
+        Layout("1f1b", 3),
+    ],
+    ids=str,
+)
+def test_packed_in_every_layout(layout: Layout) -> None:
+    plain, packed = (layout.plan(8, 6, 2, pack=way) for way in (False, True))
+    batch = random_batch(6 * layout.dp)
+    outcomes = [
+        LocalNetwork(layout.ranks).run(
+            lambda transport, plan=plan: run_engine(transport, plan, tiny_model(), batch)
+        )
+        for plan in (plain, packed)
+    ]
+    for losses in ("losses", "evaluated"):
+        totals = [
+            sum(sum(getattr(outcome, losses).values()) for outcome in ranks) for ranks in outcomes
+        ]
+        assert totals[1] == pytest.approx(totals[0], rel=1e-6)
+    for one, other in zip(*outcomes, strict=True):
+        difference, name = largest_difference(other.gradients, one.gradients)
+        assert difference < SUMS, name
+        assert other.norm == pytest.approx(one.norm, rel=1e-5)

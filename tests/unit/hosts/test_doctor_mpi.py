@@ -1,0 +1,164 @@
+"""The tests of links, clocks, arrays and matrices, with ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shardmlx.common.environment import Blas
+from shardmlx.config.doctor import DoctorConfig
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.transport import Array, Handle, Transport
+from shardmlx.errors import AgreedFailure
+from shardmlx.hosts import doctor_mpi, speed_tests
+from shardmlx.hosts.findings import Examination, LinkSpeed
+from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link, shares_memory
+
+BLAS = Blas("OpenBLAS 0.3.21", 1)
+
+
+class Slow(LocalTransport):
+    """A rank whose messages over 1 kB take a second for each ``RATE`` bytes."""
+
+    RATE = 50e6
+
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
+        if array.nbytes > 1000:
+            time.sleep(array.nbytes / self.RATE)
+        return super().send(array, peer, tag)
+
+
+def test_a_link_is_measured_from_its_first_rank() -> None:
+    """The second's clock is 5 s ahead; what it sends is slow."""
+
+    def work(transport: LocalTransport) -> LinkSpeed | str | None:
+        end: Transport = transport
+        if transport.rank == 1:
+            end = Slow(transport._network, 1)
+        return measure_link(end, 0, 1, 0.2, clock=lambda: time.time() + 5 * transport.rank)
+
+    first, second = LocalNetwork(2, 30.0).run(work)
+    assert second is None
+    assert isinstance(first, LinkSpeed)
+    assert first.clock_offset == pytest.approx(5, abs=0.1)
+    assert 0 < first.clock_error < 0.1
+    assert 0 < first.latency < 0.1
+    assert first.back == pytest.approx(Slow.RATE, rel=0.5)
+    assert first.there > Slow.RATE
+
+
+def test_a_link_whose_other_end_is_silent_is_named_and_nobody_waits_for_ever() -> None:
+    def work(transport: LocalTransport) -> LinkSpeed | str | None:
+        return measure_link(transport, 0, 1, 0.1) if transport.rank == 0 else None
+
+    said, _ = LocalNetwork(2, 0.2).run(work)
+    assert said.startswith("rank 0 on localhost, testing the link, ")
+    assert "rank 1 on localhost: nothing came for 0.2 s" in said
+
+
+def test_only_the_ends_of_a_link_measure_it() -> None:
+    with pytest.raises(ValueError, match="rank 2 is no end of the link of 0 and 1"):
+        LocalNetwork(3).run(
+            lambda transport: measure_link(transport, 0, 1, 0.1) if transport.rank == 2 else None
+        )
+
+
+def test_arrays_go_out_and_come_in_without_a_copy() -> None:
+    assert shares_memory()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_arrays_come_back_as_they_were_sent(ranks: int) -> None:
+    assert LocalNetwork(ranks).run(check_copies) == [None] * ranks
+
+
+def test_an_array_that_comes_with_other_data_is_named_on_both_sides() -> None:
+    class Careless(LocalTransport):
+        def receive(self, array: Array, peer: int, tag: int) -> Handle:
+            handle = super().receive(array, peer, tag)
+            self.wait(handle, lambda: "receiving")
+            np.frombuffer(memoryview(array).cast("B"), np.uint8)[5] ^= 1  # type: ignore[arg-type]
+            return handle
+
+    def work(transport: LocalTransport) -> str | None:
+        return check_copies(Careless(transport._network, 0) if transport.rank == 0 else transport)
+
+    wrong = "an array came from rank {} on localhost with other data"
+    assert LocalNetwork(2).run(work) == [wrong.format(1), wrong.format(0)]
+
+
+def test_matrix_products_have_a_speed() -> None:
+    assert matmul_flops(mx.float32, 0.05) > 1e8
+
+
+def examine(hosts: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[Examination]:
+    """On ranks with these hosts, by rank; no other machine is there to connect to."""
+    monkeypatch.setattr(speed_tests, "SECONDS_OF_PINGS", 0.01)
+    lines: list[str] = []
+
+    def work(transport: LocalTransport) -> Examination:
+        transport.hosts = tuple(hosts)
+        say = lines.append if transport.rank == 0 else lambda line: None
+        return doctor_mpi.Examiner(transport, 0.02, say).examine(BLAS)
+
+    found = LocalNetwork(len(hosts), 30.0).run(work)
+    pairs = len(set(hosts)) * (len(set(hosts)) - 1) // 2
+    assert lines[0].startswith("asking ")
+    assert sum("measuring" in line for line in lines) == pairs
+    return found
+
+
+def test_every_rank_comes_to_the_same_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = examine(["a", "b", "b", "c"], monkeypatch)
+    assert others == [first] * 3
+    assert [(host.name, host.ranks) for host in first.hosts] == [
+        ("a", (0,)),
+        ("b", (1, 2)),
+        ("c", (3,)),
+    ]
+    assert [link.name for link in first.links] == ["a - b", "a - c", "b - c"]
+    assert all(link.speed is not None for link in first.links)
+    assert all(host.copies is None and host.flops["fp32"] > 0 for host in first.hosts)
+    assert first.hosts[0].clock_offset is None
+    assert first.hosts[2].clock_offset == pytest.approx(0, abs=0.1)
+
+
+def test_one_machine_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = examine(["a"], monkeypatch)
+    assert found.links == ()
+    assert found.hosts[0].facts.memory
+
+
+def test_a_machine_s_own_addresses_are_no_ways_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = examine(["a", "b"], monkeypatch)
+    assert first.links[0].there == ()
+
+
+def test_strict_makes_warnings_a_failure_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardmlx.hosts.findings.LITTLE_DISK", float("inf"))
+    failures: list[str] = []
+    lock = threading.Lock()
+
+    def work(transport: LocalTransport) -> None:
+        config = DoctorConfig(seconds=0.02, strict=True)
+        try:
+            doctor_mpi.run(config, transport, BLAS)
+        except AgreedFailure as failure:
+            with lock:
+                failures.append(str(failure))
+
+    LocalNetwork(2, 30.0).run(work)
+    assert failures == ["1 warning (--strict)"] * 2
+    assert "warning: localhost: only " in capsys.readouterr().out
+
+
+def test_gpus_multiply_in_half_precision_too() -> None:
+    assert set(doctor_mpi._flops(mx.Device(mx.cpu), 0.01)) == {"fp32"}
+    assert set(doctor_mpi._flops(mx.Device(mx.gpu), 0.01)) == {"fp32", "bf16"}

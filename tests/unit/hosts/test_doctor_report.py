@@ -1,0 +1,127 @@
+"""What doctor shows: what is known as it is, what is not as unknown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardmlx.hosts.doctor_report import bandwidth, content, deliver, latency, text
+from shardmlx.hosts.findings import Examination, Host
+from tests.helpers.doctor import GIB, host, link, speed, way
+
+
+def rows(*hosts: Host) -> dict[str, str]:
+    """The table of hosts, by the words that a line begins with."""
+    table = text(Examination(hosts, ()), []).split("\n\n")[0].splitlines()
+    width = len("matrix library  ")
+    return {line[:width].strip(): line[width:].strip() for line in table}
+
+
+def test_a_mac() -> None:
+    shown = rows(host("studio"))
+    assert shown == {
+        "host": "studio",
+        "ranks": "0",
+        "Python": "3.11.7",
+        "shardmlx": "0.1.0",
+        "mlx": "0.32.4",
+        "mlx-lm": "0.32.2",
+        "mpi4py": "4.1.2",
+        "Open MPI": "5.0.11",
+        "system": "macOS 15.3.1 arm64",
+        "chip": "Apple M2 Ultra",
+        "cores": "24",
+        "computes on": "GPU",
+        "matrix library": "Metal and Accelerate",
+        "matmul fp32": "20.00 TFLOP/s",
+        "matmul bf16": "21.00 TFLOP/s",
+        "memory": "68.72 GB",
+        "free memory": "53.69 GB",
+        "wired limit": "left to macOS",
+        "free disk": "500.00 GB",
+        "arrays to MPI": "no copy",
+        "clock": "rank 0's",
+        "firewall": "off",
+    }
+
+
+def test_what_is_not_known_is_shown_as_unknown() -> None:
+    known = ["chip", "cores", "memory", "memory_free", "wired_limit", "disk_free", "firewall"]
+    nobody: dict[str, Any] = {**dict.fromkeys(known), "interfaces": (), "versions": {"mlx": None}}
+    shown = rows(
+        host("a"),
+        host("b", 1, of=nobody, mpi=None, flops={}, clock_offset=None, clock_error=None),
+    )
+    for label in (
+        *("Python", "mlx", "Open MPI", "chip", "cores", "matmul fp32", "memory", "free memory"),
+        *("wired limit", "free disk", "clock", "firewall"),
+    ):
+        assert shown[label].split()[-1] == "unknown", label
+
+
+def test_what_linux_does_not_have_is_not_applicable() -> None:
+    shown = rows(host("a", of={"is_mac": False, "wired_limit": None, "firewall": None}))
+    assert shown["wired limit"] == "not applicable"
+    assert shown["firewall"] == "not asked"
+
+
+@pytest.mark.parametrize(
+    ("gib", "command"),
+    [
+        (64, "sudo sysctl iogpu.wired_limit_mb=57344"),
+        (16, "sudo sysctl iogpu.wired_limit_mb=12288"),
+        (8, None),
+    ],
+)
+def test_the_command_that_raises_the_wired_limit(gib: int, command: str | None) -> None:
+    """Something is left to the system; small machines have nothing to give."""
+    shown = text(Examination((host("a", of={"memory": gib * GIB}),), ()), [])
+    assert ("wired_limit_mb" in shown) == (command is not None)
+    assert (command or "") in shown
+    chosen = host("a", of={"wired_limit": 56 * GIB})
+    assert "wired_limit_mb" not in text(Examination((chosen,), ()), [])
+
+
+def test_a_line_for_each_link() -> None:
+    links = (
+        link("a", "b", speed=speed(2e9, 1.5e9)),
+        link("a", "c", there=(way("Wi-Fi"), way(None)), speed=speed(1e7, latency=0.004)),
+        link("b", "c", there=(), back=(), speed=None),
+    )
+    hosts = (host("a"), host("b", 1), host("c", 2))
+    table = text(Examination(hosts, links), []).split("\n\n")[1].splitlines()
+    assert [" ".join(line.split()) for line in table] == [
+        "link over latency there back",
+        "a - b bridge0 (Thunderbolt) 30 us 16.00 Gbit/s 12.00 Gbit/s",
+        "a - c en0 (Wi-Fi), utun0 (unknown) 4.0 ms 80.0 Mbit/s 80.0 Mbit/s",
+        "b - c unknown unknown unknown unknown",
+    ]
+
+
+def test_warnings_come_last_a_line_each() -> None:
+    examination = Examination((host("a", of={"cores": 1}, ranks=(0, 1)),), ())
+    shown = text(examination, examination.findings())
+    assert shown.splitlines()[-1].startswith("warning: a: 2 ranks on 1 core: ")
+    assert text(examination, []).endswith("nothing to warn of")
+
+
+def test_units_for_people() -> None:
+    assert latency(31.4e-6) == "31 us"
+    assert latency(0.0042) == "4.2 ms"
+    assert bandwidth(5e9) == "40.00 Gbit/s"
+    assert bandwidth(11.8e6) == "94.4 Mbit/s"
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    examination = Examination((host("a"), host("b", 1, mpi=None)), (link("a", "b"),))
+    deliver("tables", content(examination, examination.findings()), "-")
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["hosts"]
+    assert first["facts"]["interfaces"][0]["medium"] == "Thunderbolt"
+    assert first["flops"] == {"fp32": 20e12, "bf16": 21e12}
+    assert second["versions"]["Open MPI"] is None
+    assert found["links"][0]["speed"]["latency"] == 3e-5
+    assert found["links"][0]["there"][0]["problem"] is None
+    assert found["warnings"][0]["problem"] == "Open MPI differs: 5.0.11 on a, none on b"

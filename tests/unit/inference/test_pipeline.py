@@ -1,0 +1,473 @@
+"""Generating on threads: whatever the layout, the tokens are those of mlx-lm in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.engine.engine import EngineError
+from shardmlx.inference.pipeline import Follower, Leader
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.sampling_params import Choice, Chosen
+from shardmlx.inference.scheduler import Scheduler
+from shardmlx.models.families import FAMILIES
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+
+LAYERS = 6
+CUTS = [[6], [3, 3], [4, 2], [2, 3, 1], [1, 2, 2, 1]]
+WINDOW = 8
+SLIDING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention" if i % 3 else "full_attention" for i in range(LAYERS)],
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "tied": ("llama", {"tied": True}),
+    "llama with windows": ("llama", SLIDING),
+    "ministral3 with windows": ("ministral3", SLIDING),
+    "quantised": ("qwen3", {"quantization": {"group_size": 32, "bits": 4}}),
+    "quantised and tied": ("llama", {"tied": True, "quantization": {"group_size": 32, "bits": 4}}),
+    "adapters": ("mistral", {"lora": True}),
+}
+
+
+@cache
+def models(variant: str) -> list[nn.Module]:
+    """The same model for each rank and for the reference: threads must not share one."""
+    family, how = VARIANTS[variant]
+    made = []
+    for _ in range(5):
+        options = dict(how)
+        adapters = options.pop("lora", False)
+        model = tiny_model(family, layers=LAYERS, **options)
+        if adapters:
+            linear_to_lora_layers(model, 4, {"rank": 4, "scale": 20.0, "dropout": 0.1})
+            model.load_weights(
+                [
+                    (name, mx.random.normal(array.shape, scale=0.1))
+                    for name, array in tree_flatten(model.parameters())
+                    if "lora" in name
+                ],
+                strict=False,
+            )
+        model.eval()
+        mx.eval(model.parameters())
+        made.append(model)
+    return made
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    random = np.random.RandomState(seed + 1000 * length)
+    return [int(token) for token in random.randint(1, VOCABULARY, size=length)]
+
+
+def expected(
+    variant: str,
+    tokens: Sequence[int],
+    count: int,
+    *,
+    chunk: int = 2048,
+    max_kv_size: int | None = None,
+) -> list[int]:
+    """What mlx-lm generates in one process."""
+    steps = generate_step(
+        mx.array(list(tokens)),
+        models(variant)[-1],
+        max_tokens=count,
+        prefill_step_size=chunk,
+        max_kv_size=max_kv_size,
+    )
+    return [token for token, _ in steps]
+
+
+def generate(
+    variant: str,
+    cut: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    *,
+    chunk: int = 2048,
+    most: int = 8,
+    groups: int | None = None,
+    max_kv_size: int | None = None,
+    choices: Sequence[Choice] | None = None,
+    patience: int | None = None,
+) -> list[list[int]]:
+    """The tokens of each prompt, on as many ranks as ``cut`` has stages."""
+    bounds = [sum(cut[:i]) for i in range(len(cut) + 1)]
+
+    def work(transport: Transport) -> list[list[int]]:
+        rank = transport.rank
+        part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
+        if rank > 0:
+            Follower(transport, part, max_kv_size=max_kv_size, random_state=7).run()
+            return []
+        scheduler = Scheduler(groups or len(cut), most, chunk, patience)
+        leader = Leader(transport, part, scheduler, max_kv_size=max_kv_size, random_state=7)
+        texts: list[list[int]] = [[] for _ in prompts]
+        for number, tokens in enumerate(prompts):
+            leader.add(number, tokens, choices[number] if choices else Choice())
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                texts[number].append(chosen.token)
+                if len(texts[number]) == counts[number]:
+                    leader.finish(number)
+        leader.stop()
+        return texts
+
+    texts: list[list[int]] = LocalNetwork(len(cut)).run(work)[0]
+    return texts
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_text_is_that_of_mlx_lm(variant: str, cut: list[int]) -> None:
+    tokens = prompt(21)
+    assert generate(variant, cut, [tokens], [12]) == [expected(variant, tokens, 12)]
+
+
+@pytest.mark.parametrize("cut", [[3, 3], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_longer_than_a_chunk(variant: str, cut: list[int]) -> None:
+    tokens = prompt(50)
+    texts = generate(variant, cut, [tokens], [12], chunk=7)
+    assert texts == [expected(variant, tokens, 12, chunk=7)]
+    assert texts == [expected(variant, tokens, 12)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9])
+def test_prompts_around_the_size_of_a_chunk(length: int) -> None:
+    tokens = prompt(length)
+    texts = generate("llama", [3, 3], [tokens], [5], chunk=8)
+    assert texts == [expected("llama", tokens, 5, chunk=8)]
+
+
+@pytest.mark.parametrize("cut", [[6], [3, 3], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_texts_at_once_are_those_of_each_alone(variant: str, cut: list[int]) -> None:
+    lengths = [5, 30, 2, 17, 11, 23, 9]
+    counts = [9, 3, 14, 1, 6, 12, 8]
+    prompts = [prompt(length) for length in lengths]
+    texts = generate(variant, cut, prompts, counts, chunk=8, most=5)
+    assert texts == [
+        expected(variant, tokens, count, chunk=8)
+        for tokens, count in zip(prompts, counts, strict=True)
+    ]
+
+
+def test_texts_that_join_between_tokens() -> None:
+    """One chunk of a prompt between two tokens: texts join groups that are on their way."""
+    prompts = [prompt(length) for length in (5, 30, 2, 17, 11)]
+    texts = generate("llama", [2, 3, 1], prompts, [20] * 5, chunk=4, most=9, patience=1)
+    assert texts == [expected("llama", tokens, 20, chunk=4) for tokens in prompts]
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "llama"])
+@pytest.mark.parametrize("cut", [[6], [3, 3]], ids=str)
+def test_a_cache_of_limited_size(variant: str, cut: list[int]) -> None:
+    tokens = prompt(30)
+    texts = generate(variant, cut, [tokens], [25], chunk=8, max_kv_size=16)
+    assert texts == [expected(variant, tokens, 25, chunk=8, max_kv_size=16)]
+
+
+def serve(
+    variant: str,
+    cut: Sequence[int],
+    work: Callable[[Leader], Any],
+    *,
+    capacity: int = 4096,
+    trimmable: int | None = None,
+    **how: int,
+) -> Any:
+    """What ``work`` makes of a leader that keeps texts."""
+    bounds = [sum(cut[:i]) for i in range(len(cut) + 1)]
+
+    def run(transport: Transport) -> Any:
+        rank = transport.rank
+        part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
+        if rank > 0:
+            return Follower(transport, part, random_state=7).run()
+        scheduler = Scheduler(
+            len(cut), how.get("most", 8), how.get("chunk", 8), how.get("patience"), capacity
+        )
+        prefixes = PrefixCache(trimmable, shortest=4)
+        leader = Leader(transport, part, scheduler, random_state=7, prefixes=prefixes)
+        result = work(leader)
+        leader.stop()
+        return result
+
+    return LocalNetwork(len(cut)).run(run)[0]
+
+
+def finish_all(leader: Leader, counts: dict[int, int]) -> dict[int, list[int]]:
+    """The tokens of texts that end after so many."""
+    texts: dict[int, list[int]] = {number: [] for number in counts}
+    while not leader.is_idle:
+        for number, chosen in leader.step():
+            texts[number].append(chosen.token)
+            if len(texts[number]) == counts[number]:
+                leader.finish(number)
+    return texts
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "llama with windows"])
+def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: list[int]) -> None:
+    first, more = prompt(20), prompt(9)
+
+    def work(leader: Leader) -> tuple[list[int], list[int], int]:
+        leader.add(0, first, Choice(), context=40)
+        answer = finish_all(leader, {0: 6})[0]
+        leader.add(1, [*first, *answer, *more], Choice(), context=60)
+        cached = 0
+        texts: list[int] = []
+        while not leader.is_idle:
+            for _, chosen in leader.step():
+                texts.append(chosen.token)
+                cached = leader.cached(1)
+                if len(texts) == 5:
+                    leader.finish(1)
+        return answer, texts, cached
+
+    answer, second, cached = serve(variant, cut, work, trimmable=WINDOW)
+    assert answer == expected(variant, first, 6)
+    assert second == expected(variant, [*first, *answer, *more], 5)
+    # All but the answer's last token, which never entered the pipeline.
+    assert cached == len(first) + 5
+
+
+@pytest.mark.parametrize("cut", [[6], [3, 3]], ids=str)
+def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
+    """While the text that was there first lives on in a group, or is kept, or has been taken."""
+    common = prompt(30)
+    prompts = [[*common, *prompt(3 + i, seed=i)] for i in range(5)]
+
+    def work(leader: Leader) -> tuple[dict[int, list[int]], list[int]]:
+        leader.add(0, prompts[0], Choice(), context=64)
+        texts = finish_all(leader, {0: 4})
+        for number in range(1, 5):
+            leader.add(number, prompts[number], Choice(), context=64)
+        cached: dict[int, int] = {}
+        counts = {1: 3, 2: 9, 3: 5, 4: 7}
+        texts |= {number: [] for number in counts}
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                cached[number] = leader.cached(number)
+                texts[number].append(chosen.token)
+                if len(texts[number]) == counts[number]:
+                    leader.finish(number)
+        leader.rest()
+        return texts, [cached[number] for number in counts]
+
+    texts, cached = serve("llama", cut, work)
+    counts = {0: 4, 1: 3, 2: 9, 3: 5, 4: 7}
+    assert texts == {n: expected("llama", prompts[n], count) for n, count in counts.items()}
+    assert cached == [30, 30, 30, 30]
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> None:
+    """A kept text is there until the prompt that begins like it has its turn."""
+    first = [prompt(20, seed=i) for i in range(3)]
+
+    def work(leader: Leader) -> dict[int, list[int]]:
+        for number, tokens in enumerate(first):
+            leader.add(number, tokens, Choice(), context=64)
+        texts = finish_all(leader, {0: 3, 1: 4, 2: 5})
+        leader.add(9, prompt(7), Choice(), context=64)
+        texts[9] = []
+        while len(texts[9]) < 2:
+            texts[9] += [chosen.token for _, chosen in leader.step()]
+        counts = {10: 6, 11: 6, 12: 6, 9: 30}
+        for number in (10, 11, 12):
+            texts[number] = []
+            more = [*first[number - 10], *texts[number - 10], *prompt(12)]
+            leader.add(number, more, Choice(), context=64)
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                texts[number].append(chosen.token)
+                if len(texts[number]) == counts[number]:
+                    leader.finish(number)
+        return texts
+
+    texts = serve("llama", cut, work, patience=1, chunk=4)
+    assert texts[9] == expected("llama", prompt(7), 30)
+    for i, tokens in enumerate(first):
+        assert texts[10 + i] == expected("llama", [*tokens, *texts[i], *prompt(12)], 6)
+
+
+def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
+    long, short = prompt(600), prompt(5)
+
+    def work(leader: Leader) -> int:
+        leader.add(0, long, Choice(), context=700)
+        finish_all(leader, {0: 2})
+        leader.add(1, [*long[:20], *short], Choice(), context=64)
+        finish_all(leader, {1: 2})
+        leader.rest()
+        return int(leader._caches._alone[1][0].keys.shape[2])
+
+    assert serve("llama", [6], work) <= 20 + 256
+
+
+def test_kept_texts_make_room_for_new_ones() -> None:
+    prompts = [prompt(20, seed=i) for i in range(4)]
+
+    def work(leader: Leader) -> list[int]:
+        kept = []
+        for number, tokens in enumerate(prompts):
+            leader.add(number, tokens, Choice(), context=256)
+            assert finish_all(leader, {number: 3})[number] == expected("llama", tokens, 3)
+            kept.append(leader.kept_tokens)
+        return kept
+
+    assert serve("llama", [3, 3], work, capacity=768) == [256, 512, 768, 768]
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
+    """Before it begins, in its prompt, and while a token of it is under way: the others go on, and
+    what had been computed is kept."""
+    prompts = [prompt(length) for length in (5, 40, 9, 12)]
+
+    def work(leader: Leader) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
+        came: list[tuple[int, int]] = []
+        texts: dict[int, list[int]] = {}
+        for after in range(14):
+            base = 10 * after
+            for i, tokens in enumerate(prompts):
+                leader.add(base + i, tokens, Choice(), context=64)
+            counts = {base: 6, base + 3: 8}
+            texts |= {number: [] for number in counts}
+            steps = 0
+            cancelled = False
+            while not leader.is_idle:
+                if steps >= after and not cancelled:
+                    leader.cancel(base + 1)
+                    leader.cancel(base + 2)
+                    cancelled = True
+                steps += 1
+                for number, chosen in leader.step():
+                    if number in counts:
+                        texts[number].append(chosen.token)
+                        if len(texts[number]) == counts[number]:
+                            leader.finish(number)
+                    elif cancelled:
+                        came.append((after, number))
+            leader.rest()
+        return came, texts
+
+    came, texts = serve("qwen2", cut, work, most=3)
+    assert came == []
+    assert all(
+        tokens == expected("qwen2", prompts[number % 10], 6 if number % 10 == 0 else 8)
+        for number, tokens in texts.items()
+    )
+
+
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    tokens = prompt(9)
+    steps = generate_step(mx.array(tokens), models("llama")[-1], max_tokens=4)
+    wanted = [(token, np.array(logprobs)) for token, logprobs in steps]
+
+    def work(leader: Leader) -> dict[int, list[Chosen]]:
+        leader.add(0, tokens, Choice(logprobs=3), context=64)
+        leader.add(1, tokens, Choice(), context=64)
+        leader.add(2, tokens, Choice(logprobs=0), context=64)
+        texts: dict[int, list[Chosen]] = {0: [], 1: [], 2: []}
+        while not leader.is_idle:
+            for number, chosen in leader.step():
+                texts[number].append(chosen)
+                if len(texts[number]) == 4:
+                    leader.finish(number)
+        return texts
+
+    texts = serve("llama", [3, 3], work)
+    for chosen, (token, logprobs) in zip(texts[0], wanted, strict=True):
+        assert chosen.token == token
+        assert chosen.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+        best = np.argsort(-logprobs)[:3]
+        assert [each for each, _ in chosen.top] == best.tolist()
+        assert [p for _, p in chosen.top] == pytest.approx(logprobs[best].tolist(), abs=1e-4)
+    assert texts[1] == [Chosen(token) for token, _ in wanted]
+    assert [(each.logprob, each.top) for each in texts[2]] == [
+        (each.logprob, ()) for each in texts[0]
+    ]
+
+
+def test_biases_and_penalties_are_those_of_mlx_lm() -> None:
+    tokens = prompt(12)
+    greedy = expected("llama", tokens, 12)
+    how: dict[str, Any] = {
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    }
+    bias = {greedy[0]: -100.0, 5: 1.0}
+    processors = make_logits_processors(bias, **how)
+    steps = generate_step(
+        mx.array(tokens), models("llama")[-1], max_tokens=12, logits_processors=processors
+    )
+    wanted = [token for token, _ in steps]
+    choice = Choice(logit_bias=tuple(bias.items()), context=tuple(tokens), **how)
+    choices = [choice, Choice(stream=1)]
+    texts = generate("llama", [3, 3], [tokens, tokens], [12, 12], choices=choices)
+    assert texts == [wanted, greedy]
+    assert wanted != greedy
+
+
+def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
+    prompts = [prompt(length) for length in (5, 12, 9, 20)]
+    counts = [15] * 4
+    choices = [
+        Choice(temp=0.8),
+        Choice(temp=1.0, top_p=0.9, stream=1),
+        Choice(stream=2),
+        Choice(temp=0.7, top_k=20, min_p=0.01, xtc_probability=0.3, stream=3),
+    ]
+    layouts = [
+        generate("llama", cut, prompts, counts, most=most, choices=choices)
+        for cut, most in (([6], 4), ([3, 3], 4), ([2, 3, 1], 3), ([3, 3], 1))
+    ]
+    assert all(texts == layouts[0] for texts in layouts[1:])
+    assert layouts[0][2] == expected("llama", prompts[2], 15)
+    greedy = [expected("llama", tokens, 15) for tokens in prompts]
+    assert all(layouts[0][i] != greedy[i] for i in (0, 1, 3))
+    again = [Choice(temp=0.8, seed=11, stream=5), *choices[1:]]
+    assert generate("llama", [3, 3], prompts, counts, choices=again)[0] != layouts[0][0]
+
+
+def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Slice, *_: Any) -> None:
+        raise RuntimeError("Insufficient Memory")
+
+    monkeypatch.setattr(Slice, "last_logits", fail)
+    with pytest.raises(
+        EngineError,
+        match=r"^rank 1 on localhost, stage 1, token of text 0: RuntimeError: Insuff",
+    ):
+        generate("llama", [3, 3], [prompt(4)], [2])
+
+
+def test_a_wait_names_the_peer() -> None:
+    def work(transport: Transport) -> None:
+        if transport.rank == 1:
+            Follower(transport, Slice(models("llama")[1], 3, 6)).run()
+
+    with pytest.raises(
+        TransportTimeout, match=r"^rank 1 on localhost, stage 1, waiting for rank 0 on localhost"
+    ):
+        LocalNetwork(2, timeout=0.3).run(work)

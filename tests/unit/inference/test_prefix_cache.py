@@ -1,0 +1,60 @@
+"""Which texts are kept, and what of a prompt they begin."""
+
+from __future__ import annotations
+
+from shardmlx.inference.prefix_cache import Beginning, PrefixCache, held
+
+
+def test_caches_have_room_for_whole_steps() -> None:
+    assert [held(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+
+
+def test_a_text_that_grows_takes_all_of_what_was_kept() -> None:
+    cache = PrefixCache(shortest=2)
+    cache.keep(0, [1, 2, 3])
+    assert cache.take([1, 2, 3, 4, 5]) == Beginning(text=0, length=3, is_whole=True)
+    assert cache.take([1, 2, 3, 4, 5]) is None
+    assert cache.tokens == 0
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    cache = PrefixCache(shortest=2)
+    cache.keep(0, [1, 2, 3])
+    assert cache.take([1, 2, 3]) == Beginning(text=0, length=2, is_whole=False)
+
+
+def test_the_longest_beginning_wins_and_a_part_of_a_text_leaves_it_kept() -> None:
+    cache = PrefixCache(shortest=2)
+    cache.keep(0, [1, 2, 9, 9])
+    cache.keep(1, [1, 2, 3, 9])
+    prompt = [1, 2, 3, 4, 5]
+    assert cache.take(prompt) == Beginning(text=1, length=3, is_whole=False)
+    assert cache.take(prompt) == Beginning(text=1, length=3, is_whole=False)
+
+
+def test_a_short_beginning_is_not_worth_it() -> None:
+    cache = PrefixCache(shortest=3)
+    cache.keep(0, [1, 2, 9])
+    assert cache.take([1, 2, 3, 4]) is None
+
+
+def test_what_has_been_forgotten_cannot_be_cut() -> None:
+    """A cache of limited size goes on as it is, or not at all."""
+    cache = PrefixCache(trimmable=4, shortest=2)
+    cache.keep(0, [1, 2, 3, 4])
+    assert cache.take([1, 2, 3, 9, 9]) is None
+    assert cache.take([1, 2, 3, 4, 9]) == Beginning(text=0, length=4, is_whole=True)
+    cache.keep(1, [1, 2, 3])
+    assert cache.take([1, 2, 9, 9]) == Beginning(text=1, length=2, is_whole=False)
+
+
+def test_those_used_longest_ago_go_first() -> None:
+    cache = PrefixCache(shortest=2)
+    for text in range(3):
+        cache.keep(text, [text] * 10)
+    assert cache.take([0] * 5) is not None  # a part: used, and kept
+    assert cache.tokens == 3 * 256
+    assert cache.shrink(600) == [1]
+    assert cache.shrink(256) == [2]
+    assert cache.shrink(256) == []
+    assert cache.shrink(0) == [0]

@@ -1,0 +1,83 @@
+"""The file of prompts: bad lines are named by file and line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.inference import prompts
+from shardmlx.inference.prompts import read_prompts, read_stdin
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_prompts_and_chats_in_order(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"prompt": "one\u2028two"}\n\n{"messages": [{"role": "user", "content": "three"}], '
+        '"max_tokens": 7}\n',
+    )
+    first, second = read_prompts(path, 100)
+    assert first.prompt == "one\u2028two"
+    assert first.messages == ({"role": "user", "content": "one\u2028two"},)
+    assert (first.max_tokens, second.max_tokens) == (100, 7)
+    assert second.prompt is None
+    assert second.messages == ({"role": "user", "content": "three"},)
+    assert second.where == f"{path}:3"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "hello"', "not valid JSON"),
+        ("[1]", 'is [1]: write {"prompt": ...}'),
+        ('{"promt": "hello"}', "unknown key 'promt': did you mean prompt?"),
+        ("{}", "has neither of prompt and messages"),
+        ('{"prompt": "a", "messages": []}', "has both of prompt and messages"),
+        ('{"prompt": ""}', "prompt is '': give a text"),
+        ('{"prompt": 3}', "prompt is 3: give a text"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0: give a whole number from 1"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
+        ('{"messages": []}', "messages is []: give a list of chat messages"),
+        ('{"messages": [{"role": "user"}]}', "message 0 is {'role': 'user'}"),
+    ],
+)
+def test_a_bad_line(line: str, complaint: str, tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError) as error:
+        read_prompts(path, 100)
+    assert str(error.value).startswith(f"{path}:2")
+    assert complaint in str(error.value)
+
+
+def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is empty: write lines like"):
+        read_prompts(write(tmp_path, "\n"), 100)
+    with pytest.raises(UserError, match="No such file"):
+        read_prompts(tmp_path / "none", 100)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"no UTF-8 text"):
+        read_prompts(tmp_path / "binary", 100)
+
+
+def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "SECONDS_TO_END", 0.05)
+    monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.05)
+    for closes in (True, False):
+        read, write = os.pipe()
+        os.write(write, "Wer bläst?\n".encode())
+        if closes:
+            os.close(write)
+        assert read_stdin(read) == "Wer bläst?\n"
+        if not closes:
+            with pytest.raises(UserError, match="nothing came from stdin"):
+                read_stdin(read)
+            os.close(write)
+        os.close(read)

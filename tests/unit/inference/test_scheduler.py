@@ -1,0 +1,164 @@
+"""The order of items: chunks of prompts, then groups of texts by turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmlx.inference.prefix_cache import Beginning
+from shardmlx.inference.scheduler import Item, Kind, Scheduler
+
+
+def play(
+    scheduler: Scheduler, steps: int, delay: int = 1, lengths: dict[int, int] | None = None
+) -> list[str]:
+    """What is issued when the tokens of an item return ``delay`` steps after it, as text.
+
+    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a token of texts a and b,
+    the first of which is the last of a prompt; a dot is a step without work. Text ends after
+    ``lengths`` tokens.
+    """
+    left = dict(lengths or {})
+    under_way: list[tuple[int, Item]] = []
+    out = []
+    for now in range(steps):
+        for at, item in list(under_way):
+            if at <= now:
+                under_way.remove((at, item))
+                scheduler.returned(item)
+                for text in item.texts:
+                    left[text] = left.get(text, 10**9) - 1
+                    if left[text] == 0:
+                        scheduler.finish(text)
+        issued = scheduler.next()
+        out.append("." if issued is None else show(issued))
+        if issued is not None and issued.chooses:
+            under_way.append((now + delay, issued))
+    return out
+
+
+def show(item: Item) -> str:
+    names = "".join(chr(ord("a") + text) for text in item.texts)
+    if item.kind is Kind.TOKEN:
+        return names.upper()
+    return names + ("!" if item.chooses else str(item.length))
+
+
+def test_a_prompt_in_chunks_but_for_its_last_token_which_makes_the_first_choice() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=3)
+    scheduler.add(0, 8)
+    assert " ".join(play(scheduler, 9, delay=2)) == "a3 a3 a1 A . A . A ."
+
+
+@pytest.mark.parametrize(
+    ("tokens", "items"), [(1, "a! A"), (2, "a1 A A"), (4, "a3 A A"), (5, "a3 a1 A A")]
+)
+def test_sizes_of_prompts(tokens: int, items: str) -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=3)
+    scheduler.add(0, tokens)
+    assert " ".join(play(scheduler, len(items.split()))) == items
+
+
+def test_two_groups_take_turns() -> None:
+    scheduler = Scheduler(groups=2, most=4, chunk=8)
+    for text in range(4):
+        scheduler.add(text, 1)
+    assert " ".join(play(scheduler, 10, delay=2)) == "a! b! c! d! AC BD AC BD AC BD"
+
+
+def test_prompts_join_the_smallest_group() -> None:
+    scheduler = Scheduler(groups=2, most=4, chunk=4)
+    for text in range(3):
+        scheduler.add(text, 5)
+    assert " ".join(play(scheduler, 7, delay=2)) == "a4 b4 c4 AC B AC B"
+
+
+def test_a_text_that_ends_makes_room_for_one_that_waits() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=4)
+    for text in range(3):
+        scheduler.add(text, 2)
+    played = play(scheduler, 10, lengths={0: 2, 1: 4, 2: 2})
+    assert " ".join(played) == "a1 b1 AB AB c1 BC BC . . ."
+    assert scheduler.is_idle
+
+
+def test_with_patience_prompts_do_not_hold_up_texts() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=2, patience=1)
+    scheduler.add(0, 1)
+    scheduler.add(1, 7)
+    assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 AB AB"
+
+
+def test_a_dropped_text_is_announced_once_with_the_next_item() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4)
+    scheduler.add(0, 1)
+    scheduler.add(1, 1)
+    first = scheduler.next()
+    assert first is not None
+    scheduler.returned(first)
+    scheduler.finish(0)
+    second = scheduler.next()
+    assert second == Item(Kind.PROMPT, (1,), 1, chooses=True, dropped=(0,))
+
+
+def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4)
+    scheduler.add(0, 1)
+    first = scheduler.next()
+    assert first is not None
+    assert scheduler.foreseen() is None
+    scheduler.returned(first)
+    token = scheduler.next()
+    assert token is not None
+    assert scheduler.next() is None
+    assert scheduler.foreseen() == token
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="groups 0"):
+        Scheduler(groups=0, most=1, chunk=1)
+    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+        Scheduler(groups=1, most=1, chunk=1).add(0, 0)
+
+
+def test_with_a_capacity_as_many_texts_as_it_has_room_for_padding_counted() -> None:
+    scheduler = Scheduler(groups=1, most=8, chunk=8, capacity=1024)
+    scheduler.add(0, 1, context=200)
+    scheduler.add(1, 1, context=200)
+    scheduler.add(2, 1, context=400)  # three texts as long as this one have no room
+    scheduler.add(3, 1, context=100)  # waits its turn
+    played = play(scheduler, 9, lengths={0: 3, 1: 4})
+    assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
+    with pytest.raises(ValueError, match="a text of 1025 tokens, where 1024 are kept"):
+        scheduler.add(4, 1, context=1025)
+
+
+def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=4)
+    scheduler.begin = lambda text: Beginning(7, 9, is_whole=True) if text == 1 else None
+    scheduler.add(0, 3)
+    scheduler.add(1, 12)
+    items = []
+    for _ in range(3):
+        item = scheduler.next()
+        assert item is not None
+        items.append((show(item), item.begins))
+    assert items == [
+        ("a2", None),
+        ("b2", Beginning(7, 9, is_whole=True)),
+        ("AB", None),
+    ]
+
+
+def test_a_text_may_be_finished_before_its_beginning_and_within_its_prompt() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=2)
+    scheduler.add(0, 9)
+    scheduler.add(1, 9)
+    scheduler.add(2, 1)
+    first = scheduler.next()
+    assert first is not None
+    scheduler.finish(0, keep=True)
+    scheduler.finish(1)
+    second = scheduler.next()
+    assert second == Item(Kind.PROMPT, (2,), 1, chooses=True, kept=(0,))
+    scheduler.forget([0])
+    assert scheduler.rest() == Item(Kind.REST, dropped=(0,))

@@ -1,0 +1,465 @@
+"""From a model directory to slices: lazily, with mlx-lm's initial weights, and reading its own."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.loading.build import build_model, count_parameters, cut, find_model
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+LAYERS = 4
+CUTS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]
+LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 4 layers with an untied head, 1.6 MB."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    save_model_directory(path, tiny_config(layers=LAYERS, hidden_size=96, vocab_size=500))
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantised_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied qwen2 of 4 layers, in 4 bits with groups of 32."""
+    path = tmp_path_factory.mktemp("models") / "qwen2"
+    config = tiny_config("qwen2", layers=LAYERS, tied=True, hidden_size=64)
+    model = save_model_directory(path, config)
+    model.set_dtype(mx.float16)
+    nn.quantize(model, group_size=32, bits=4)
+    config["quantization"] = {"group_size": 32, "bits": 4}
+    save(path, model, config)
+    return path
+
+
+def save(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def config_for(path: Path, **options: Any) -> TrainConfig:
+    options = {"num_layers": 3, "lora_parameters": LORA, **options}
+    return TrainConfig(model=str(path), **options)
+
+
+def build(path: Path, **options: Any) -> nn.Module:
+    return build_model(path, config_for(path, **options))
+
+
+def error_of(path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        build(path, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def growth(act: Callable[[], object], measure: Callable[[], int]) -> int:
+    gc.collect()
+    mx.clear_cache()  # MLX would reuse buffers that are larger than what they hold
+    before = measure()
+    act()
+    mx.synchronize()
+    return measure() - before
+
+
+def bytes_read() -> int:
+    """By this process so far, from files; Linux only."""
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text().splitlines() if ": " in line
+    )
+    return int(fields["rchar"])
+
+
+# Only what is needed is read.
+
+
+def test_building_and_cutting_read_no_weight(model_dir: Path) -> None:
+    kept: list[object] = []
+    grown = growth(lambda: kept.append(cut(build(model_dir), CUTS[2])), mx.get_active_memory)
+    assert grown < 2000  # keys of random numbers
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (3, 4)])
+def test_a_slice_holds_its_own_tensors_in_memory_and_no_others(
+    model_dir: Path, layers: tuple[int, int]
+) -> None:
+    model = build(model_dir, fine_tune_type="full")
+    (part,) = cut(model, [layers])
+    grown = growth(part.load, mx.get_active_memory)
+    assert part.nbytes <= grown < part.nbytes + 10_000
+    assert grown < sum(array.nbytes for _, array in tree_flatten(model.parameters())) / 1.5
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (3, 4)])
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not count bytes read")
+def test_a_slice_reads_its_own_bytes_from_disk_and_no_others(
+    model_dir: Path, layers: tuple[int, int]
+) -> None:
+    (part,) = cut(build(model_dir, fine_tune_type="full"), [layers])
+    grown = growth(part.load, bytes_read)
+    assert part.nbytes <= grown < part.nbytes + 10_000
+
+
+def test_a_tensor_that_is_cast_leaves_nothing_of_its_old_type(model_dir: Path) -> None:
+    (part,) = cut(build(model_dir, fine_tune_type="full", dtype="bfloat16"), [(1, 3)])
+    assert part.dtype == mx.bfloat16
+    grown = growth(part.load, mx.get_active_memory)
+    # A tensor may get the buffer that another one left when it was cast, and that is larger.
+    assert part.nbytes <= grown < 1.25 * part.nbytes
+
+
+def test_loaded_weights_are_those_of_the_files(model_dir: Path) -> None:
+    stored = mx.load(str(model_dir / "model.safetensors"))
+    assert isinstance(stored, dict)
+    loaded: dict[str, mx.array] = {}
+    for part in cut(build(model_dir, fine_tune_type="full"), CUTS[1]):
+        part.load()
+        loaded |= part.parameters()
+    assert loaded.keys() == stored.keys()
+    assert all(mx.array_equal(loaded[name], stored[name]) for name in stored)
+
+
+# What is trained, and where it starts from.
+
+
+@pytest.mark.parametrize("ranges", CUTS, ids=str)
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("fine_tune_type", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["llama", "quantised qwen2"])
+def test_adapters_start_as_those_of_mlx_lm_whatever_the_cut(
+    model_dir: Path,
+    quantised_dir: Path,
+    family: str,
+    fine_tune_type: str,
+    seed: int,
+    ranges: list[tuple[int, int]],
+) -> None:
+    path = model_dir if family == "llama" else quantised_dir
+    theirs, _ = load_model(path)
+    mx.random.seed(seed)
+    theirs.freeze()
+    linear_to_lora_layers(theirs, 3, LORA, use_dora=fine_tune_type == "dora")
+    expected = dict(tree_flatten(theirs.trainable_parameters()))
+
+    ours: dict[str, mx.array] = {}
+    for part in cut(build(path, fine_tune_type=fine_tune_type, seed=seed), ranges):
+        part.load()
+        ours |= {name: part[name] for name in part.trainable}
+
+    assert ours.keys() == expected.keys()
+    assert all(ours[name].dtype == expected[name].dtype for name in expected)
+    assert all(mx.array_equal(ours[name], expected[name]) for name in expected)
+
+
+def test_another_seed_starts_from_other_adapters(model_dir: Path) -> None:
+    a, b = (cut(build(model_dir, seed=seed), [(3, 4)])[0] for seed in (0, 1))
+    name = "model.layers.3.self_attn.q_proj.lora_a"
+    assert not mx.array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize(("num_layers", "trained"), [(1, {3}), (3, {1, 2, 3}), (-1, {0, 1, 2, 3})])
+@pytest.mark.parametrize("fine_tune_type", ["lora", "full"])
+def test_the_last_layers_are_trained(
+    model_dir: Path, fine_tune_type: str, num_layers: int, trained: set[int]
+) -> None:
+    model = build(model_dir, fine_tune_type=fine_tune_type, num_layers=num_layers)
+    names = [name.split(".") for name, _ in tree_flatten(model.trainable_parameters())]
+    assert {int(name[2]) for name in names} == trained
+    assert all(name[:2] == ["model", "layers"] for name in names)
+
+
+@pytest.mark.parametrize("num_layers", [1, -1])
+def test_unfreezing_all_trains_embedding_norm_and_head_too(
+    model_dir: Path, num_layers: int
+) -> None:
+    layers = dict(
+        tree_flatten(
+            build(model_dir, fine_tune_type="full", num_layers=num_layers).trainable_parameters()
+        )
+    )
+    model = build(model_dir, fine_tune_type="full", num_layers=num_layers, unfreeze_all=True)
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert trained.keys() == layers.keys() | ends
+
+
+def test_a_type_that_is_asked_for_is_that_of_weights_but_not_of_adapters(
+    quantised_dir: Path,
+) -> None:
+    (part,) = cut(build(quantised_dir, dtype="float32"), [(1, 4)])
+    projection = "model.layers.2.mlp.up_proj"
+    assert part.dtype == mx.float32
+    assert part[f"{projection}.linear.weight"].dtype == mx.uint32
+    assert part[f"{projection}.linear.scales"].dtype == mx.float32
+    assert part[f"{projection}.lora_a"].dtype == mx.float32
+    (as_stored,) = cut(build(quantised_dir), [(1, 4)])
+    assert as_stored.dtype == as_stored[f"{projection}.linear.scales"].dtype == mx.float16
+
+
+def test_parameters_are_counted_as_mlx_lm_counts_them(quantised_dir: Path) -> None:
+    """Quantised weights by what they stand for; the total is that without adapters."""
+    count = count_parameters(
+        build(quantised_dir, lora_parameters={**LORA, "keys": ["mlp.up_proj"]})
+    )
+    assert count.trained == 3 * 4 * (64 + 64)
+    projections = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 64
+    biases = 64 + 2 * 32
+    assert count.total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
+
+
+@pytest.mark.parametrize("ranges", CUTS, ids=str)
+def test_training_goes_on_from_a_file(
+    model_dir: Path, tmp_path: Path, ranges: list[tuple[int, int]]
+) -> None:
+    before = dict(tree_flatten(build(model_dir).trainable_parameters()))
+    weights = {name: mx.random.normal(array.shape) for name, array in before.items()}
+    file = tmp_path / "adapters.safetensors"
+    mx.save_safetensors(str(file), weights)
+
+    for part in cut(build(model_dir, resume_adapter_file=str(file)), ranges):
+        part.load()
+        assert all(mx.array_equal(part[name], weights[name]) for name in part.trainable)
+
+
+def test_weights_that_the_file_lacks_start_as_they_would_without(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    name, other = (f"model.layers.3.self_attn.{p}_proj.lora_a" for p in "qk")
+    file = tmp_path / "adapters.safetensors"
+    mx.save_safetensors(str(file), {name: mx.ones((96, 4))})
+    (resumed,) = cut(build(model_dir, resume_adapter_file=str(file)), [(3, 4)])
+    (fresh,) = cut(build(model_dir), [(3, 4)])
+    assert mx.array_equal(resumed[name], mx.ones((96, 4)))
+    assert mx.array_equal(resumed[other], fresh[other])
+
+
+def adapters(path: Path, model_dir: Path, **lora: Any) -> str:
+    """Write random adapters of 2 layers, as ``mlx_lm.lora`` does."""
+    path.mkdir()
+    parameters = {**LORA, **lora}
+    model = build(model_dir, num_layers=2, lora_parameters=parameters)
+    weights = {
+        name: mx.random.normal(array.shape)
+        for name, array in tree_flatten(model.trainable_parameters())
+    }
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_test_alone_takes_the_adapters_and_trains_nothing(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    path = adapters(tmp_path / "adapters", model_dir)
+    stored = mx.load(f"{path}/adapters.safetensors")
+    assert isinstance(stored, dict)
+
+    (part,) = cut(build(model_dir, test=True, adapter_path=path), [(2, 4)])
+
+    assert part.trainable == ()
+    part.load()
+    assert all(mx.array_equal(part[name], stored[name]) for name in stored)
+
+
+def test_a_test_without_adapters_takes_the_model_as_it_is(model_dir: Path) -> None:
+    model = build(model_dir, test=True, adapter_path="")
+    assert not any("lora" in name for name, _ in tree_flatten(model.parameters()))
+    assert tree_flatten(model.trainable_parameters()) == []
+
+
+# Errors, each in one line.
+
+
+def broken(model_dir: Path, path: Path, **files: bytes | None) -> Path:
+    """A copy of the model in which some files have other content, or are missing."""
+    path.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        content = files.get(name.split(".")[0], (model_dir / name).read_bytes())
+        if content is not None:
+            (path / name).write_bytes(content)
+    return path
+
+
+def test_a_model_without_config(model_dir: Path, tmp_path: Path) -> None:
+    assert error_of(broken(model_dir, tmp_path, config=None)) == (
+        f"model directory {tmp_path} has no config.json: point --model at a directory in the "
+        "Hugging Face layout"
+    )
+
+
+def test_a_model_without_weights(model_dir: Path, tmp_path: Path) -> None:
+    assert error_of(broken(model_dir, tmp_path, model=None)) == (
+        f"model directory {tmp_path} has no model*.safetensors: convert the model with "
+        "mlx_lm.convert"
+    )
+
+
+def test_a_truncated_file(model_dir: Path, tmp_path: Path) -> None:
+    content = (model_dir / "model.safetensors").read_bytes()
+    message = error_of(broken(model_dir, tmp_path, model=content[:-1000]))
+    assert message.startswith(
+        f"{tmp_path}/model.safetensors is truncated: 1000 bytes are missing, from tensor "
+    )
+    assert message.endswith(" on: copy or download it again")
+
+
+def test_a_model_that_lacks_a_tensor(model_dir: Path, tmp_path: Path) -> None:
+    broken(model_dir, tmp_path)
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    del weights["model.norm.weight"]
+    mx.eval(weights)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    assert error_of(tmp_path) == (
+        f"{tmp_path}: mlx-lm cannot build this model: Missing 1 parameters: model.norm.weight."
+    )
+
+
+def test_a_config_that_does_not_fit_the_tensors(model_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    content = json.dumps({**config, "intermediate_size": 65}).encode()
+    assert error_of(broken(model_dir, tmp_path, config=content)).startswith(
+        f"{tmp_path}: mlx-lm cannot build this model: Expected shape (65, 96) but received shape "
+        "(64, 96) for parameter model.layers.0.mlp."
+    )
+
+
+@pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
+def test_more_layers_to_train_than_there_are(model_dir: Path, fine_tune_type: str) -> None:
+    assert error_of(model_dir, num_layers=5, fine_tune_type=fine_tune_type) == (
+        "--num-layers 5: the model has 4 layers; -1 trains all of them"
+    )
+
+
+def test_adapters_that_mlx_lm_cannot_make(tmp_path: Path) -> None:
+    save_model_directory(tmp_path, tiny_config("mixtral", layers=2))
+    assert error_of(tmp_path, fine_tune_type="dora", num_layers=1) == (
+        "dora: SwitchLinear doesn't support DoRA yet."
+    )
+
+
+def test_a_file_to_go_on_from_that_is_not_there(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "adapters.safetensors"
+    assert error_of(model_dir, resume_adapter_file=str(file)) == (
+        f"--resume-adapter-file {file}: there is no such file"
+    )
+
+
+def test_a_file_to_go_on_from_that_is_truncated(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "adapters.safetensors"
+    file.write_bytes((model_dir / "model.safetensors").read_bytes()[:100])
+    assert error_of(model_dir, resume_adapter_file=str(file)).startswith(
+        f"--resume-adapter-file {file}: [load_safetensors] The JSON header is "
+    )
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_a_file_to_go_on_from_that_holds_something_else(
+    model_dir: Path, tmp_path: Path, suffix: str
+) -> None:
+    file = tmp_path / f"adapters.{suffix}"
+    if suffix == "npy":
+        mx.save(str(file), mx.ones(3))
+    else:
+        mx.save_safetensors(str(file), {"transformer.h.0.weight": mx.ones(3)})
+    assert error_of(model_dir, resume_adapter_file=str(file)) == (
+        f"--resume-adapter-file {file} holds no weight of this model"
+    )
+
+
+def test_a_file_to_go_on_from_that_was_made_with_another_rank(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    file = f"{adapters(tmp_path / 'adapters', model_dir, rank=8)}/adapters.safetensors"
+    message = error_of(model_dir, resume_adapter_file=file)
+    assert message.startswith(f"--resume-adapter-file {file}: model.layers.")
+    assert message.endswith(": use the model and lora_parameters that it was made with")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda path: (path / "adapter_config.json").unlink(), "No such file or directory"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "Expecting property name"),
+        (lambda path: (path / "adapter_config.json").write_text("[]"), "must be a mapping"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "'num_layers'"),
+        (lambda path: (path / "adapters.safetensors").write_text("{}"), "Unable to read"),
+    ],
+)
+def test_adapters_to_test_that_cannot_be_read(
+    model_dir: Path, tmp_path: Path, spoil: Callable[[Path], object], complaint: str
+) -> None:
+    path = adapters(tmp_path / "adapters", model_dir)
+    spoil(tmp_path / "adapters")
+    message = error_of(model_dir, test=True, adapter_path=path)
+    assert message.startswith(f"--adapter-path {path} holds no adapters of this model: ")
+    assert complaint in message
+    assert message.endswith('; use --adapter-path "" to test the model without')
+
+
+def test_adapters_to_test_of_another_model(
+    model_dir: Path, quantised_dir: Path, tmp_path: Path
+) -> None:
+    path = adapters(tmp_path / "adapters", quantised_dir)
+    message = error_of(model_dir, test=True, adapter_path=path)
+    assert "adapter shape (64, 4) does not match model parameter shape (96, 4)" in message
+
+
+# Where the model is.
+
+
+def test_a_directory_is_its_own_place(model_dir: Path) -> None:
+    assert find_model(str(model_dir)) == model_dir
+
+
+def test_a_file_is_no_model(model_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"is a file: name the directory that holds config\.json"):
+        find_model(str(model_dir / "config.json"))
+
+
+def test_a_path_that_is_no_repository_either() -> None:
+    with pytest.raises(UserError, match="--model no/such/model: there is no such directory, and"):
+        find_model("no/such/model")
+
+
+def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("no connection\nsee the log")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError) as error:
+        find_model("someone/something")
+    assert str(error.value) == (
+        "--model someone/something: there is no such directory, and the Hugging Face hub does "
+        "not give it: no connection"
+    )
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")
+def test_experts_that_a_cpu_cannot_compute_with_are_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    save_model_directory(tmp_path, tiny_config("mixtral", layers=2))
+    assert error_of(tmp_path, fine_tune_type="full", num_layers=1, dtype="bfloat16") == (
+        "the experts of this model are in bfloat16, with which MLX cannot compute on a CPU: "
+        "use --dtype float32"
+    )

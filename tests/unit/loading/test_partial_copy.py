@@ -1,0 +1,119 @@
+"""A copy of a model that has some of its tensors: which, is on record, and checked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.loading.manifest import Blueprint, read_blueprint
+from shardmlx.loading.partial_copy import RECORD, PartialCopy
+from shardmlx.modelfiles.safetensors_header import check_model_files
+from tests.helpers.fake_models import MISTRAL_7B, TINY, model_files, write
+
+FILE = "model.safetensors"
+NAME = "model.layers.1.mlp.up_proj.weight"
+OTHER = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def blueprint(tmp_path: Path) -> Blueprint:
+    return read_blueprint(write(tmp_path / "model", model_files(TINY)), [FILE], "")
+
+
+def fill(copy: PartialCopy, blueprint: Blueprint, name: str) -> bytes:
+    place = blueprint.tensors()[name]
+    data = bytes(range(256)) * (place.nbytes // 256)
+    copy.write(place.file, place.start, data)
+    copy.add(name)
+    return data
+
+
+def test_a_copy_looks_like_the_model_and_takes_no_room(tmp_path: Path) -> None:
+    """A 7B model, of 14.5 GB."""
+    source = write(tmp_path / "model", model_files(MISTRAL_7B, shards=3))
+    files = sorted(path.name for path in source.glob("*.safetensors"))
+    blueprint = read_blueprint(source, files, "")
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
+    assert check_model_files(tmp_path / "copy").keys() == check_model_files(source).keys()
+    used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "copy").iterdir())
+    assert used < 200_000
+    copy.close()
+
+
+def test_what_was_added_is_there_and_nothing_else(tmp_path: Path, blueprint: Blueprint) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    data = fill(copy, blueprint, NAME)
+    copy.flush()
+    copy.check([NAME])
+    with pytest.raises(RuntimeError, match=f"^tensor {OTHER} of .*{FILE} was never brought here"):
+        copy.check([NAME, OTHER])
+    copy.close()
+    again = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    assert again.sound([NAME, OTHER]) == {NAME}
+    place = blueprint.tensors()[NAME]
+    assert again.read(FILE, place.start, place.nbytes) == data
+    again.close()
+
+
+def test_what_was_written_but_not_added_does_not_count(
+    tmp_path: Path, blueprint: Blueprint
+) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    copy.write(FILE, blueprint.tensors()[NAME].start, b"\1" * 100)
+    copy.close()
+    again = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    assert again.sound([NAME]) == set()
+    again.close()
+
+
+def test_a_copy_that_is_not_kept_has_no_record(tmp_path: Path, blueprint: Blueprint) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
+    fill(copy, blueprint, NAME)
+    copy.flush()
+    copy.close()
+    assert not (tmp_path / "copy" / RECORD).exists()
+
+
+@pytest.mark.parametrize("spoil", [b"", b"12345"])
+def test_a_file_that_was_cut_off_is_begun_again(
+    tmp_path: Path, blueprint: Blueprint, spoil: bytes
+) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    fill(copy, blueprint, NAME)
+    copy.flush()
+    copy.close()
+    (tmp_path / "copy" / FILE).write_bytes(spoil)
+    again = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    assert again.sound([NAME]) == set()
+    assert (tmp_path / "copy" / FILE).stat().st_size == blueprint.sizes[FILE]
+    again.close()
+
+
+def test_more_than_fits_is_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "model", model_files(MISTRAL_7B))
+    blueprint = read_blueprint(source, [FILE], "")
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_210_000_000))
+    with pytest.raises(UserError) as error:
+        copy.check_room(blueprint.tensors())
+    assert str(error.value) == (
+        f"{tmp_path}/copy has 3.21 GB free, and 14.50 GB of the model must be copied there: free "
+        "some, or name a directory on another disk with --weight-cache"
+    )
+    copy.close()
+
+
+def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: Blueprint) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    with pytest.raises(
+        UserError, match=r"^another run is filling .*copy: wait until it has loaded"
+    ):
+        PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    copy.close()
+    PartialCopy(tmp_path / "copy", blueprint, kept=True).close()

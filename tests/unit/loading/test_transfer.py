@@ -1,0 +1,430 @@
+"""A rank without the model is given the tensors of its stages, and takes nothing else for them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.distributed import byte_stream
+from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.errors import UserError
+from shardmlx.loading import partial_copy, transfer
+from shardmlx.loading.build import build_to_generate
+from shardmlx.loading.discovery import find_weights
+from shardmlx.loading.manifest import read_blueprint
+from shardmlx.loading.partial_copy import RECORD
+from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+LAYERS = 4
+QUIET = Reporter(quiet=True)
+
+FAMILIES = {
+    "llama": tiny_config("llama", layers=LAYERS),
+    "tied": tiny_config("qwen2", layers=LAYERS, tied=True),
+    "qwen3": tiny_config("qwen3", layers=LAYERS, tied=True),
+    "ministral3": tiny_config("ministral3", layers=LAYERS),
+    "mixtral": tiny_config("mixtral", layers=LAYERS),
+    "quantised": tiny_config(layers=LAYERS, tied=True, quantization={"group_size": 32, "bits": 4}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("models") / request.param
+    save_model_directory(path, FAMILIES[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    save_model_directory(path, FAMILIES["llama"])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go; with pieces smaller than tensors."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    monkeypatch.setattr(byte_stream, "PIECE_BYTES", 1000)
+    return directory
+
+
+def load(
+    transport: LocalTransport,
+    model: Path,
+    layers: tuple[int, int],
+    mode: str = "rank0",
+    cache: Path | None = None,
+    **options: Any,
+) -> Slice:
+    """As the commands do."""
+    where = None if cache is None else str(cache)
+    with find_weights(transport, QUIET, str(model), mode=mode, cache=where, **options) as weights:
+        whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
+        part = Slice(whole, *layers)
+        weights.load([part], ModelShape.from_config(read_config(model)), QUIET)
+    return part
+
+
+def run(work: Callable[[LocalTransport], Any], size: int) -> list[Any]:
+    return LocalNetwork(size, timeout=20).run(work)
+
+
+def equal(part: Slice, expected: Slice) -> bool:
+    return all(mx.array_equal(part[n], a).item() for n, a in expected.parameters().items())
+
+
+def expected_part(model: Path, layers: tuple[int, int], adapters: str | None = None) -> Slice:
+    part = Slice(build_to_generate(model, dtype=None, adapter_path=adapters, seed=0), *layers)
+    part.load()
+    return part
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (0, 4)], [(0, 1), (1, 3), (3, 4)]], ids=str)
+def test_every_stage_is_that_of_the_model(
+    model: Path, ranges: Sequence[tuple[int, int]], temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where nothing was brought there are no zeros that might pass for weights, but 0xff."""
+    sparse = partial_copy._open_sparse
+
+    def spoiled(path: Path, head: bytes, size: int) -> int:
+        descriptor = sparse(path, head, size)
+        os.pwrite(descriptor, b"\xff" * (size - len(head)), len(head))
+        return descriptor
+
+    monkeypatch.setattr(partial_copy, "_open_sparse", spoiled)
+
+    def work(transport: LocalTransport) -> bool:
+        part = load(transport, model, ranges[transport.rank])
+        return equal(part, expected_part(model, ranges[transport.rank]))
+
+    assert run(work, len(ranges)) == [True] * len(ranges)
+    assert list(temporary.iterdir()) == []
+
+
+class Traffic:
+    """Bytes of messages as long as a piece of a tensor: from whom, to whom."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: dict[tuple[int, int], int] = {}
+        send = transfer._Outgoing.send
+
+        def counted(outgoing: transfer._Outgoing, piece: bytes | memoryview) -> None:
+            if outgoing._peer is not None and len(piece) > partial_copy.DIGEST_BYTES:
+                pair = (outgoing._transport.rank, outgoing._peer)
+                self.sent[pair] = self.sent.get(pair, 0) + len(piece)
+            send(outgoing, piece)
+
+        monkeypatch.setattr(transfer._Outgoing, "send", counted)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    return Traffic(monkeypatch)
+
+
+def test_replicas_pass_on_what_they_receive(llama: Path, traffic: Traffic, tmp_path: Path) -> None:
+    ranges = [(0, 2), (2, 4), (0, 2), (2, 4), (2, 4)]
+
+    def work(transport: LocalTransport) -> bool:
+        cache = tmp_path / str(transport.rank)  # disks of their own
+        part = load(transport, llama, ranges[transport.rank], cache=cache)
+        return equal(part, expected_part(llama, ranges[transport.rank]))
+
+    assert run(work, 5) == [True] * 5
+    first, second = (expected_part(llama, each).nbytes for each in ((0, 2), (2, 4)))
+    assert traffic.sent == {(0, 2): first, (0, 1): second, (1, 3): second, (3, 4): second}
+
+
+def test_ranks_that_see_the_same_disk_are_sent_one_copy(
+    llama: Path, traffic: Traffic, tmp_path: Path
+) -> None:
+    run(lambda t: load(t, llama, (2, 4), cache=tmp_path / "cache"), 4)
+    assert traffic.sent == {(0, 1): expected_part(llama, (2, 4)).nbytes}
+
+
+def test_who_has_the_same_model_reads_it_and_sends_it(
+    llama: Path, traffic: Traffic, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 have it, in other directories: 2 and 3, who need different parts, are each
+    sent theirs by another."""
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    places = [llama, copy, tmp_path / "none", tmp_path / "none"]
+    ranges = [(0, 4), (0, 4), (1, 2), (2, 3)]
+
+    def work(transport: LocalTransport) -> None:
+        rank = transport.rank
+        with find_weights(
+            transport, QUIET, str(places[rank]), mode="auto", cache=str(tmp_path / str(rank))
+        ) as weights:
+            whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
+            shape = ModelShape.from_config(read_config(llama))
+            part = Slice(whole, *ranges[rank])
+            weights.load([part], shape, QUIET)
+        assert equal(part, expected_part(llama, ranges[rank]))
+
+    run(work, 4)
+    one = expected_part(llama, (1, 2)).nbytes
+    assert sum(n for (source, _), n in traffic.sent.items() if source == 0) == one
+    assert sum(n for (source, _), n in traffic.sent.items() if source == 1) == one
+    assert {peer for _, peer in traffic.sent} == {2, 3}
+
+
+def test_another_model_in_the_same_place_is_not_taken_for_it(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    save_model_directory(other, FAMILIES["llama"], seed=2)
+
+    def work(transport: LocalTransport, mode: str) -> bool:
+        place = other if transport.rank else llama
+        with find_weights(
+            transport,
+            Reporter(quiet=transport.rank > 0),
+            str(place),
+            mode=mode,
+            cache=None,
+        ) as weights:
+            whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
+            part = Slice(whole, 1, 3)
+            weights.load([part], ModelShape.from_config(read_config(llama)), QUIET)
+        return equal(part, expected_part(llama, (1, 3)))
+
+    assert run(lambda transport: work(transport, "auto"), 2) == [True, True]
+    assert f"what is in {other} differs from rank 0's" in capsys.readouterr().out
+    with pytest.raises(
+        AgreedError,
+        match=f"^rank 1 on localhost lacks --model .*: what is in {other} differs from rank 0's: "
+        "copy it there, or let the rank have it from rank 0 with --weights auto$",
+    ):
+        run(lambda transport: work(transport, "local"), 2)
+
+
+# A copy that is kept.
+
+
+def test_what_was_kept_is_not_sent_again_and_what_is_missing_is_added(
+    llama: Path, traffic: Traffic, tmp_path: Path
+) -> None:
+    def once(layers: tuple[int, int]) -> int:
+        traffic.sent.clear()
+        parts = run(lambda t: load(t, llama, layers, cache=tmp_path / str(t.rank)), 2)
+        assert equal(parts[1], expected_part(llama, layers))
+        return sum(traffic.sent.values())
+
+    whole = expected_part(llama, (0, 4)).nbytes
+    assert once((2, 4)) == expected_part(llama, (2, 4)).nbytes
+    assert once((2, 4)) == 0
+    assert once((3, 4)) == 0
+    assert once((0, 4)) == whole - expected_part(llama, (2, 4)).nbytes
+    assert once((0, 4)) == 0
+    assert not (tmp_path / "0").exists()  # rank 0 has the model
+
+
+@pytest.fixture
+def kept(llama: Path, tmp_path: Path) -> Path:
+    """A copy of layers 1 and 2."""
+    run(lambda t: load(t, llama, (1, 3), cache=tmp_path / "cache"), 2)
+    (entry,) = (tmp_path / "cache").iterdir()
+    return entry
+
+
+def again(llama: Path, tmp_path: Path) -> Slice:
+    part: Slice = run(lambda t: load(t, llama, (1, 3), cache=tmp_path / "cache"), 2)[1]
+    return part
+
+
+def test_a_tensor_that_was_damaged_since_is_sent_again(
+    llama: Path, kept: Path, traffic: Traffic, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    where = read_blueprint(llama, ["model.safetensors"], "").tensors()[name]
+    with (kept / where.file).open("rb+") as file:
+        file.seek(where.start + 40)
+        file.write(b"\x00\x01")
+    assert equal(again(llama, tmp_path), expected_part(llama, (1, 3)))
+    assert traffic.sent == {(0, 1): where.nbytes}
+
+
+@pytest.mark.parametrize(
+    "torn", [b'\n{"name": "model.layers.1.ml', b"\n[1]", b"\n\xff", b'\n{"name": 1, "digest": 2}']
+)
+def test_a_record_that_breaks_off_loses_only_what_it_does_not_say(
+    llama: Path, kept: Path, traffic: Traffic, tmp_path: Path, torn: bytes
+) -> None:
+    lines = (kept / RECORD).read_bytes().split(b"\n")
+    lost = json.loads(lines[-1])["name"]
+    (kept / RECORD).write_bytes(b"\n".join(lines[:-1]) + torn)
+    assert equal(again(llama, tmp_path), expected_part(llama, (1, 3)))
+    assert sum(traffic.sent.values()) == expected_part(llama, (1, 3))[lost].nbytes
+    traffic.sent.clear()
+    again(llama, tmp_path)
+    assert traffic.sent == {}
+
+
+def test_an_interrupted_copy_goes_on(
+    llama: Path, traffic: Traffic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is complete is on record after every so many bytes."""
+    monkeypatch.setattr(partial_copy, "_FLUSH_EVERY", 20_000)
+    write, written = partial_copy.PartialCopy.write, 0
+
+    def failing(copy: Any, file: str, offset: int, data: memoryview) -> None:
+        nonlocal written
+        written += len(data)
+        if written > 40_000:
+            raise OSError("the cable was pulled")
+        write(copy, file, offset, data)
+
+    with monkeypatch.context() as context:
+        context.setattr(partial_copy.PartialCopy, "write", failing)
+        with pytest.raises((OSError, RuntimeError)):
+            run(lambda t: load(t, llama, (0, 4), cache=tmp_path / "cache"), 2)
+    traffic.sent.clear()
+    part = run(lambda t: load(t, llama, (0, 4), cache=tmp_path / "cache"), 2)[1]
+    assert equal(part, expected_part(llama, (0, 4)))
+    left = expected_part(llama, (0, 4)).nbytes - sum(traffic.sent.values())
+    assert 20_000 <= left <= 40_000
+
+
+def test_other_weights_have_another_copy(llama: Path, tmp_path: Path) -> None:
+    """Also where they differ in the middle of one tensor, which nobody reads to find out."""
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    run(lambda t: load(t, model, (1, 3), cache=tmp_path / "cache"), 2)
+    file = model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-20_000] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(1, 1))
+    part = run(lambda t: load(t, model, (1, 3), cache=tmp_path / "cache"), 2)[1]
+    assert equal(part, expected_part(model, (1, 3)))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+# What is refused.
+
+
+def test_a_hole_is_never_taken_for_a_weight(llama: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        with find_weights(transport, QUIET, str(llama), mode="rank0", cache=None) as weights:
+            whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
+            shape = ModelShape.from_config(read_config(llama))
+            model = weights._bundles["weights"]
+            model.fill([(1, 2)], shape, QUIET, "weights")
+            model.check(1, 2, shape)
+            if transport.rank == 1:
+                with pytest.raises(
+                    RuntimeError,
+                    match=r"^tensor model\.layers\.2\..* of .*model\.safetensors was never "
+                    "brought here: its place in this copy is empty$",
+                ):
+                    model.check(1, 3, shape)
+            Slice(whole, 1, 2).load()
+
+    run(work, 2)
+
+
+def test_a_disk_that_is_full_is_refused_on_all_ranks(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    usage = shutil.disk_usage(temporary)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000))
+    with pytest.raises(AgreedError, match=r"^rank 1 on localhost: .* has .* GB free, and .* GB of"):
+        run(lambda t: load(t, llama, (0, 4)), 2)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_cache_that_another_run_fills_is_refused(llama: Path, kept: Path, tmp_path: Path) -> None:
+    with (kept / partial_copy.LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=f"another run is filling {kept}: wait until it has"):
+            again(llama, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError,
+        match=r"^rank 1 on localhost cannot keep its part of --model .*: (Not a directory|File "
+        "exists): name a directory that it may write to with --weight-cache$",
+    ):
+        run(lambda t: load(t, llama, (1, 3), cache=tmp_path / "file"), 2)
+
+
+def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        with find_weights(transport, QUIET, str(llama), mode="rank0", cache=None):
+            raise UserError("the data is bad")
+
+    with pytest.raises(UserError, match="the data is bad"):
+        run(work, 2)
+    assert list(temporary.iterdir()) == []
+
+
+def test_bytes_that_change_on_their_way_are_noticed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = transfer._Outgoing.send
+
+    def spoiling(outgoing: Any, piece: bytes | memoryview) -> None:
+        wrong = bytes(len(piece)) if len(piece) > partial_copy.DIGEST_BYTES else piece
+        send(outgoing, wrong)
+
+    monkeypatch.setattr(transfer._Outgoing, "send", spoiling)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^rank 1 on localhost, loading model\..*: it came damaged from rank 0 on localhost$",
+    ):
+        run(lambda t: load(t, llama, (1, 3)), 2)
+
+
+# Adapters.
+
+
+def write_adapters(path: Path, model: Path) -> None:
+    """LoRA of rank 4 on the last three layers, with random numbers."""
+    path.mkdir()
+    whole = build_to_generate(model, dtype=None, adapter_path=None, seed=0)
+    whole.freeze()
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(whole, 3, parameters)
+    arrays = {
+        name: mx.random.normal(array.shape)
+        for name, array in tree_flatten(whole.trainable_parameters())
+    }
+    mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
+    config = {"num_layers": 3, "lora_parameters": parameters, "fine_tune_type": "lora"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_adapters_that_only_rank_0_has(llama: Path, tmp_path: Path, temporary: Path) -> None:
+    write_adapters(tmp_path / "adapters", llama)
+
+    def work(transport: LocalTransport) -> bool:
+        own = str(tmp_path / "adapters") if transport.rank == 0 else str(tmp_path / "none")
+        part = load(transport, llama, (1, 3), mode="auto", adapters=own)
+        assert any("lora_b" in name for name in part.parameters())
+        return equal(part, expected_part(llama, (1, 3), str(tmp_path / "adapters")))
+
+    assert run(work, 3) == [True] * 3
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,444 @@
+"""``python -m shardmlx.inspect``: what it shows, and how it ends on bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.utils import get_total_parameters
+
+from shardmlx.inspect import main
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import inspect_files, rows
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.weight_split import Split, byte_ranges, divide
+from tests.helpers.fake_models import (
+    MISTRAL_7B,
+    TINY,
+    adapters,
+    model_files,
+    run_bare,
+    tensors_of,
+    write,
+)
+from tests.helpers.hub_server import File, safetensors_file, text_file
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return str(write(tmp_path / "tiny", model_files(TINY, shards=2)))
+
+
+def output(capsys: Capture, *arguments: str) -> str:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def report(capsys: Capture, *arguments: str) -> Any:
+    return json.loads(output(capsys, *arguments, "--json"))
+
+
+def error_of(capsys: Capture, *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("shardmlx: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# What it shows
+
+
+def test_layers_that_are_alike_are_one_line(tmp_path: Path, capsys: Capture) -> None:
+    model = str(write(tmp_path / "mistral", model_files(MISTRAL_7B)))
+    assert output(capsys, model).splitlines() == [
+        model,
+        "mistral: 32 layers, hidden 4096, ffn 14336, 32/8 heads, vocabulary 32768, untied head",
+        "291 tensors, 7.25 B parameters, 14.50 GB of BF16",
+        "1 file of 14.50 GB, of which only the headers, 36.5 kB, were read",
+        "",
+        "part           tensors     parameters  dtype  quantisation         bytes  files",
+        "embedding            1       134.22 M  BF16   -                  0.27 GB  model",
+        "layers 0-31     32 x 9  32 x 218.11 M  BF16   -             32 x 0.44 GB  model",
+        "norm and head        2       134.22 M  BF16   -                  0.27 GB  model",
+    ]
+
+
+def test_all_layers_unfolds_them(tiny: str, capsys: Capture) -> None:
+    lines = output(capsys, tiny, "--all-layers").splitlines()
+    assert [line.split("  ")[0] for line in lines[6:]] == [
+        "embedding", "layer 0", "layer 1", "layer 2", "layer 3", "norm and head",
+    ]  # fmt: skip
+
+
+def test_quantisation_is_shown_with_its_overrides(tmp_path: Path, capsys: Capture) -> None:
+    quantization = {
+        "bits": 4,
+        "group_size": 32,
+        "lm_head": {"bits": 8, "group_size": 64},
+        "model.layers.1.mlp.up_proj": {"bits": 8, "group_size": 32},
+    }
+    model = str(write(tmp_path, model_files(TINY | {"quantization": quantization})))
+    assert [
+        (part["part"], part["quantisation"].keys()) for part in report(capsys, model)["parts"]
+    ] == [
+        ("embedding", {"4-bit, group 32"}),
+        ("layer 0", {"4-bit, group 32"}),
+        ("layer 1", {"4-bit, group 32", "8-bit, group 32"}),
+        ("layer 2", {"4-bit, group 32"}),
+        ("layer 3", {"4-bit, group 32"}),
+        ("norm and head", {"8-bit, group 64"}),
+    ]
+    inspection = inspect_files(open_model(model))
+    assert [row.name for row in rows(inspection)] == [
+        "embedding", "layer 0", "layer 1", "layers 2-3", "norm and head",
+    ]  # fmt: skip
+    # As many parameters as before they were packed.
+    plain = write(tmp_path / "plain", model_files(TINY))
+    assert inspection.whole.parameters == inspect_files(open_model(str(plain))).whole.parameters
+
+
+def test_it_reads_what_mlx_writes(tmp_path: Path, capsys: Capture) -> None:
+    config = tiny_config("mixtral", layers=2, quantization={"bits": 4, "group_size": 32})
+    model = save_model_directory(tmp_path, config)
+    shown = report(capsys, str(tmp_path))
+    assert shown["num_layers"] == 2
+    assert shown["total"]["parameters"] == get_total_parameters(model)
+    assert shown["total"]["bytes"] == sum(
+        file["bytes"] - file["header_bytes"] for file in shown["files"]
+    )
+
+
+def test_what_mlx_lm_does_not_load_is_set_apart(tmp_path: Path, capsys: Capture) -> None:
+    config = TINY | {"tie_word_embeddings": True}
+    tensors = tensors_of(config) | {
+        "lm_head.weight": ("BF16", [100, 64], 12800),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [8], 32),
+        "vision_tower.weight": ("BF16", [4], 8),
+    }
+    parts = report(capsys, str(write(tmp_path, model_files(config, tensors=tensors))))["parts"]
+    assert {part["part"]: part["tensors"] for part in parts} == {
+        "embedding": 1, "layer 0": 9, "layer 1": 9, "layer 2": 9, "layer 3": 9,
+        "norm and head": 1, "other": 1, "not loaded": 2,
+    }  # fmt: skip
+
+
+def test_adapters_show_layers_rank_and_scale(tmp_path: Path, capsys: Capture) -> None:
+    text = output(capsys, str(write(tmp_path, adapters(range(2, 4)))))
+    assert "lora adapters of tiny: layers 2-3, rank 8, scale 20.0" in text
+    assert "layers 2-3    2 x 2  2 x 1.02 k  F32" in text
+
+
+def test_a_checkpoint_is_listed_by_layer(tmp_path: Path, capsys: Capture) -> None:
+    """Weights and optimizer state may go by the same names."""
+    state = adapters(range(2, 4))["adapters.safetensors"]
+    files = {"weights.safetensors": state, "optimizer.safetensors": state}
+    parts = report(capsys, str(write(tmp_path / "step-0000100", files)))["parts"]
+    assert {part["part"]: part["tensors"] for part in parts} == {
+        "layer 0": 0, "layer 1": 0, "layer 2": 4, "layer 3": 4,
+    }  # fmt: skip
+
+
+def test_a_family_that_cannot_be_cut_is_listed_and_split_by_bytes(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    files = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "gemma"})}
+    model = str(write(tmp_path, files))
+    assert "family 'gemma', which shardmlx cannot cut" in output(capsys, model)
+    assert [s["layers"] for s in report(capsys, model, "--stages", "2")["stages"]] == [
+        [0, 2],
+        [2, 4],
+    ]
+
+
+# The split
+
+
+def test_stages_hold_their_layers_and_the_ends(tiny: str, capsys: Capture) -> None:
+    stages = report(capsys, tiny, "--stages", "2", "--partitioner", "uniform")["stages"]
+    assert [(s["layers"], s["tensors"], s["rank"]) for s in stages] == [
+        ([0, 2], 1 + 18, 0),
+        ([2, 4], 18 + 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(("stages", "holders"), [(1, 1), (2, 2), (3, 2)])
+def test_a_tied_matrix_is_held_by_the_first_and_the_last_stage(
+    tmp_path: Path, stages: int, holders: int
+) -> None:
+    config = TINY | {"tie_word_embeddings": True}
+    inspection = inspect_files(open_model(str(write(tmp_path, model_files(config)))))
+    split = Split(inspection, divide(inspection, "uniform", stages))
+    held = [
+        any(tensor.name == "model.embed_tokens.weight" for tensor in split.stage(stage).tensors)
+        for stage in range(stages)
+    ]
+    assert sum(held) == holders
+    assert held[0]
+    assert held[-1]
+
+
+def test_the_stages_together_hold_every_tensor_once(tiny: str) -> None:
+    inspection = inspect_files(open_model(tiny))
+    for stages in range(1, 5):
+        split = Split(inspection, divide(inspection, "balanced", stages))
+        names = [t.name for stage in range(stages) for t in split.stage(stage).tensors]
+        assert sorted(names) == sorted(inspection.files.tensors)
+
+
+def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text(
+        "stages: [{num_layers: 1, rank: 0, host: a}, {num_layers: 1, rank: 1},"
+        " {num_layers: 1, rank: 1}, {num_layers: 1, rank: 0}]"
+    )
+    shown = report(capsys, tiny, "--stage-map", str(path), "--rank", "0")
+    assert [stage["rank"] for stage in shown["stages"]] == [0, 1, 1, 0]
+    assert [stage["host"] for stage in shown["stages"]] == ["a", None, None, "a"]
+    assert shown["rank"]["stages"] == [0, 3]
+    assert len(shown["rank"]["tensors"]) == 1 + 9 + 9 + 2
+
+
+def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("big slots=1  # memory=1GiB flops=3T\nsmall slots=1  # memory=1MiB flops=1T\n")
+    stages = report(capsys, tiny, "--hosts", str(hosts))["stages"]
+    assert [stage["host"] for stage in stages] == ["big", "small"]
+    assert [stage["layers"] for stage in stages] == [[0, 3], [3, 4]]
+    text = output(capsys, tiny, "--hosts", str(hosts), "--rank", "1")
+    share = stages[1]["bytes"] / 2**20
+    assert text.splitlines()[0].endswith(f", {share:.1%} of its memory")
+
+
+def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capture) -> None:
+    weights = report(capsys, tiny, "--stages", "2")["stages"]
+    assert [stage["generation_bytes"] for stage in weights] == [None, None]
+    short, long = (
+        report(capsys, tiny, "--stages", "2", "--context", str(tokens), "--sequences", "3")
+        for tokens in (4096, 8192)
+    )
+    for before, after in zip(short["stages"], long["stages"], strict=True):
+        start, stop = after["layers"]
+        token = 2 * TINY["num_key_value_heads"] * 16 * 2  # k and v of a layer, heads of 16, bf16
+        added = after["generation_bytes"] - before["generation_bytes"]
+        assert added == 3 * 4096 * token * (stop - start)
+        assert after["generation_bytes"] > after["bytes"]
+
+
+def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1 # memory=8MiB\nb slots=1 # memory=32MiB\n")
+    common = (tiny, "--hosts", str(hosts), "--partitioner", "memory")
+    stages = report(capsys, *common, "--context", "20000")["stages"]
+    assert [stage["layers"] for stage in stages] == [[0, 1], [1, 4]]
+    assert all(stage["generation_bytes"] <= stage["memory_bytes"] for stage in stages)
+    assert "too much" in error_of(capsys, *common, "--context", "1000000")
+
+
+def test_a_rank_lists_the_bytes_that_it_needs(tiny: str, capsys: Capture) -> None:
+    """Read at those places, the files give exactly the tensors of the rank."""
+    rank = report(capsys, tiny, "--stages", "3", "--rank", "1")["rank"]
+    files = open_model(tiny)
+    for tensor in rank["tensors"]:
+        place = files.tensors[tensor["name"]]
+        assert (tensor["file"], tensor["range"]) == (place.file, [place.start, place.end])
+    assert rank["bytes"] == sum(tensor["bytes"] for tensor in rank["tensors"])
+    assert rank["bytes"] == sum(file["bytes"] for file in rank["files"])
+    for file in rank["files"]:
+        ends = [0, *(end for _, end in file["ranges"])]
+        assert all(start > end for (start, _), end in zip(file["ranges"], ends, strict=False))
+    text = output(capsys, tiny, "--stages", "3", "--rank", "1")
+    assert text.splitlines()[-1].startswith(f"in all {rank['bytes']} bytes; ranges: ")
+
+
+def test_adjacent_tensors_are_one_range(tiny: str) -> None:
+    inspection = inspect_files(open_model(tiny))
+    split = Split(inspection, StageMap(Partition.from_sizes([4]), (0,)))
+    for each in byte_ranges(split.rank(0)):
+        header = inspection.files.headers[each.file]
+        assert each.ranges == ((header.data_offset, header.file_size),)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stages", "5"], "5 stages, but the model has 4 layers: use at most 4 stages"),
+        (["--stages", "0"], "--stages 0: give 1 or more"),
+        (["--stages", "two"], "argument --stages: invalid int value: 'two' (see --help)"),
+        (["--stages", "2", "--rank", "2"], "--rank 2: the ranks are 0 to 1"),
+        (["--stages", "2", "--rank", "-1"], "--rank -1: the ranks are 0 to 1"),
+        (["--rank", "0"], "--rank needs a split: give --stages, --stage-map or --hosts"),
+        (["--partitioner", "uniform"], "--partitioner needs a split: give --stages"),
+        (["--stages", "2", "--partitioner", "best"], "unknown partitioner 'best'"),
+        (
+            ["--stages", "2", "--partitioner", "profiled"],
+            "the partitioner profiled divides measured seconds, not modelled FLOPs: measure",
+        ),
+        (["--stages", "2", "--context", "0"], "--context is 0: give 1 or more"),
+        (["--context", "9"], "--context needs a split: give --stages"),
+        (["--stage-map", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["--hosts", "nowhere"], "cannot read hostfile nowhere"),
+        (["--colour"], "unrecognized arguments: --colour (see --help)"),
+    ],
+)
+def test_bad_arguments_end_in_one_line_and_status_2(
+    tiny: str, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    assert message in error_of(capsys, tiny, *arguments)
+
+
+def test_no_model_at_all(capsys: Capture) -> None:
+    assert "the following arguments are required: MODEL" in error_of(capsys)
+
+
+def test_a_map_or_hostfile_that_does_not_fit_is_refused(
+    tiny: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path, hosts = tmp_path / "map.yaml", tmp_path / "hosts"
+    path.write_text("stages: [{num_layers: 3, host: a}, {num_layers: 2, host: b}]")
+    assert "divides 5 layers (3 + 2), but the model has 4" in error_of(
+        capsys, tiny, "--stage-map", str(path)
+    )
+    path.write_text("stages: [{num_layers: 3, host: a}, {num_layers: 1, host: b}]")
+    hosts.write_text("a slots=1\nc slots=1\n")
+    both = ["--stage-map", str(path), "--hosts", str(hosts)]
+    assert f"wants rank 1 on host b, but {hosts} gives it c: change the order" in error_of(
+        capsys, tiny, *both
+    )
+    assert "--partitioner divides anew, but --stage-map is given" in error_of(
+        capsys, tiny, *both, "--partitioner", "uniform"
+    )
+    assert "--stages is 3, but stage map" in error_of(capsys, tiny, *both, "--stages", "3")
+    assert f"4 ranks, but {hosts} has 2 slots" in error_of(
+        capsys, tiny, "--hosts", str(hosts), "--stages", "4"
+    )
+
+
+def test_speeds_of_a_hostfile_are_not_measured(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1  # flops=3T\nb slots=1  # flops=1T\n")
+    assert "divides measured seconds, not modelled seconds: measure with" in error_of(
+        capsys, tiny, "--hosts", str(hosts), "--partitioner", "profiled"
+    )
+
+
+def test_a_map_names_addresses_whole(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+    path, hosts = tmp_path / "map.yaml", tmp_path / "hosts"
+    path.write_text("stages: [{num_layers: 2, host: 10.0.0.1}, {num_layers: 2, host: 10.0.0.2}]")
+    hosts.write_text("10.0.0.1 slots=1\n10.0.0.3 slots=1\n")
+    assert f"wants rank 1 on host 10.0.0.2, but {hosts} gives it 10.0.0.3" in error_of(
+        capsys, tiny, "--stage-map", str(path), "--hosts", str(hosts)
+    )
+
+
+@pytest.mark.parametrize("number", ["99999999", "9" * 5000, "10000"])
+def test_a_layer_beyond_all_models_is_none(tmp_path: Path, number: str) -> None:
+    names = (f"layers.{number}.weight", "layers.1.weight")
+    file = safetensors_file({name: ("F32", [2], 8) for name in names})
+    loose = str(write(tmp_path / "loose", {"weights.safetensors": file}))
+    inspection = inspect_files(open_model(loose))
+    assert [len(layer.tensors) for layer in inspection.layers] == [0, 1]
+    assert len(inspection.other.tensors) == 1
+
+
+HEADER = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def header(content: Any, data: int) -> File:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return File(len(text).to_bytes(8, "little") + text, 8 + len(text) + data)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        (
+            "model.safetensors",
+            header({"a": HEADER | {"data_offsets": [0, 12]}}, 12),
+            "tensor 'a' of F32 [2] takes 8 bytes, but its data_offsets [0, 12] hold 12",
+        ),
+        (
+            "model.safetensors",
+            header({"a": HEADER, "b": HEADER}, 8),
+            "tensor 'b' overlaps the one before: it starts at byte 0, not 8",
+        ),
+        ("model.safetensors", header({"a": HEADER}, 4), "is truncated: 4 bytes are missing"),
+        (
+            "model.safetensors",
+            header({"a": HEADER | {"shape": [2**40] * 9}}, 8),
+            "takes more than 2**63 bytes, but its data_offsets [0, 8] hold 8",
+        ),
+        ("model.safetensors", header({"a": HEADER | {"shape": [10**4000]}}, 8), "has shape"),
+        (
+            "model.safetensors",
+            header(b'{"a": %s, "a": %s}' % ((json.dumps(HEADER).encode(),) * 2), 8),
+            "its header has 'a' twice",
+        ),
+        (
+            "model.safetensors",
+            File((100_000_001).to_bytes(8, "little"), 200_000_000),
+            "claims a header of 100000001 bytes, over 100000000",
+        ),
+        (
+            "model-2.safetensors",
+            header({"model.norm.weight": HEADER}, 8),
+            "tensor 'model.norm.weight' is in both model-2.safetensors and model.safetensors of ",
+        ),
+        (
+            "model.safetensors.index.json",
+            text_file({"weight_map": {"a": "model-7.safetensors"}}),
+            "model-7.safetensors is missing, but the index names it: copy it too",
+        ),
+        (
+            "model.safetensors.index.json",
+            text_file(b'{"weight_map": {"a": "b", "a": "c"}}'),
+            "model.safetensors.index.json has 'a' twice",
+        ),
+        ("config.json", text_file(TINY | {"hidden_size": "big"}), "hidden_size is 'big'"),
+        ("config.json", text_file(TINY | {"quantization": 4}), "quantization is 4"),
+        ("config.json", text_file(TINY | {"num_hidden_layers": 2**70}), "give at most 10000"),
+    ],
+)
+def test_a_damaged_model_ends_in_one_line_that_names_it(
+    tmp_path: Path, capsys: Capture, name: str, file: File, message: str
+) -> None:
+    model = write(tmp_path, model_files(TINY) | {name: file})
+    assert message in error_of(capsys, str(model))
+
+
+def test_without_mlx_and_mpi_as_a_process(tiny: str) -> None:
+    done = run_bare(tiny, "--stages", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "39 tensors" in done.stdout
+    done = run_bare(tiny, "--stages", "9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "shardmlx: error: 9 stages, but the model has 4 layers: use at most 4 stages\n"
+    )
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardmlx.inspect.read_model", interrupted)
+    assert main([tiny]) == 130
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m shardmlx.inspect {tiny} --all-layers --json | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")

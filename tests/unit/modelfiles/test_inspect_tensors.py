@@ -1,0 +1,142 @@
+"""The tensors that a family has are those that mlx-lm's own models have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.parts import planned_tensors
+from shardmlx.models.shape import SUPPORTED, ModelShape
+from shardmlx.models.tensors import (
+    Quantisation,
+    expected_tensors,
+    infer_quantisation,
+    is_dropped,
+    modules,
+    read_quantisation,
+)
+from tests.helpers.fake_models import MISTRAL_7B, MISTRAL_LARGE
+from tests.helpers.models_and_batches import build, tiny_config
+
+QUANTISATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "4-bit": {"quantization": {"bits": 4, "group_size": 32}},
+    "3-bit": {"quantization": {"bits": 3, "group_size": 32}},
+    "8-bit": {"quantization": {"bits": 8, "group_size": 32}},
+    "mxfp4": {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
+    "mxfp8": {"quantization": {"bits": 8, "group_size": 32, "mode": "mxfp8"}},
+}
+
+
+def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in tree_flatten(build(config).parameters())}
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_names_and_shapes_are_mlx_lms(family: str, tied: bool, quantisation: str) -> None:
+    config = tiny_config(family, layers=2, tied=tied, **QUANTISATIONS[quantisation])
+    planned = planned_tensors(config)
+    assert {name: place.shape for name, place in planned.items()} == shapes_of(config)
+
+
+def test_biases_of_llama_are_there_when_the_config_asks_for_them() -> None:
+    config = tiny_config("llama", layers=1, attention_bias=True, mlp_bias=True)
+    planned = planned_tensors(config)
+    assert {name: place.shape for name, place in planned.items()} == shapes_of(config)
+
+
+def test_bytes_are_those_of_the_published_models() -> None:
+    """Counted from the files on the hub: DESIGN, section 6."""
+    plain = planned_tensors(MISTRAL_7B)
+    assert len(plain) == 291
+    assert sum(place.nbytes for place in plain.values()) == 14_496_047_104
+    packed = planned_tensors(MISTRAL_7B | {"quantization": {"bits": 4, "group_size": 64}})
+    assert len(packed) == 743
+    assert sum(place.nbytes for place in packed.values()) == 4_077_395_968
+    assert sum(place.nbytes for place in planned_tensors(MISTRAL_LARGE).values()) == 245_220_139_008
+
+
+def test_a_module_has_the_quantisation_that_the_config_gives_it() -> None:
+    entry = {
+        "bits": 4,
+        "group_size": 64,
+        "lm_head": {"bits": 8},
+        "model.layers.0.mlp.up_proj": False,
+    }
+    config = read_quantisation({"quantization": entry})
+    assert config is not None
+    assert config.of("model.layers.1.mlp.up_proj") == Quantisation(4, 64)
+    assert config.of("lm_head") == Quantisation(8, 64)
+    assert config.of("model.layers.0.mlp.up_proj") is None
+    assert read_quantisation({"quantization_config": {"quant_method": "gptq"}}) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("4-bit", "config.json: quantization is '4-bit': convert the model again"),
+        ({"bits": 7}, "config.json: quantization: 7 bits: convert the model again"),
+        ({"group_size": "x"}, "config.json: quantization: group_size 'x': convert"),
+        ({"mode": "int4"}, "config.json: quantization: unknown mode 'int4': use one of affine,"),
+        ({"lm_head": {"bits": 1}}, "config.json: quantization of lm_head: 1 bits"),
+    ],
+)
+def test_a_quantisation_that_mlx_does_not_have_is_refused(entry: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_quantisation({"quantization": entry})
+    assert message in str(caught.value)
+
+
+def test_quantisation_is_inferred_from_packed_shapes_as_mlx_lm_infers_it() -> None:
+    for how in (
+        Quantisation(4, 64),
+        Quantisation(3, 32),
+        Quantisation(8, 128),
+        Quantisation(6, 64),
+    ):
+        shapes = how.shapes((10, 512))
+        packed, scales = shapes["weight"][-1], shapes["scales"][-1]
+        assert infer_quantisation(packed, scales, "BF16", 512, None) == how
+    shapes = Quantisation(4, 16, "nvfp4").shapes((10, 512))
+    assert infer_quantisation(shapes["weight"][-1], shapes["scales"][-1], "U8", 512, None) == (
+        Quantisation(4, 16, "nvfp4")
+    )
+    assert infer_quantisation(7, 3, "BF16", 512, None) is None
+    # Without the family: what the config says, where it fits; 8-bit of 64 looks like 4-bit of 128.
+    assert infer_quantisation(128, 8, "BF16", None, Quantisation(8, 64)) == Quantisation(8, 64)
+    assert infer_quantisation(128, 8, "BF16", None, Quantisation(4, 128)) == Quantisation(4, 128)
+
+
+def test_mlx_reads_back_what_is_said_of_packed_weights() -> None:
+    weight = mx.random.normal((10, 512))
+    for mode, bits, group in (("affine", 5, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16)):
+        arrays = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
+        shapes = Quantisation(bits, group, mode).shapes((10, 512))
+        assert [tuple(array.shape) for array in arrays] == list(shapes.values())
+
+
+def test_experts_are_stacked_in_mlx_and_single_on_the_hub() -> None:
+    shape = ModelShape.from_config(tiny_config("mixtral", layers=1))
+    stacked = expected_tensors(modules(shape), lambda path, module: None)
+    single = expected_tensors(modules(shape, separate_experts=True), lambda path, module: None)
+    gate = "model.layers.0.block_sparse_moe.switch_mlp.gate_proj.weight"
+    first = single["model.layers.0.block_sparse_moe.experts.0.w1.weight"]
+    assert stacked[gate] == (shape.num_experts, *first)
+    assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in single
+    assert gate not in single
+
+
+def test_what_mlx_lm_drops_when_it_loads_is_known() -> None:
+    tied = ModelShape.from_config(tiny_config("llama", layers=1, tied=True))
+    untied = ModelShape.from_config(tiny_config("llama", layers=1))
+    mixtral = ModelShape.from_config(tiny_config("mixtral", layers=1))
+    frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert is_dropped("lm_head.weight", tied)
+    assert not is_dropped("lm_head.weight", untied)
+    assert is_dropped(frequencies, untied)
+    assert not is_dropped(frequencies, mixtral)

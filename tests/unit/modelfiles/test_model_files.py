@@ -1,0 +1,366 @@
+"""Models from directories, single files and a hub: headers only, a few kilobytes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.fake_models import (
+    MISTRAL_LARGE,
+    TINY,
+    adapters,
+    model_files,
+    run_bare,
+    write,
+)
+from tests.helpers.hub_server import COMMIT, File, Hub, closed_port, serve, text_file
+
+NAME = "mistralai/Mistral-Large-Instruct-2407"
+
+
+def error_of(name: str | Path, revision: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        open_model(str(name), revision)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Local files
+
+
+def test_a_directory_gives_every_tensor_its_file_and_bytes(tmp_path: Path) -> None:
+    files = open_model(str(write(tmp_path, model_files(TINY, shards=2))))
+    assert files.config["hidden_size"] == 64
+    assert len(files.tensors) == 4 * 9 + 3
+    first = files.tensors["model.embed_tokens.weight"]
+    header = files.headers["model-00001-of-00002.safetensors"]
+    assert (first.file, first.dtype, first.shape) == (
+        "model-00001-of-00002.safetensors",
+        "BF16",
+        (100, 64),
+    )
+    assert (first.start, first.end) == (header.data_offset, header.data_offset + 12800)
+
+
+def test_only_the_files_that_mlx_lm_loads_are_a_models(tmp_path: Path) -> None:
+    files = model_files(TINY)
+    write(tmp_path, files | {"consolidated.safetensors": files["model.safetensors"]})
+    assert list(open_model(str(tmp_path)).headers) == ["model.safetensors"]
+
+
+def test_one_file_is_read_with_the_config_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, model_files(TINY, shards=3))
+    files = open_model(str(tmp_path / "model-00002-of-00003.safetensors"))
+    assert files.is_part
+    assert files.config["model_type"] == "llama"
+    assert list(files.headers) == ["model-00002-of-00003.safetensors"]
+
+
+def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
+    tmp_path: Path,
+) -> None:
+    whole = open_model(str(write(tmp_path / "whole", model_files(TINY))))
+    plan = open_model(str(write(tmp_path / "plan", {"config.json": text_file(TINY)})))
+    assert plan.tensors == {}
+    sizes = Workload.of(whole, TrainConfig(num_layers=-1)).weight_sizes
+    assert Workload.of(plan, TrainConfig(num_layers=-1)).weight_sizes == sizes
+    layer = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
+    assert sizes.layers == (layer,) * 4
+    assert sizes.embedding == 12800
+    assert sizes.head == 12800 + 128
+
+
+def test_a_tied_matrix_counts_as_embedding_only(tmp_path: Path) -> None:
+    tied = open_model(str(write(tmp_path, model_files(TINY | {"tie_word_embeddings": True}))))
+    sizes = Workload.of(tied, TrainConfig(num_layers=-1)).weight_sizes
+    assert (sizes.embedding, sizes.head) == (12800, 128)
+
+
+def test_adapters_and_loose_tensors_are_read_too(tmp_path: Path) -> None:
+    ours = open_model(str(write(tmp_path / "adapters", adapters(range(2, 4)))))
+    assert ours.adapter is not None
+    assert len(ours.tensors) == 4
+    step = {"weights.safetensors": adapters(range(2))["adapters.safetensors"]}
+    assert len(open_model(str(write(tmp_path / "step-0000100", step))).tensors) == 4
+
+
+def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
+    """As a run with --adapter-path MODEL leaves it."""
+    files = open_model(str(write(tmp_path, model_files(TINY) | adapters(range(2, 4)))))
+    assert files.adapter is None
+    assert files.config["hidden_size"] == 64
+    assert list(files.headers) == ["model.safetensors"]
+    assert len(open_model(str(tmp_path / "adapters.safetensors")).tensors) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: d / "nowhere.safetensors", "does not exist: check the path"),
+        (lambda d: write(d, {"notes.txt": text_file(b"")}), "is no model: it has no config.json"),
+        (
+            lambda d: write(d, {"config.json": text_file(b"{")}),
+            "config.json is not valid JSON (Expecting property name",
+        ),
+        (
+            lambda d: write(d, {"config.json": text_file(TINY)}) / "config.json",
+            "config.json is no .safetensors file: name such a file, or the directory",
+        ),
+    ],
+)
+def test_what_is_no_model_is_named(
+    tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
+    assert message in error_of(make(tmp_path))
+
+
+def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, model_files(TINY))
+    assert "--revision main of" in error_of(tmp_path, "main")
+
+
+def test_checksums_come_from_the_cache_and_from_local_downloads(tmp_path: Path) -> None:
+    large, small = "a" * 64, "b" * 40
+    files = model_files(TINY)
+    blobs = tmp_path / "models--me--tiny" / "blobs"
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / COMMIT
+    write(blobs, {large: files["model.safetensors"], small: files["config.json"]})
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{large}")
+    (snapshot / "config.json").symlink_to(f"../../blobs/{small}")
+    known = {"model.safetensors": large, "config.json": small}
+    assert open_model(str(snapshot)).checksums == known
+
+    local = write(tmp_path / "local", files)
+    metadata = local / ".cache" / "huggingface" / "download"
+    write(metadata, {"model.safetensors.metadata": text_file(f"{COMMIT}\n{large}\n1.5\n".encode())})
+    assert open_model(str(local)).checksums == {"model.safetensors": large}
+
+
+# The hub. Every call is a process of its own, since huggingface-hub reads its settings once, in a
+# Python that has neither MLX nor MPI.
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve(Hub()) as running:
+        yield running
+
+
+@pytest.fixture
+def inspect(hub: Hub, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+    def run(*arguments: str, **settings: str) -> CompletedProcess[str]:
+        hub.bytes_served = 0
+        hub.requests.clear()
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), **settings}
+        return run_bare(*arguments, environment={**kept, "no_proxy": "*", **environment})
+
+    return run
+
+
+Inspect = Callable[..., CompletedProcess[str]]
+
+
+def line_of(done: CompletedProcess[str]) -> str:
+    """The one line of an error."""
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("shardmlx: error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_240_gigabytes_are_inspected_from_240_kilobytes(hub: Hub, inspect: Inspect) -> None:
+    hub.repositories[NAME] = model_files(MISTRAL_LARGE, shards=51)
+    done = inspect(NAME, "--stages", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["revision"] == COMMIT
+    assert report["total"]["bytes"] == 245_220_139_008
+    assert report["total"]["tensors"] == 795
+    assert len(report["files"]) == 51
+    assert [stage["layers"] for stage in report["stages"]] == [
+        [0, 22],
+        [22, 44],
+        [44, 66],
+        [66, 88],
+    ]
+    # Config, index, 51 headers, and the headers of HTTP itself.
+    assert hub.bytes_served < 240_000
+
+
+def test_a_header_longer_than_expected_takes_a_second_request(hub: Hub, inspect: Inspect) -> None:
+    files = model_files(MISTRAL_LARGE | {"num_hidden_layers": 40})
+    del files["model.safetensors.index.json"]
+    hub.repositories["me/big"] = files
+    assert "363 tensors" in inspect("me/big").stdout
+    assert hub.requests.count("GET /cdn/me/big/model.safetensors") == 2
+    assert hub.bytes_served < 60_000
+
+
+def test_the_token_goes_to_the_hub_and_not_to_where_it_redirects(
+    hub: Hub, inspect: Inspect
+) -> None:
+    hub.repositories["me/tiny"] = model_files(TINY)
+    hub.gated.add("me/tiny")
+    assert (
+        f"me/tiny is gated: accept its terms at {hub.endpoint}/me/tiny, then log in with "
+        "'hf auth login', or set HF_TOKEN"
+    ) in line_of(inspect("me/tiny"))
+    assert inspect("me/tiny", HF_TOKEN=hub.token).returncode == 0
+    assert set(hub.tokens_seen_by_cdn) == {None}
+
+
+def test_an_unknown_or_private_repository_is_named(hub: Hub, inspect: Inspect) -> None:
+    expected = (
+        f"there is no directory me/x here, and no model me/x at {hub.endpoint}: check the name"
+    )
+    assert expected in line_of(inspect("me/x"))
+    assert expected in line_of(inspect("me/x", HF_TOKEN=hub.token))
+    hub.repositories["me/x"] = model_files(TINY)
+    hub.private.add("me/x")
+    assert expected in line_of(inspect("me/x"))
+    assert inspect("me/x", HF_TOKEN=hub.token).returncode == 0
+
+
+def test_a_name_that_no_repository_can_have_is_not_asked_for(hub: Hub, inspect: Inspect) -> None:
+    assert "it is no Hugging Face repository (OWNER/NAME): check the name" in line_of(
+        inspect("a b c")
+    )
+    assert hub.requests == []
+
+
+def test_a_revision_is_looked_up(hub: Hub, inspect: Inspect) -> None:
+    hub.repositories["me/tiny"] = model_files(TINY)
+    hub.revisions.add("v1.0")
+    assert inspect("me/tiny", "--revision", "v1.0").returncode == 0
+    assert "GET /api/models/me/tiny/revision/v1.0" in hub.requests
+    # Everything after the listing is of the commit that it named.
+    assert f"GET /me/tiny/resolve/{COMMIT}/model.safetensors" in hub.requests
+    assert "me/tiny has no revision 'v2.0': check --revision" in line_of(
+        inspect("me/tiny", "--revision", "v2.0")
+    )
+
+
+def test_a_repository_without_weights_is_computed_from_its_config(
+    hub: Hub, inspect: Inspect
+) -> None:
+    hub.repositories["me/plan"] = {"config.json": text_file(MISTRAL_LARGE)}
+    done = inspect("me/plan")
+    assert "no weights there: all sizes are computed from config.json" in done.stdout
+    assert "795 tensors, 122.61 B parameters, 245.22 GB of BF16" in done.stdout
+
+
+def test_without_a_network_the_cache_is_used_and_said_to_be(
+    hub: Hub, inspect: Inspect, tmp_path: Path
+) -> None:
+    nowhere = f"http://127.0.0.1:{closed_port()}"
+    assert f"there is no directory me/tiny here, and {nowhere} does not answer (" in line_of(
+        inspect("me/tiny", HF_ENDPOINT=nowhere)
+    )
+    snapshot = tmp_path / "hf" / "hub" / "models--me--tiny" / "snapshots" / COMMIT
+    write(snapshot, model_files(TINY))
+    write(snapshot.parents[1] / "refs", {"main": text_file(COMMIT.encode())})
+    done = inspect("me/tiny", HF_ENDPOINT=nowhere)
+    assert f"from the cache: {nowhere} does not answer" in done.stdout
+    assert "39 tensors" in done.stdout
+    assert inspect("me/tiny", "--revision", COMMIT, HF_ENDPOINT=nowhere).returncode == 0
+
+
+def test_offline_the_hub_is_not_asked(hub: Hub, inspect: Inspect, tmp_path: Path) -> None:
+    hub.repositories["me/tiny"] = model_files(TINY, shards=2)
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert "here, and HF_HUB_OFFLINE is set: unset it to ask the hub" in line_of(
+        inspect("me/tiny", **offline)
+    )
+    assert hub.requests == []
+    # Inspection puts config.json and index into the cache, but no weights.
+    assert inspect("me/tiny").returncode == 0
+    assert (
+        "model-00001-of-00002.safetensors is missing, but the index names it: the cache does not "
+        "have it, and HF_HUB_OFFLINE is set"
+    ) in line_of(inspect("me/tiny", **offline))
+    [snapshot] = (tmp_path / "hf" / "hub" / "models--me--tiny" / "snapshots").iterdir()
+    files = hub.repositories["me/tiny"]
+    write(snapshot, {name: file for name, file in files.items() if file.is_large})
+    done = inspect("me/tiny", **offline)
+    assert f"me/tiny at {COMMIT[:12]}" in done.stdout
+    assert hub.requests == []
+
+
+def test_a_server_that_ignores_ranges_is_left_before_it_sends_the_weights(
+    hub: Hub, inspect: Inspect
+) -> None:
+    hub.repositories["me/big"] = model_files(MISTRAL_LARGE)
+    hub.ignores_ranges = True
+    assert (
+        f"{hub.endpoint} sends all of me/big/model.safetensors when asked for its header: use "
+        "another HF_ENDPOINT, or download the model and inspect that"
+    ) in line_of(inspect("me/big"))
+    assert hub.bytes_served < 50_000_000  # what lies in the buffers of the connection
+
+
+def test_a_connection_that_breaks_is_tried_again_but_not_for_ever(
+    hub: Hub, inspect: Inspect
+) -> None:
+    hub.repositories["me/tiny"] = model_files(TINY)
+    hub.drops = 2
+    assert inspect("me/tiny").returncode == 0
+    hub.truncates = True
+    assert f"{hub.endpoint} does not answer (peer closed connection" in line_of(inspect("me/tiny"))
+    assert hub.requests.count("GET /cdn/me/tiny/model.safetensors") == 3
+
+
+def test_a_hub_in_trouble_is_named(hub: Hub, inspect: Inspect) -> None:
+    hub.status = 503
+    assert (
+        f"{hub.endpoint} answers with status 503 for me/x: try again later, or set HF_ENDPOINT to "
+        "a mirror"
+    ) in line_of(inspect("me/x"))
+
+
+def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspect: Inspect) -> None:
+    files = model_files(TINY)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    length = (100_000_001).to_bytes(8, "little")
+    for content, message in (
+        (File(b"", 0, True), "is truncated: it has only 0 bytes"),
+        (File(pointer, len(pointer)), "is a git-lfs pointer, not the file"),
+        (
+            File(length, 10**12, True),
+            "is no safetensors file: it claims a header of 100000001 bytes",
+        ),
+        (File(files["model.safetensors"].head, 5000, True), "is truncated: "),
+    ):
+        hub.repositories["me/bad"] = {"config.json": files["config.json"]} | {
+            "model.safetensors": content
+        }
+        assert f"me/bad/model.safetensors {message}" in line_of(inspect("me/bad"))
+        assert hub.bytes_served < 40_000
+
+
+def test_verify_compares_with_what_the_hub_lists(hub: Hub, inspect: Inspect) -> None:
+    hub.repositories["me/tiny"] = model_files(TINY, shards=2)
+    done = inspect("me/tiny", "--verify")
+    assert done.returncode == 0
+    assert done.stdout.endswith("all is well\n")
+    assert "checksums not compared: the hub gives 2, but contents are not downloaded" in done.stdout
+
+
+def test_without_huggingface_hub_local_models_are_inspected_all_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "huggingface_hub", {"__init__.py": text_file(b"raise ImportError")})
+    model = write(tmp_path / "model", model_files(TINY))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert run_bare(str(model), environment=environment).returncode == 0
+    assert "pip install huggingface-hub" in line_of(run_bare("me/tiny", environment=environment))

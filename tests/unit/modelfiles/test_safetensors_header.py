@@ -1,0 +1,204 @@
+"""Finding what is wrong with a model's files from their headers alone."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import TensorInfo, check_model_files, read_header
+
+
+def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+A = entry("F32", [2, 2], 0, 16)
+B = entry("BF16", [3], 16, 22)
+
+
+def write(path: Path, header: Any, data: bytes) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_header_tells_where_the_tensors_lie(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.safetensors", {"b": B, "a": A, "__metadata__": {"by": "me"}}, b"x" * 22
+    )
+    header = read_header(path)
+    assert header.tensors == {
+        "a": TensorInfo("F32", (2, 2), 0, 16),
+        "b": TensorInfo("BF16", (3,), 16, 22),
+    }
+    assert header.metadata == {"by": "me"}
+    assert header.file_size == path.stat().st_size == header.data_offset + 22
+    assert header.span("b") == (header.data_offset + 16, header.data_offset + 22)
+    assert header.tensors["b"].nbytes == 6
+
+
+def test_it_reads_what_the_safetensors_library_writes(tmp_path: Path) -> None:
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "scalar": np.array(2.5, np.float32),
+        "empty": np.zeros((0, 4), np.float16),
+        "flags": np.array([True, False, True]),
+        "matrix": np.arange(6, dtype=np.int64).reshape(2, 3),
+    }
+    path = tmp_path / "m.safetensors"
+    save_file(arrays, path)
+    header = read_header(path)
+    content = path.read_bytes()
+    assert {name: info.shape for name, info in header.tensors.items()} == {
+        name: array.shape for name, array in arrays.items()
+    }
+    for name, array in arrays.items():
+        start, end = header.span(name)
+        assert content[start:end] == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (0, "is truncated: it has only 0 bytes"),
+        (7, "is truncated: it has only 7 bytes"),
+        (8, "bytes of its header and all of its data are missing"),
+        (-22, "is truncated: 22 bytes are missing, from tensor 'a' on: copy or download it again"),
+        (-6, "is truncated: 6 bytes are missing, from tensor 'b' on"),
+        (-1, "is truncated: 1 bytes are missing, from tensor 'b' on"),
+    ],
+)
+def test_a_truncated_file_is_found(tmp_path: Path, kept: int, message: str) -> None:
+    path = write(tmp_path / "m.safetensors", {"a": A, "b": B}, b"x" * 22)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert message in error_of(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"a": ', "its header is not valid JSON"),
+        (b"\xff\xff", "its header is not valid JSON"),
+        (b"[" * 100_000, "its header is not valid JSON"),
+        (b"[]", "its header is no JSON object"),
+        (b'{"a": 1, "a": 2}', "its header has 'a' twice"),
+        ({"__metadata__": {"x": 1}}, "its __metadata__ is not text by key"),
+        ({"a": 5}, "tensor 'a' has no description"),
+        ({"a": A | {"dtype": "F33"}}, "tensor 'a' has dtype 'F33': convert it to one of BOOL,"),
+        ({"a": A | {"shape": [2, -2]}}, "tensor 'a' has shape [2, -2]"),
+        ({"a": A | {"shape": None}}, "tensor 'a' has shape None"),
+        ({"a": A | {"data_offsets": [16]}}, "tensor 'a' has data_offsets [16]"),
+        ({"a": A | {"data_offsets": [-16, 0]}}, "tensor 'a' has data_offsets [-16, 0]"),
+        (
+            {"a": entry("F32", [2, 3], 0, 16)},
+            "tensor 'a' of F32 [2, 3] takes 24 bytes, but its data_offsets [0, 16] hold 16",
+        ),
+        ({"a": entry("F4", [3], 0, 1)}, "takes 1.5 bytes, but its data_offsets [0, 1] hold 1"),
+        (
+            {"a": A, "b": entry("BF16", [3], 12, 18)},
+            "tensor 'b' overlaps the one before: it starts at byte 12, not 16",
+        ),
+        (
+            {"a": A, "b": entry("BF16", [3], 18, 24)},
+            "tensor 'b' leaves a hole before: it starts at byte 18, not 16",
+        ),
+        ({"a": A}, "has 6 bytes after its last tensor"),
+        ({}, "has 22 bytes after its last tensor"),
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path: Path, header: Any, message: str) -> None:
+    path = write(tmp_path / "m.safetensors", header, b"x" * 22)
+    assert message in error_of(path)
+
+
+def test_a_header_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", 100_000_001) + b"{}")
+    assert "claims a header of 100000001 bytes, over 100000000" in error_of(path)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "is a git-lfs pointer, not the file: run git lfs pull" in error_of(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "cannot read" in error_of(tmp_path / "nowhere.safetensors")
+
+
+# A model directory
+
+
+def model(directory: Path, files: dict[str, dict[str, Any]], index: Any = None) -> Path:
+    for name, header in files.items():
+        size = max(each["data_offsets"][1] for each in header.values())
+        write(directory / name, header, b"x" * size)
+    if index is not None:
+        text = index if isinstance(index, str) else json.dumps({"weight_map": index})
+        (directory / "model.safetensors.index.json").write_text(text)
+    return directory
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def test_every_tensor_has_its_file(tmp_path: Path) -> None:
+    files = {FIRST: {"a": A, "b": B}, SECOND: {"c": A}, "consolidated.safetensors": {"a": A}}
+    model(tmp_path, files, {"a": FIRST, "b": FIRST, "c": SECOND})
+    assert check_model_files(tmp_path) == {
+        "a": tmp_path / FIRST,
+        "b": tmp_path / FIRST,
+        "c": tmp_path / SECOND,
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "message"),
+    [
+        ({}, None, "has no model*.safetensors: convert the model with mlx_lm.convert"),
+        (
+            {FIRST: {"a": A}},
+            {"a": FIRST, "c": SECOND},
+            f"{SECOND} is missing, but the index names it: copy it too",
+        ),
+        (
+            {FIRST: {"a": A}, "model.safetensors": {"a": A}},
+            None,
+            f"tensor 'a' is in both {FIRST} and model.safetensors of ",
+        ),
+        ({FIRST: {"a": A}}, {"a": FIRST, "b": FIRST}, "tensor 'b' is not in "),
+        ({FIRST: {"a": A}}, "{", "model.safetensors.index.json is no index with a weight_map"),
+        ({FIRST: {"a": A}}, "[]", "model.safetensors.index.json is no index with a weight_map"),
+        ({FIRST: {"a": A}}, {"a": 1}, "model.safetensors.index.json is no index with a weight_map"),
+    ],
+)
+def test_a_model_that_lacks_something_is_named(
+    tmp_path: Path, files: dict[str, dict[str, Any]], index: Any, message: str
+) -> None:
+    model(tmp_path, files, index)
+    with pytest.raises(UserError) as caught:
+        check_model_files(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_truncated_file_of_a_model_is_named(tmp_path: Path) -> None:
+    model(tmp_path, {FIRST: {"a": A}, SECOND: {"c": A}})
+    path = tmp_path / SECOND
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match=f"{SECOND} is truncated: 3 bytes are missing"):
+        check_model_files(tmp_path)
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere does not exist: check --model"):
+        check_model_files(tmp_path / "nowhere")

@@ -1,0 +1,258 @@
+"""``--verify``: sound models pass, and every kind of damage is listed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmlx.inspect import main
+from shardmlx.modelfiles.model_files import find_source, read_model
+from shardmlx.modelfiles.verify import Verification, verify
+from shardmlx.models.shape import SUPPORTED
+from tests.helpers.fake_models import TINY, Tensors, adapters, dump, model_files, tensors_of, write
+from tests.helpers.hub_server import File, text_file
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def verified(path: Path) -> Verification:
+    return verify(read_model(find_source(str(path))))
+
+
+def faults(path: Path) -> list[str]:
+    found = list(verified(path).faults)
+    assert all("\n" not in fault for fault in found)
+    return found
+
+
+def model(path: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:
+    """A model with some of its tensors changed, or taken out where the change is None."""
+    tensors: Tensors = tensors_of(config) | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return write(path, model_files(config, tensors=kept))
+
+
+@pytest.mark.parametrize("quantisation", [None, {"bits": 4, "group_size": 32}])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_what_mlx_writes_is_sound(family: str, quantisation: Any, tmp_path: Path) -> None:
+    extra = {} if quantisation is None else {"quantization": quantisation}
+    save_model_directory(tmp_path, tiny_config(family, layers=2, **extra))
+    assert verified(tmp_path) == Verification(
+        faults=(),
+        checked=(
+            "1 header: offsets, sizes, overlaps, duplicate tensors",
+            f"tensors against the family {family}: names, shapes, packing",
+            "checksums not compared: none are known",
+        ),
+    )
+
+
+def test_a_mixtral_with_single_experts_is_sound(tmp_path: Path) -> None:
+    config = tiny_config("mixtral", layers=1)
+    stacked = tensors_of(config)
+    tensors: Tensors = {}
+    for name, (dtype, shape, nbytes) in stacked.items():
+        if "switch_mlp" not in name:
+            tensors[name] = (dtype, shape, nbytes)
+            continue
+        for letter, projection in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+            if projection in name:
+                for expert in range(shape[0]):
+                    single = f"model.layers.0.block_sparse_moe.experts.{expert}.{letter}.weight"
+                    tensors[single] = (dtype, shape[1:], nbytes // shape[0])
+    assert faults(write(tmp_path, model_files(config, tensors=tensors))) == []
+
+
+def test_what_mlx_lm_passes_over_is_no_fault(tmp_path: Path) -> None:
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [8], 32)}
+    assert faults(model(tmp_path, TINY, **frequencies)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({Q_PROJ: None}, f"tensor '{Q_PROJ}' is missing: copy or download the model again"),
+        (
+            {Q_PROJ: ("BF16", [64, 32], 4096)},
+            f"tensor '{Q_PROJ}' of model.safetensors has shape [64, 32], but llama of this "
+            "config.json has [64, 64]",
+        ),
+        (
+            {Q_PROJ: ("I8", [64, 64], 4096)},
+            f"tensor '{Q_PROJ}' of model.safetensors is I8: a floating-point dtype was expected",
+        ),
+        (
+            {"model.layers.4.mlp.up_proj.weight": ("BF16", [2], 4)},
+            "tensor 'model.layers.4.mlp.up_proj.weight' of model.safetensors is unexpected: llama "
+            "has none",
+        ),
+    ],
+)
+def test_what_differs_from_the_family_is_listed(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert faults(model(tmp_path, TINY, **changes)) == [message]
+
+
+def test_missing_scales_are_listed(tmp_path: Path) -> None:
+    four = {"bits": 4, "group_size": 32}
+    config = TINY | {"quantization": four | {Q_PROJ.removesuffix(".weight"): four}}
+    name = Q_PROJ.replace("weight", "scales")
+    assert faults(model(tmp_path, config, **{name: None})) == [
+        f"tensor '{name}' is missing: copy or download the model again"
+    ]
+
+
+def test_a_packed_weight_without_scales_does_not_pass_for_a_plain_one(tmp_path: Path) -> None:
+    config = TINY | {"quantization": {"bits": 4, "group_size": 32}}
+    changes = {Q_PROJ.replace("weight", part): None for part in ("scales", "biases")}
+    assert faults(model(tmp_path, config, **changes)) == [
+        f"tensor '{Q_PROJ}' of model.safetensors has shape [64, 8], but llama of this config.json "
+        "has [64, 64]"
+    ]
+
+
+def test_many_differences_are_counted(tmp_path: Path) -> None:
+    config = TINY | {"num_hidden_layers": 8}
+    write(tmp_path, model_files(TINY) | {"config.json": text_file(config)})
+    found = faults(tmp_path)
+    assert len(found) == 21
+    assert found[-1] == "... and 16 more tensors that differ from the family"
+
+
+def test_all_files_are_looked_at_not_only_the_first_that_is_damaged(tmp_path: Path) -> None:
+    write(tmp_path, model_files(TINY, shards=3))
+    for number in (1, 3):
+        path = tmp_path / f"model-0000{number}-of-00003.safetensors"
+        path.write_bytes(path.read_bytes()[:-5])
+    found = faults(tmp_path)
+    assert sum("is truncated: 5 bytes are missing" in fault for fault in found) == 2
+
+
+def test_the_index_is_compared_with_the_files(tmp_path: Path) -> None:
+    write(tmp_path, model_files(TINY, shards=2))
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = index["weight_map"]
+    names = sorted(set(files.values()))
+    total = index["metadata"]["total_size"]
+    del files["model.norm.weight"]
+    files["lm_head.weight"] = names[0]
+    files["model.layers.9.weight"] = names[0]
+    dump(path, index | {"metadata": {"total_size": total + 1}})
+    assert faults(tmp_path) == [
+        f"tensor 'model.layers.9.weight' is not in {tmp_path}/{names[0]}, where the index has it: "
+        "copy or download it again",
+        f"tensor 'model.norm.weight' of {names[1]} is not in the index",
+        f"tensor 'lm_head.weight' is in {names[1]}, but the index has it in {names[0]}",
+    ]
+    write(tmp_path, model_files(TINY, shards=2))
+    index = json.loads(path.read_text())
+    dump(path, index | {"metadata": {"total_size": total + 1}})
+    assert faults(tmp_path) == [
+        f"the index claims {total + 1} bytes of tensors, but they have {total}"
+    ]
+
+
+def cached(tmp_path: Path) -> Path:
+    """A snapshot in the cache of huggingface-hub, named by the checksums of what it holds."""
+    files = write(tmp_path / "files", model_files(TINY))
+    blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "0"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in files.iterdir():
+        content = path.read_bytes()
+        if path.suffix == ".safetensors":
+            name = hashlib.sha256(content).hexdigest()
+        else:
+            name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        (blobs / name).write_bytes(content)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / name)
+    return snapshot
+
+
+def test_checksums_find_what_headers_do_not(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path)
+    assert verified(snapshot).faults == ()
+    assert verified(snapshot).checked[-1] == "checksums that the hub gave: 3 files"
+    path = snapshot / "model.safetensors"
+    known = path.readlink().name
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    found = hashlib.sha256(damaged).hexdigest()
+    assert faults(snapshot) == [
+        f"{path} has the sha256 {found}, the hub's has {known}: download it again"
+    ]
+    config = snapshot / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert any(str(config) in fault and "git id" in fault for fault in faults(snapshot))
+
+
+def test_progress_is_told_of_every_byte(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path)
+    counts: list[int] = []
+    verify(read_model(find_source(str(snapshot))), counts.append)
+    assert sum(counts) == sum(path.stat().st_size for path in snapshot.iterdir())
+
+
+def test_adapters_are_pairs_of_the_rank_that_they_claim(tmp_path: Path) -> None:
+    assert faults(write(tmp_path / "sound", adapters(range(2)))) == []
+    lying = adapters(range(1), rank=8, lora_parameters={"rank": 16})
+    assert faults(write(tmp_path / "rank", lying)) == [
+        f"tensor 'model.layers.0.self_attn.q_proj.lora_{half}' of adapters.safetensors has shape "
+        f"{shape}, but adapter_config.json says rank 16"
+        for half, shape in (("a", [64, 8]), ("b", [8, 64]))
+    ]
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    other = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "gemma"})}
+    assert "tensors not compared: family 'gemma' is not supported" in (
+        verified(write(tmp_path / "gemma", other)).checked
+    )
+    packed = TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    gptq = model_files(TINY) | {"config.json": text_file(packed)}
+    assert "tensors not compared: quantised by gptq, not by mlx-lm" in (
+        verified(write(tmp_path / "gptq", gptq)).checked
+    )
+
+
+def test_a_single_shard_misses_nothing(tmp_path: Path) -> None:
+    write(tmp_path, model_files(TINY, shards=2))
+    assert faults(tmp_path / "model-00001-of-00002.safetensors") == []
+
+
+def test_status_1_and_a_list_when_something_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound, broken = write(tmp_path / "a", model_files(TINY)), tmp_path / "b"
+    assert main([str(sound), "--verify"]) == 0
+    assert capsys.readouterr().out.endswith("all is well\n")
+    model(broken, TINY, **{Q_PROJ: None})
+    assert main([str(broken), "--verify"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.splitlines()[-2:] == [
+        f"wrong: tensor '{Q_PROJ}' is missing: copy or download the model again",
+        "1 fault",
+    ]
+    assert main([str(broken), "--verify", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["faults"]) == 1
+
+
+def test_a_damaged_file_is_a_fault_not_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = model_files(TINY)
+    whole = files["model.safetensors"]
+    write(tmp_path, files | {"model.safetensors": File(whole.head, whole.size - 1)})
+    assert main([str(tmp_path), "--verify"]) == 1
+    assert "is truncated: 1 bytes are missing, from tensor 'lm_head.weight' on" in (
+        capsys.readouterr().out
+    )

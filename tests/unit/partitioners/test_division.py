@@ -1,0 +1,196 @@
+"""Dividing layers by name: uniform by count, parameters by bytes, balanced by cost."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmlx.errors import UserError
+from shardmlx.partitioners import (
+    PARTITIONERS,
+    LayerCosts,
+    Problem,
+    balanced,
+    get_partitioner,
+    parameters,
+    profiled,
+    uniform,
+)
+from shardmlx.pipeline.stage_map import StageMap
+from tests.helpers.partitions import every_answer, stage_costs, stage_sizes
+
+
+def in_order(costs: LayerCosts, num_stages: int) -> Problem:
+    """Stages on machines that are all alike."""
+    return Problem.homogeneous(costs, tuple(range(num_stages)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "sizes"),
+    [(30, 2, (15, 15)), (32, 5, (7, 7, 6, 6, 6)), (3, 3, (1, 1, 1)), (7, 1, (7,))],
+)
+def test_uniform_gives_what_is_left_over_to_earlier_stages(
+    num_layers: int, num_stages: int, sizes: tuple[int, ...]
+) -> None:
+    problem = in_order(LayerCosts((1.0,) * num_layers), num_stages)
+    assert uniform(problem).partition.sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "sizes"),
+    [
+        (LayerCosts((1.0,) * 8), 4, (2, 2, 2, 2)),
+        (LayerCosts((1.0,) * 10, head=2.0), 3, (4, 4, 2)),  # a head as dear as two layers
+        (LayerCosts((1.0,) * 10, embedding=3.0, head=3.0), 4, (1, 4, 4, 1)),
+        (LayerCosts((1.0,) * 4, head=100.0), 3, (2, 1, 1)),  # the others are even nonetheless
+        (LayerCosts((1.0, 1.0, 3.0, 3.0, 3.0)), 2, (3, 2)),  # frozen layers below
+        (LayerCosts((0.1,) * 7), 3, (3, 2, 2)),  # 0.1 + 0.1 + 0.1 compares equal everywhere
+        (LayerCosts((0.0,) * 3), 2, (2, 1)),
+    ],
+)
+def test_balanced_makes_the_costliest_stage_cheap(
+    costs: LayerCosts, num_stages: int, sizes: tuple[int, ...]
+) -> None:
+    assert balanced(in_order(costs, num_stages)).partition.sizes == sizes
+
+
+def test_balanced_gives_a_faster_machine_more_layers() -> None:
+    slow, fast = LayerCosts((3.0,) * 8), LayerCosts((1.0,) * 8)
+    problem = Problem(placement=(1, 0), costs=(slow, fast), sizes=slow)
+    answer = balanced(problem)
+    assert answer.partition.sizes == (6, 2)
+    assert answer.placement == (1, 0)
+
+
+def test_balanced_makes_the_stages_of_a_rank_even() -> None:
+    problem = Problem.homogeneous(LayerCosts((1.0,) * 8), placement=(0, 1, 1, 0))
+    assert balanced(problem).partition.sizes == (2, 2, 2, 2)
+    assert balanced(problem).placement == (0, 1, 1, 0)
+
+
+def test_parameters_counts_bytes_and_not_costs() -> None:
+    sizes = LayerCosts((1.0,) * 6, embedding=3.0, head=3.0)
+    problem = Problem.homogeneous(LayerCosts((1.0,) * 6), (0, 1, 2), sizes)
+    assert balanced(problem).partition.sizes == (2, 2, 2)
+    assert parameters(problem).partition.sizes == (1, 4, 1)
+
+
+def test_profiled_wants_seconds_that_were_measured() -> None:
+    costs = LayerCosts((1.0,) * 10, head=2.0)
+    reckoned = Problem(placement=(0, 1, 2), costs=(costs,) * 3, sizes=costs, unit="seconds")
+    assert profiled(replace(reckoned, is_measured=True)).partition.sizes == (4, 4, 2)
+    with pytest.raises(UserError, match=r"not modelled seconds: .*--profile FILE"):
+        profiled(reckoned)
+    with pytest.raises(UserError, match=r"profiled divides measured seconds.*--profile FILE"):
+        profiled(in_order(costs, 3))
+
+
+cost = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e6))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to nine layers on machines of their own costs, one or more stages a machine."""
+    num_layers = draw(st.integers(1, 9))
+    costs = st.builds(
+        LayerCosts,
+        st.lists(cost, min_size=num_layers, max_size=num_layers).map(tuple),
+        embedding=cost,
+        head=cost,
+    )
+    num_stages = draw(st.integers(1, num_layers))
+    ranks = draw(st.integers(1, num_stages))
+    placement = draw(st.permutations([stage % ranks for stage in range(num_stages)]))
+    machines = draw(st.lists(costs, min_size=ranks, max_size=ranks))
+    return Problem(placement=tuple(placement), costs=tuple(machines), sizes=draw(costs))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_balanced_is_the_best_of_all_partitions(problem: Problem) -> None:
+    def order(answer: StageMap) -> tuple[Fraction, Fraction, tuple[int, ...]]:
+        stages = stage_costs(problem, answer)
+        evenness = sum((each**2 for each in stages), Fraction(0))
+        return max(stages), evenness, answer.partition.sizes[::-1]
+
+    assert balanced(problem) == min(every_answer(problem), key=order)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_parameters_is_the_best_of_all_partitions(problem: Problem) -> None:
+    best = min(max(stage_sizes(problem, each)) for each in every_answer(problem))
+    assert max(stage_sizes(problem, parameters(problem))) == best
+
+
+# What a partitioner is told
+
+
+def test_there_is_no_partition_without_a_layer_for_every_stage() -> None:
+    costs = LayerCosts((1.0,) * 4)
+    with pytest.raises(UserError, match="5 stages, but the model has 4 layers: use at most 4"):
+        in_order(costs, 5)
+    with pytest.raises(UserError, match="0 pipeline stages: give 1 or more"):
+        in_order(costs, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"placement": (0, 2)}, "ranks .0, 2.: 0 to 2 without holes"),
+        ({"costs": (LayerCosts((1.0,) * 4),)}, "1 costs for 2 pipeline ranks"),
+        ({"costs": (LayerCosts((1.0,) * 3),) * 2}, "costs of 3 layers, not 4"),
+        ({"capacity": (1.0,)}, "1 capacities for 2 pipeline ranks"),
+        ({"capacity": (1.0, 0.0)}, "more than 0 bytes"),
+        ({"capacity": (1.0, math.nan)}, "more than 0 bytes"),
+        ({"transfer": ((0.0, 0.0),)}, "1 rows of transfer for 2 pipeline ranks"),
+        ({"transfer": ((0.0, 0.0), (0.0,))}, "1 transfers from rank 1 for 2 pipeline ranks"),
+        ({"transfer": ((0.0, -1.0), (0.0, 0.0))}, "a transfer takes from 0 seconds up"),
+        ({"transfer": ((0.0, 1.0), (0.0, 0.0))}, "transfers are in seconds, but costs are in FL"),
+        ({"hosts": ("a",)}, "1 hosts for 2 pipeline ranks"),
+        ({"microbatches": 0}, "0 micro-batches"),
+        ({"unit": "hours"}, "costs in hours: FLOPs or seconds"),
+        ({"is_measured": True}, "FLOPs are not measured: seconds are"),
+    ],
+)
+def test_a_problem_checks_itself(changed: dict[str, Any], message: str) -> None:
+    costs = LayerCosts((1.0,) * 4)
+    fields: dict[str, Any] = {"placement": (0, 1), "costs": (costs, costs), "sizes": costs}
+    with pytest.raises(ValueError, match=message):
+        Problem(**fields | changed)
+
+
+def test_what_is_not_said_is_not_known_and_does_not_count() -> None:
+    problem = in_order(LayerCosts((1.0,) * 4), 2)
+    assert problem.capacity == (math.inf, math.inf)
+    assert problem.transfer == ((0.0, 0.0), (0.0, 0.0))
+    assert (problem.num_layers, problem.num_stages, problem.pp) == (4, 2, 2)
+
+
+def test_answers_name_the_hosts() -> None:
+    costs = LayerCosts((1.0,) * 3)
+    problem = Problem(
+        placement=(1, 0, 1), costs=(costs, costs), sizes=costs, hosts=("mini", "studio")
+    )
+    assert uniform(problem).hosts == ("studio", "mini", "studio")
+
+
+def test_partitioners_are_found_by_name() -> None:
+    assert [get_partitioner(name).__name__ for name in PARTITIONERS] == list(PARTITIONERS)
+    assert get_partitioner("balanced") is balanced
+    with pytest.raises(
+        UserError,
+        match="unknown partitioner 'even': use one of balanced, uniform, parameters, profiled, "
+        "memory, hetero",
+    ):
+        get_partitioner("even")
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_costs_are_finite_and_not_negative(bad: float) -> None:
+    with pytest.raises(ValueError, match="a cost of"):
+        LayerCosts((1.0, bad))

@@ -1,0 +1,139 @@
+"""The fastest step on unequal machines, against all partitions in all orders."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.partitioners import LayerCosts, Problem, hetero, step_cost
+from shardmlx.partitioners.orders import kinds_of, orders_to_try
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from tests.helpers.partitions import (
+    every_answer,
+    every_answer_in_any_order,
+    fits,
+    random_problem,
+    with_memory,
+)
+
+ROUNDING = 1 + 1e-9
+
+
+def machines(*seconds: float, layers: int = 6, **fields: object) -> Problem:
+    """Machines that take so long for each layer."""
+    costs = tuple(LayerCosts((each,) * layers) for each in seconds)
+    problem = Problem(
+        placement=tuple(range(len(seconds))), costs=costs, sizes=costs[0], unit="seconds"
+    )
+    return replace(problem, **fields)  # type: ignore[arg-type]
+
+
+def test_a_step_is_one_micro_batch_through_all_and_the_rest_behind_the_slowest() -> None:
+    links = ((0.0, 0.25), (0.5, 0.0))
+    problem = machines(1.0, 2.0, transfer=links, microbatches=5)
+    answer = StageMap(Partition.from_sizes([4, 2]), (0, 1))
+    assert step_cost(problem, answer) == (4 + 4) + (0.25 + 0.5) + 4 * 4
+
+
+def test_stages_of_one_rank_add_up_and_send_each_other_nothing() -> None:
+    links = ((9.0, 0.25), (0.5, 0.0))
+    problem = machines(1.0, 1.0, transfer=links, microbatches=2)
+    answer = StageMap(Partition.from_sizes([1, 1, 1, 3]), (0, 0, 1, 0))
+    assert step_cost(problem, answer) == 6 + 2 * 0.75 + 5
+
+
+def test_one_micro_batch_wants_little_on_the_slow_machine() -> None:
+    assert hetero(machines(1.0, 2.0)).partition.sizes == (5, 1)
+
+
+def test_many_micro_batches_want_machines_to_be_busy_alike() -> None:
+    assert hetero(machines(1.0, 2.0, microbatches=100)).partition.sizes == (4, 2)
+
+
+def test_slow_links_decide_the_order() -> None:
+    near, far = 0.1, 5.0
+    links = ((0.0, far, near), (far, 0.0, near), (near, near, 0.0))  # only 2 is near both
+    problem = machines(1.0, 1.0, 1.0, transfer=links, hosts=("a", "b", "c"))
+    answer = hetero(problem)
+    assert answer.placement == (0, 2, 1)
+    assert answer.hosts == ("a", "c", "b")
+
+
+def test_a_small_machine_goes_where_little_is_held() -> None:
+    def peak(stage: int, start: int, stop: int) -> float:
+        return (stop - start) * (2 - stage)
+
+    problem = machines(1.0, 1.0, peak=peak, capacity=(3.0, 12.0), microbatches=8)
+    answer = hetero(problem)
+    assert (answer.placement, answer.partition.sizes) == ((1, 0), (3, 3))
+
+
+def test_the_given_order_stays_where_no_other_is_better() -> None:
+    problem = machines(2.0, 1.0, 3.0, 1.0, microbatches=4, placement=(3, 0, 2, 1))
+    assert hetero(problem).placement == (3, 0, 2, 1)
+
+
+def test_hetero_is_the_best_of_all_partitions_in_all_orders() -> None:
+    random = Random(3)
+    infeasible = 0
+    for _ in range(300):
+        layers = random.randint(1, 6)
+        problem = random_problem(random, layers, random.randint(1, min(4, layers)))
+        feasible = [each for each in every_answer_in_any_order(problem) if fits(problem, each)]
+        if not feasible:
+            infeasible += 1
+            with pytest.raises(UserError, match="too much"):
+                hetero(problem)
+            continue
+        best = min(step_cost(problem, answer) for answer in feasible)
+        answer = hetero(problem)
+        assert fits(problem, answer)
+        assert step_cost(problem, answer) <= best * ROUNDING
+    assert 20 < infeasible < 200
+
+
+def test_with_too_many_kinds_of_machines_the_given_order_is_solved_exactly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardmlx.partitioners.orders.MAX_STEPS", 0)
+    random = Random(4)
+    for _ in range(200):
+        layers = random.randint(2, 8)
+        problem = with_memory(random_problem(random, layers, random.randint(2, min(4, layers))), 9)
+        best = min(step_cost(problem, answer) for answer in every_answer(problem))
+        assert step_cost(problem, hetero(problem)) <= best * ROUNDING
+
+
+def test_orders_are_searched_by_kinds_of_machines() -> None:
+    two_kinds = machines(*[1.0, 2.0] * 8, layers=16)
+    given, every = orders_to_try(two_kinds, kinds_of(two_kinds))
+    assert given.nodes == (1,) * 16
+    assert every.kinds == (tuple(range(0, 16, 2)), tuple(range(1, 16, 2)))
+    assert sum(every.nodes) + 1 == 9 * 9
+    alike = machines(*[1.0] * 16, layers=16)
+    assert len(orders_to_try(alike, kinds_of(alike))) == 1
+    all_different = machines(*map(float, range(1, 17)), layers=16)
+    tried = orders_to_try(all_different, kinds_of(all_different))
+    assert [orders.nodes for orders in tried] == [(1,) * 16] * 3
+
+
+def test_several_stages_a_rank_are_refused() -> None:
+    costs = LayerCosts((1.0,) * 8)
+    with pytest.raises(UserError, match=r"one stage on each rank, not 4 stages on 2: use a sched"):
+        hetero(Problem.homogeneous(costs, get_schedule("zb-v").placement(2, 2)))
+
+
+def test_what_fits_in_no_order_is_said_for_the_order_that_lacks_least() -> None:
+    def peak(stage: int, start: int, stop: int) -> float:
+        return (stop - start) * (10 if stage == 0 else 1) * 2.0**30
+
+    problem = machines(1.0, 1.0, peak=peak, capacity=(2.0 * 2**30, 20.0 * 2**30))
+    with pytest.raises(UserError) as caught:
+        hetero(problem)
+    assert str(caught.value) == (
+        "the model does not fit: at best rank 1 would hold 30.00 GiB of its 20.00 GiB for stage 0 "
+        "(layers 0-2), 10.00 GiB too much: quantise the model, use fewer tokens a micro-batch, or "
+        "more machines"
+    )

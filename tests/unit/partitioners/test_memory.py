@@ -1,0 +1,85 @@
+"""Dividing layers so that they fit."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.partitioners import LayerCosts, Partitioner, Problem, hetero, memory
+from tests.helpers.partitions import every_answer, fits, random_problem, shares, with_memory
+
+GIB = 2.0**30
+LAYER = LayerCosts((GIB,) * 8)
+
+
+def machines(*gib: float, **fields: object) -> Problem:
+    """Eight layers of 1 GiB each, and what each machine has."""
+    base = Problem.homogeneous(LAYER, tuple(range(len(gib))))
+    return replace(base, capacity=tuple(each * GIB for each in gib), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gib", "sizes"),
+    [((8.0, 8.0), (4, 4)), ((12.0, 4.0), (6, 2)), ((2.0, 6.0, 2.0), (1, 6, 1)), ((8.0,), (8,))],
+)
+def test_memory_fills_machines_evenly(gib: tuple[float, ...], sizes: tuple[int, ...]) -> None:
+    assert memory(machines(*gib)).partition.sizes == sizes
+
+
+def test_what_is_in_flight_counts_where_it_is_held() -> None:
+    def peak(stage: int, start: int, stop: int) -> float:
+        return (stop - start) * GIB * (2 - stage)  # the first stage holds two micro-batches
+
+    assert memory(machines(6.0, 6.0, peak=peak)).partition.sizes == (2, 6)
+
+
+def test_what_does_not_fit_is_said_with_how_much_is_lacking() -> None:
+    with pytest.raises(UserError) as caught:
+        memory(machines(3.0, 4.0, hosts=("mini.local", "studio.local")))
+    assert str(caught.value) == (
+        "the model does not fit: at best rank 1 (studio.local) would hold 5.00 GiB of its "
+        "4.00 GiB for stage 1 (layers 3-7), 1.00 GiB too much: quantise the model, use fewer "
+        "tokens a micro-batch, or more machines"
+    )
+
+
+@pytest.mark.parametrize("partitioner", [memory, hetero])
+def test_a_machine_smaller_than_one_layer_is_named(partitioner: Partitioner) -> None:
+    problem = machines(64.0, 64.0, 0.75)
+    with pytest.raises(UserError) as caught:
+        partitioner(problem)
+    assert str(caught.value) == (
+        "the model does not fit: at best rank 2 would hold 1.00 GiB of its 0.75 GiB for stage 2 "
+        "(layer 7), 0.25 GiB too much: quantise the model, use fewer tokens a micro-batch, or a "
+        "machine with more memory"
+    )
+
+
+def test_memory_must_be_told_what_machines_have() -> None:
+    with pytest.raises(UserError, match=r"memory is not told what rank 1 has: .*hostfile"):
+        memory(machines(8.0, math.inf))
+
+
+def test_the_stages_of_a_rank_share_its_memory() -> None:
+    problem = replace(Problem.homogeneous(LAYER, (0, 1, 1, 0)), capacity=(12 * GIB, 4 * GIB))
+    assert memory(problem).partition.sizes == (3, 1, 1, 3)
+    with pytest.raises(UserError, match=r"for stage 1 \(layer \d\) and stage 2 \(layer \d\)"):
+        memory(replace(problem, capacity=(12 * GIB, GIB)))
+
+
+def test_memory_is_the_best_of_all_partitions() -> None:
+    random = Random(2)
+    for _ in range(400):
+        layers = random.randint(1, 9)
+        problem = random_problem(random, layers, random.randint(1, min(4, layers)))
+        best = min(max(shares(problem, answer)) for answer in every_answer(problem))
+        if best > 1:
+            with pytest.raises(UserError, match="too much"):
+                memory(problem)
+            problem = with_memory(problem, 2 * best)
+            best /= 2 * best
+        answer = memory(problem)
+        assert fits(problem, answer)
+        assert max(shares(problem, answer)) == pytest.approx(best)

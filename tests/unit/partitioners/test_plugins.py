@@ -1,0 +1,123 @@
+"""Partitioners of other packages, found by entry point."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.partitioners import LayerCosts, Problem, balanced, get_partitioner, partitioner_names
+
+MODULE = """\
+from shardmlx.errors import UserError
+
+def mine(problem):
+    "The last machine takes all that it can."
+    from shardmlx.pipeline.stage_map import Partition
+    ones = [1] * (problem.num_stages - 1)
+    return problem.stage_map(Partition.from_sizes([*ones, problem.num_layers - len(ones)]))
+
+def nothing(problem):
+    return None
+
+def few(problem):
+    from shardmlx.pipeline.stage_map import Partition, StageMap
+    return StageMap(Partition.from_sizes([problem.num_layers - 1]), (0,))
+
+number = 3
+"""
+PROBLEM = Problem.homogeneous(LayerCosts((1.0,) * 8), (0, 1, 2))
+
+
+def install(site: Path, package: str, **names: str) -> None:
+    """A package as pip leaves it, with these entry points."""
+    metadata = site / f"{package}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in names.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[shardmlx.partitioners]", *lines, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of packages, with a module for them."""
+    (tmp_path / "lean_on_last.py").write_text(MODULE)
+    (tmp_path / "broken_one.py").write_text("raise OSError('no\\nlicence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lean_on_last", raising=False)
+    return tmp_path
+
+
+def test_a_package_brings_a_partitioner(site: Path) -> None:
+    install(site, "lean", last="lean_on_last:mine")
+    assert get_partitioner("last")(PROBLEM).partition.sizes == (1, 1, 6)
+    assert get_partitioner("last").__doc__ == "The last machine takes all that it can."
+    assert partitioner_names()[-1] == "last"
+    with pytest.raises(UserError, match=r"unknown partitioner 'first': use one of .*, last$"):
+        get_partitioner("first")
+
+
+def test_ours_keep_their_names(site: Path) -> None:
+    install(site, "lean", balanced="lean_on_last:mine")
+    assert get_partitioner("balanced") is balanced
+    assert partitioner_names().count("balanced") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "broken_one:mine",
+            "partitioner 'bad' of package lean (broken_one:mine) cannot be imported: "
+            "OSError: no licence: mend or uninstall it",
+        ),
+        (
+            "no_such_module:mine",
+            "partitioner 'bad' of package lean (no_such_module:mine) cannot be imported: "
+            "ModuleNotFoundError: No module named 'no_such_module': mend or uninstall it",
+        ),
+        (
+            "lean_on_last:number",
+            "partitioner 'bad' of package lean (lean_on_last:number) is 3, no function: "
+            "mend or uninstall it",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_named(site: Path, value: str, message: str) -> None:
+    install(site, "lean", bad=value)
+    with pytest.raises(UserError) as caught:
+        get_partitioner("bad")
+    assert str(caught.value) == message
+    assert get_partitioner("balanced") is balanced
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", r"\(lean_on_last:nothing\) returned None, no StageMap: mend or uninstall it"),
+        ("few", r"divided 7 layers into 1 stages on 1 ranks, not 8 into 3 on 3: mend or"),
+    ],
+)
+def test_wrong_answers_are_refused(site: Path, name: str, message: str) -> None:
+    install(site, "lean", bad=f"lean_on_last:{name}")
+    with pytest.raises(UserError, match=message):
+        get_partitioner("bad")(PROBLEM)
+
+
+def test_two_packages_may_not_bring_the_same_name(site: Path) -> None:
+    install(site, "lean", last="lean_on_last:mine")
+    install(site, "more", last="lean_on_last:mine")
+    with pytest.raises(
+        UserError, match="'last' is in package lean and package more: uninstall all but one"
+    ):
+        get_partitioner("last")
+
+
+def test_names_are_listed_without_any_import() -> None:
+    program = (
+        "import sys, shardmlx.partitioners as p; p.partitioner_names(); "
+        "print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'mpi4py')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

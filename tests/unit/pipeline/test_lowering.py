@@ -1,0 +1,395 @@
+"""Lowering: messages, the frozen rule, evaluation; and what the validator refuses."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused, parse_grid
+from shardmlx.pipeline.lowering import ScheduleError, forward_only, gradient_kinds, lower, validate
+from shardmlx.pipeline.schedules import (
+    SCHEDULES,
+    compute_actions,
+    get_schedule,
+    loop_placement,
+    v_placement,
+)
+from shardmlx.pipeline.simulate import Costs, simulate
+
+
+def arrangement(
+    name: str, pp: int, microbatches: int, virtual: int
+) -> tuple[Grid, tuple[int, ...]]:
+    schedule = get_schedule(name)
+    if schedule.virtual_choices is not None:
+        virtual = schedule.default_virtual
+    return schedule.order(pp, microbatches, virtual), schedule.placement(pp, virtual)
+
+
+# Messages
+
+
+def test_the_gradient_of_a_whole_backward_leaves_before_the_weights_are_turned_to() -> None:
+    lowered = lower(compute_actions("1f1b", 3, 2, 1), (0, 1, 2))
+    assert lowered == parse_grid("""
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0W0 0RECV_B1 0W1
+        1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1I0 1SEND_B0 1W0 \
+            1RECV_B1 1I1 1SEND_B1 1W1
+        2RECV_F0 2F0 2I0 2SEND_B0 2W0 2RECV_F1 2F1 2I1 2SEND_B1 2W1
+    """)
+
+
+def test_gradient_is_sent_after_i_and_received_before_the_first_of_i_and_w() -> None:
+    assert lower(compute_actions("zb-h1", 3, 1, 1), (0, 1, 2)) == parse_grid("""
+        0F0 0SEND_F0 0RECV_B0 0W0
+        1RECV_F0 1F0 1SEND_F0 1RECV_B0 1I0 1SEND_B0 1W0
+        2RECV_F0 2F0 2I0 2SEND_B0 2W0
+    """)
+
+
+def test_stages_on_the_same_rank_send_nothing_to_each_other() -> None:
+    assert lower(compute_actions("zb-v", 2, 1, 2), v_placement(2, 2)) == parse_grid("""
+        0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 0RECV_B0 0W0
+        1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 2W0 1I0 1SEND_B0 1W0
+    """)
+
+
+def test_one_rank_has_no_messages() -> None:
+    assert lower(compute_actions("1f1b", 1, 2, 1), (0,)) == parse_grid("0F0 0W0 0F1 0W1")
+
+
+def test_a_lowered_grid_is_not_lowered_again() -> None:
+    with pytest.raises(ValueError, match="0SEND_F0 is a message"):
+        lower(parse_grid("0F0 0SEND_F0\n1RECV_F0 1F0"), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("placement", "trainable", "message"),
+    [
+        ((0,), None, "1F0 is of no stage: the placement has 1"),
+        ((0, 2), None, "stage 1 is placed on rank 2 of 2 ranks"),
+        ((0, 1), (True,), "trainable has 1 stages, the placement 2"),
+    ],
+)
+def test_grid_placement_and_trainable_must_fit(
+    placement: tuple[int, ...], trainable: tuple[bool, ...] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        lower(compute_actions("gpipe", 2, 1, 1), placement, trainable)
+
+
+def test_garbage_collection_pauses_for_large_grids_only_while_they_are_made() -> None:
+    with collector_paused(), collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="is a message"):
+        lower(parse_grid("0SEND_F0"), (0,))
+    assert gc.isenabled()
+
+
+# The frozen rule
+
+
+@pytest.mark.parametrize(
+    ("trainable", "kinds"),
+    [
+        ((True, True, True), ("W", "IW", "IW")),
+        ((False, True, True), ("", "W", "IW")),
+        ((False, False, True), ("", "", "W")),
+        ((True, False, True), ("W", "I", "IW")),
+        ((True, False, False), ("W", "I", "I")),
+        ((False, False, False), ("", "", "")),
+    ],
+)
+def test_a_stage_computes_only_gradients_that_somebody_needs(
+    trainable: tuple[bool, ...], kinds: tuple[str, ...]
+) -> None:
+    assert gradient_kinds(trainable) == tuple(frozenset(map(Kind, word)) for word in kinds)
+
+
+def test_stages_below_the_first_trained_one_run_forward_only() -> None:
+    lowered = lower(compute_actions("1f1b", 3, 1, 1), (0, 1, 2), (False, True, True))
+    assert lowered == parse_grid("""
+        0F0 0SEND_F0
+        1RECV_F0 1F0 1SEND_F0 1RECV_B0 1W0
+        2RECV_F0 2F0 2I0 2SEND_B0 2W0
+    """)
+
+
+def test_a_frozen_stage_above_a_trained_one_passes_the_gradient_on() -> None:
+    for name in ("1f1b", "zb-h1"):
+        lowered = lower(compute_actions(name, 3, 1, 1), (0, 1, 2), (True, False, True))
+        assert lowered[1] == parse_grid("1RECV_F0 1F0 1SEND_F0 1RECV_B0 1I0 1SEND_B0")[0]
+
+
+# Evaluation
+
+
+def test_forward_only_pipelines_like_gpipe() -> None:
+    assert forward_only((0, 1), pp=2, microbatches=2) == parse_grid("""
+        0F0 0SEND_F0 0F1 0SEND_F1
+        1RECV_F0 1F0 1RECV_F1 1F1
+    """)
+
+
+def test_forward_only_goes_round_the_loop_in_groups() -> None:
+    grid = forward_only((0, 1, 0, 1), pp=2, microbatches=4)
+    compute = tuple(tuple(a for a in actions if a.kind.is_compute) for actions in grid)
+    assert compute == parse_grid("""
+        0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
+        1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
+    """)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5])
+def test_forward_only_takes_no_longer_than_it_must(pp: int) -> None:
+    """Rank p-1 starts after p-1 slots; in a V the last micro-batch then has p-1 ranks to go up."""
+    microbatches = 4 * pp
+    for virtual in (1, 2, 3):
+        placement = loop_placement(pp, virtual)
+        simulation = simulate(
+            forward_only(placement, pp, microbatches), placement, Costs(virtual, 0, 0)
+        )
+        assert simulation.makespan == microbatches * virtual + pp - 1
+    placement = v_placement(pp, 2)
+    simulation = simulate(forward_only(placement, pp, microbatches), placement, Costs(2, 0, 0))
+    assert simulation.makespan == microbatches * 2 + 2 * (pp - 1)
+
+
+@settings(deadline=None)
+@given(data=st.data(), pp=st.integers(1, 5), microbatches=st.integers(1, 12))
+def test_forward_only_runs_on_any_placement(
+    data: st.DataObject, pp: int, microbatches: int
+) -> None:
+    placement = data.draw(st.lists(st.integers(0, pp - 1), min_size=1, max_size=8))
+    validate(forward_only(placement, pp, microbatches), placement, [False] * len(placement))
+
+
+# No (p, m, v) deadlocks
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(SCHEDULES)),
+    pp=st.integers(1, 8),
+    microbatches=st.integers(1, 20),
+    virtual=st.integers(1, 4),
+)
+def test_every_schedule_lowers_to_a_grid_that_runs_whatever_is_frozen(
+    data: st.DataObject, name: str, pp: int, microbatches: int, virtual: int
+) -> None:
+    grid, placement = arrangement(name, pp, microbatches, virtual)
+    stages = len(placement)
+    trainable = data.draw(
+        st.none() | st.lists(st.booleans(), min_size=stages, max_size=stages), label="trainable"
+    )
+    lowered = lower(grid, placement, trainable)
+    validate(lowered, placement, trainable)
+    simulate(lowered, placement, Costs(1, 1, 1), link=0.5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_small_size_runs(name: str) -> None:
+    for pp in range(1, 6):
+        for microbatches in range(1, 12):
+            for virtual in (1, 2, 3):
+                grid, placement = arrangement(name, pp, microbatches, virtual)
+                validate(lower(grid, placement), placement)
+
+
+# What the validator refuses
+
+GOOD = """
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0W0 0RECV_B1 0W1
+    1RECV_F0 1F0 1I0 1SEND_B0 1W0 1RECV_F1 1F1 1I1 1SEND_B1 1W1
+"""
+
+
+def test_the_good_grid_is_good() -> None:
+    validate(parse_grid(GOOD), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new", "line", "cell"),
+    [
+        (
+            "W before I",
+            "1I0 1SEND_B0 1W0",
+            "1W0 1I0 1SEND_B0",
+            "rank 1, action 2: 1W0 comes without 1I0 before it",
+            "1W0",
+        ),
+        (
+            "swapped: gradient sent before it is made",
+            "1I1 1SEND_B1",
+            "1SEND_B1 1I1",
+            "rank 1, action 7: 1SEND_B1 comes without 1I1 before it",
+            "1SEND_B1",
+        ),
+        (
+            "swapped micro-batches",
+            "0F0 0SEND_F0 0F1 0SEND_F1",
+            "0F1 0SEND_F1 0F0 0SEND_F0",
+            "rank 0, action 0: 0F1 comes where 0F0 is due",
+            "0F1",
+        ),
+        (
+            "swapped weight gradients: another order of the sum",
+            "0RECV_B0 0W0 0RECV_B1 0W1",
+            "0RECV_B1 0W1 0RECV_B0 0W0",
+            "rank 0, action 5: 0W1 comes where 0W0 is due",
+            "0W1",
+        ),
+        (
+            "missing forward",
+            "1F1 ",
+            "",
+            "rank 1, action 6: 1I1 comes without 1F1 before it",
+            "1I1",
+        ),
+        ("missing at the end", "0W1", "", "rank 0, action 7: 0W1 is missing", ""),
+        (
+            "duplicate",
+            "1W0",
+            "1W0 1W0",
+            "rank 1, action 5: 1W0 is done a second time",
+            "1W0",
+        ),
+        (
+            "whole backward on top of its halves",
+            "1W0",
+            "1W0 1B0",
+            "rank 1, action 5: 1B0 is not wanted here: stage 1 runs on rank 1 and computes F, I, W",
+            "1B0",
+        ),
+        (
+            "wrong rank",
+            "0W1",
+            "1W1",
+            "rank 0, action 7: 1W1 is not wanted here: stage 1 runs on rank 1 and computes F, I, W",
+            "1W1",
+        ),
+        (
+            "gradient nobody needs",
+            "0W1",
+            "0B1",
+            "rank 0, action 7: 0B1 is not wanted here: stage 0 runs on rank 0 and computes F, W",
+            "0B1",
+        ),
+        (
+            "no such stage",
+            "0W1",
+            "7W1",
+            "rank 0, action 7: 7W1 is of no stage: there are 2",
+            "7W1",
+        ),
+        (
+            "no such micro-batch",
+            "0W1",
+            "0W99",
+            "rank 0, action 7: 0W99 is no micro-batch of a grid of 18 actions",
+            "0W99",
+        ),
+        (
+            "receive without send",
+            "0SEND_F1 ",
+            "",
+            "rank 1, action 5: 1RECV_F1 waits for 0SEND_F1, which rank 0 never sends",
+            "1RECV_F1",
+        ),
+        (
+            "send without receive",
+            "1RECV_F1 ",
+            "",
+            "rank 1, action 5: 1F1 comes without 1RECV_F1 before it",
+            "1F1",
+        ),
+        (
+            "message nobody expects",
+            "0W1",
+            "0W1 0SEND_B1",
+            "rank 0, action 8: 0SEND_B1 is not wanted here: "
+            "stage 0 runs on rank 0 and computes F, W",
+            "0SEND_B1",
+        ),
+        (
+            "deadlock",
+            "0F1 0SEND_F1 0RECV_B0 0W0 0RECV_B1 0W1",
+            "0RECV_B0 0W0 0RECV_B1 0W1 0F1 0SEND_F1",
+            "rank 0, action 4: deadlock: rank 0 in 0RECV_B1 waits for rank 1, "
+            "rank 1 in 1RECV_F1 waits for rank 0",
+            "0RECV_B1",
+        ),
+    ],
+)
+def test_a_broken_grid_is_refused_and_the_cell_pointed_at(
+    what: str, old: str, new: str, line: str, cell: str
+) -> None:
+    assert GOOD.count(old) == 1
+    with pytest.raises(ScheduleError) as error:
+        validate(parse_grid(GOOD.replace(old, new)), (0, 1))
+    first, *drawing = str(error.value).splitlines()
+    assert first == line
+    row, caret = next((row, caret) for row, caret in pairwise(drawing) if "^" in caret)
+    start, end = caret.index("^"), len(caret)
+    assert row[start:end] == cell
+    assert row.startswith(f"r{line.split()[1].rstrip(',')} ")
+
+
+def test_the_whole_message() -> None:
+    with pytest.raises(ScheduleError) as error:
+        validate(parse_grid("0F0 0SEND_F0 0W0\n1RECV_F0 1F0 1I0 1SEND_B0"), (0, 1))
+    assert str(error.value) == (
+        "rank 0, action 2: 0W0 comes without 0RECV_B0 before it\n"
+        "r0  0F0      0SEND_F0 0W0\n"
+        "                      ^^^\n"
+        "r1  1RECV_F0 1F0      1I0      1SEND_B0"
+    )
+
+
+def test_a_large_grid_is_drawn_around_the_cell_only() -> None:
+    grid, placement = arrangement("1f1b", 64, 64, 1)
+    lowered = [list(actions) for actions in lower(grid, placement)]
+    del lowered[40][100]
+    with pytest.raises(ScheduleError) as error:
+        validate(tuple(map(tuple, lowered)), placement)
+    assert str(error.value).startswith("rank 40, action 100: ")
+    assert "r40  ... " in str(error.value)
+    assert max(map(len, str(error.value).splitlines())) < 200
+
+
+def test_a_grid_without_actions_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="the grid has no actions"):
+        validate(((), ()), (0, 1))
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(SCHEDULES)),
+    pp=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+)
+def test_no_action_can_be_lost_doubled_or_moved_to_another_rank(
+    data: st.DataObject, name: str, pp: int, microbatches: int
+) -> None:
+    grid, placement = arrangement(name, pp, microbatches, 2)
+    rows = [list(actions) for actions in lower(grid, placement)]
+    rank = data.draw(st.integers(0, pp - 1), label="rank")
+    index = data.draw(st.integers(0, len(rows[rank]) - 1), label="index")
+    to = data.draw(st.integers(0, pp - 1), label="to")
+    at = data.draw(st.integers(0, len(rows[to])), label="at")
+    match data.draw(st.sampled_from(["lost", "doubled", "moved"])):
+        case "lost":
+            del rows[rank][index]
+        case "doubled":
+            rows[to].insert(at, rows[rank][index])
+        case "moved" if to != rank:
+            rows[to].insert(at, rows[rank].pop(index))
+        case _:
+            rows[rank][index] = Action(len(placement), Kind.F, 0)
+    with pytest.raises(ScheduleError):
+        validate(tuple(map(tuple, rows)), placement)

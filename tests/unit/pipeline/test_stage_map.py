@@ -1,0 +1,195 @@
+"""Dividing layers into stages, and the file that says so."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
+
+EXAMPLE = """\
+model: HuggingFaceTB/SmolLM2-135M-Instruct   # optional
+stages:
+  - num_layers: 12        # layers 0-11
+    rank: 0
+    host: mac-mini.local
+  - num_layers: 18        # layers 12-29
+    rank: 1
+"""
+
+TWO_ON_RANK_0 = """\
+stages:
+  - {num_layers: 2, rank: 0}
+  - {num_layers: 3, rank: 1}
+  - {num_layers: 1, rank: 1}
+  - {num_layers: 2, rank: 0}
+"""
+
+
+def read(directory: Path, text: str) -> StageMap:
+    path = directory / "map.yaml"
+    path.write_text(text)
+    return read_stage_map(path)
+
+
+# Partition
+
+
+def test_a_partition_counts_its_layers() -> None:
+    partition = Partition.from_sizes([12, 18])
+    assert partition.ranges == ((0, 12), (12, 30))
+    assert partition.sizes == (12, 18)
+    assert (partition.num_layers, partition.num_stages) == (30, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ((), "at least one stage"),
+        (((1, 3),), "stage 0 starts at layer 1, not 0"),
+        (((0, 2), (3, 4)), "stage 1 starts at layer 3, not 2"),
+        (((0, 2), (1, 4)), "stage 1 starts at layer 1, not 2"),
+        (((0, 2), (2, 2)), "stage 1 has no layers"),
+        (((0, 2), (2, 1)), "stage 1 has no layers"),
+    ],
+)
+def test_a_partition_has_every_layer_once(
+    ranges: tuple[tuple[int, int], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Partition(ranges)
+
+
+# StageMap
+
+
+def test_a_stage_map_is_read(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, EXAMPLE)
+    assert stage_map.partition.ranges == ((0, 12), (12, 30))
+    assert stage_map.placement == (0, 1)
+    assert stage_map.hosts == ("mac-mini.local", None)
+    assert stage_map.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (stage_map.num_stages, stage_map.pp, stage_map.virtual) == (2, 2, 1)
+
+
+def test_ranks_are_in_order_by_default(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, "stages: [{num_layers: 1}, {num_layers: 2}, {num_layers: 1}]")
+    assert stage_map.placement == (0, 1, 2)
+
+
+def test_several_stages_may_be_on_one_rank(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, TWO_ON_RANK_0)
+    assert (stage_map.num_stages, stage_map.pp, stage_map.virtual) == (4, 2, 2)
+    assert stage_map.stages_of(0) == (0, 3)
+    assert stage_map.stages_of(1) == (1, 2)
+
+
+def test_a_rank_has_the_host_that_any_of_its_stages_names() -> None:
+    stage_map = StageMap(Partition.from_sizes([1, 1, 1]), (0, 1, 0), (None, None, "mini"))
+    assert stage_map.host_of(0) == "mini"
+    assert stage_map.host_of(1) is None
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    for stage_map in (
+        read(tmp_path, EXAMPLE),
+        read(tmp_path, TWO_ON_RANK_0),
+        StageMap(Partition.from_sizes([1]), (0,), ("a: 'b' # \"c\"\\",), "null"),
+    ):
+        write_stage_map(stage_map, path)
+        assert read_stage_map(path) == stage_map
+
+
+def test_the_written_file_shows_the_layers() -> None:
+    stage_map = StageMap(Partition.from_sizes([2, 1]), (0, 1), ("mini", None))
+    assert stage_map.to_yaml() == (
+        "stages:\n"
+        "  - num_layers: 2  # layers 0-1\n"
+        "    rank: 0\n"
+        '    host: "mini"\n'
+        "  - num_layers: 1  # layer 2\n"
+        "    rank: 1\n"
+    )
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("12", " holds a int: write one 'key: value' a line"),
+        ("stages: [\n", ", line 2: "),
+        ("model: x", "stages is None: list one '- num_layers: N' for each stage"),
+        ("stages: []", "stages is []: list one"),
+        ("stages: 3", "stages is 3: list one"),
+        ("stage: []", "unknown key 'stage': did you mean stages?"),
+        ("stages: [{num_layers: 1}]\ncolour: red", "unknown key 'colour': it has stages, and"),
+        ("stages: [12, 18]", ", stage 0 is 12: write '- num_layers: N'"),
+        ("stages: [{layers: 12}]", ", stage 0: unknown key 'layers': did you mean num_layers?"),
+        ("stages: [{num_layers: 12}, {rank: 1}]", ", stage 1: no num_layers: write how many"),
+        ("stages: [{num_layers: 0}]", ", stage 0: num_layers is 0: give a whole number from 1"),
+        ("stages: [{num_layers: -3}]", ", stage 0: num_layers is -3: give a whole number from 1"),
+        ("stages: [{num_layers: 1.5}]", ", stage 0: num_layers is 1.5: give a whole number"),
+        ("stages: [{num_layers: true}]", ", stage 0: num_layers is True: give a whole number"),
+        (
+            "stages: [{num_layers: 1, rank: -1}]",
+            ", stage 0: rank is -1: give a whole number from 0",
+        ),
+        ("stages: [{num_layers: 1, host: 7}]", ", stage 0: host is 7: give a name"),
+        ("model: 7\nstages: [{num_layers: 1}]", "model is 7: give a name"),
+        (
+            "stages: [{num_layers: 1, rank: 0}, {num_layers: 1, rank: 2}]",
+            "no stage is on rank 1, but one is on rank 2: number the ranks from 0 without holes",
+        ),
+        (
+            "stages: [{num_layers: 1}, {num_layers: 1, rank: 0}]",
+            ", stage 0: no rank, but other stages have one: give every stage a rank, or none",
+        ),
+        (
+            "stages: [{num_layers: 1, rank: 0, host: a}, {num_layers: 1, rank: 0, host: b}]",
+            "the stages of rank 0 are on different hosts, a and b: a rank runs on one host",
+        ),
+    ],
+)
+def test_a_bad_stage_map_is_named_with_stage_and_value(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
+    assert str(tmp_path / "map.yaml") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_stage_map_is_named() -> None:
+    with pytest.raises(UserError, match=r"cannot read nowhere.yaml: No such file"):
+        read_stage_map("nowhere.yaml")
+
+
+def test_the_layers_must_be_those_of_the_model(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, EXAMPLE)
+    stage_map.check_layers(30)
+    with pytest.raises(UserError) as caught:
+        stage_map.check_layers(32)
+    assert str(caught.value) == (
+        f"stage map {tmp_path}/map.yaml divides 30 layers (12 + 18), but the model has 32: "
+        "make its num_layers add up to 32"
+    )
+
+
+def test_the_command_line_may_repeat_the_map_but_not_contradict_it(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, TWO_ON_RANK_0)
+    stage_map.check_pipeline(None, None)
+    stage_map.check_pipeline(2, 2)
+    with pytest.raises(UserError, match=r"--pipeline-stages is 4, but stage map .* has 2"):
+        stage_map.check_pipeline(4, None)
+    with pytest.raises(UserError, match=r"--virtual-stages is 1, but stage map .* has 2"):
+        stage_map.check_pipeline(None, 1)
+
+
+def test_ranks_with_unequal_numbers_of_stages_have_no_virtual_count() -> None:
+    stage_map = StageMap(Partition.from_sizes([1, 1, 1]), (0, 1, 0))
+    with pytest.raises(UserError, match="rank 0 has 2, rank 1 has 1: give every rank as many"):
+        _ = stage_map.virtual

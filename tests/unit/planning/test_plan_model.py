@@ -1,0 +1,197 @@
+"""``python -m shardmlx.plan MODEL --hosts F``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardmlx.config.train import load_config
+from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.plan import main
+from tests.helpers.models_and_batches import tiny_config
+
+HOSTS = """\
+studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=30us
+mini.local slots=1    # memory=16GiB flops=4T link=10Gbps
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    config = tiny_config(layers=16, hidden_size=256, intermediate_size=512)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(HOSTS)
+    return path
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    status = main([str(each) for each in arguments])
+    captured = capsys.readouterr()
+    assert (status, captured.err) == (0, "")
+    return captured.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(each) for each in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("shardmlx: error: ").rstrip()
+
+
+def test_a_line_for_each_rank_speed_and_what_binds_it(
+    model: Path, hosts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, model, "--hosts", hosts, "--data-parallel", 1, "--schedule", "1f1b")
+    lines = text.splitlines()
+    assert lines[0].startswith("best of ")
+    assert lines[2].split()[:4] == ["rank", "host", "layers", "weights"]
+    assert [line.split()[:2] for line in lines[3:5]] == [["0", "studio.local"], ["1", "mini.local"]]
+    assert "tokens/s" in text
+    assert "FLOP/s at 60% of those of the hostfile" in text
+    assert "\nwhat binds it: " in text
+
+
+def test_links_that_are_not_known_are_named_where_they_would_count(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "unlinked"
+    hosts.write_text("a slots=1 # flops=1T link=1Gbps\nb slots=1 # flops=1T\n")
+    assert "links of b not known: messages cost nothing" in output(capsys, model, "--hosts", hosts)
+    hosts.write_text("a slots=2 # flops=1T\n")
+    assert "links of" not in output(capsys, model, "--hosts", hosts)
+
+
+def test_the_stage_map_that_it_writes_is_the_plan(
+    model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "map.yaml"
+    chosen = json.loads(output(capsys, model, "--hosts", hosts, "-o", path, "--json"))
+    stage_map = read_stage_map(path)
+    assert list(stage_map.partition.sizes) == chosen["num_layers"]
+    assert list(stage_map.placement) == chosen["placement"]
+    assert stage_map.model == str(model)
+
+
+def test_the_command_that_it_prints_is_the_run_that_it_planned(
+    model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--fine-tune-type", "full", "--num-layers", "4", "--batch-size=8"]
+    given += ["--micro-batch-size", "2", "--optimizer", "adamw"]
+    text = output(capsys, model, "--hosts", hosts, "-o", tmp_path / "map.yaml", *given)
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:9] == [
+        *("mpirun", "--hostfile", str(hosts), "-n", "2"),
+        *("$(which", "python)", "-m", "shardmlx.train"),
+    ]
+    config = load_config(words[9:])
+    assert (config.model, config.fine_tune_type, config.num_layers) == (str(model), "full", 4)
+    assert (config.batch_size, config.micro_batch_size, config.optimizer) == (8, 2, "adamw")
+    assert config.stage_map == str(tmp_path / "map.yaml")
+
+
+def test_hosts_without_names_of_their_own_are_left_out_of_the_map(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "here"
+    hosts.write_text("localhost slots=1 # flops=1T\n10.0.0.2 slots=1 # flops=1T\n")
+    output(capsys, model, "--hosts", hosts, "-o", tmp_path / "map.yaml", "--data-parallel", 1)
+    assert set(read_stage_map(tmp_path / "map.yaml").hosts) == {None}
+
+
+def test_a_given_stage_map_is_predicted_as_it_is(
+    model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text("stages:\n  - num_layers: 5\n  - num_layers: 11\n")
+    chosen = json.loads(output(capsys, model, "--hosts", hosts, "--stage-map", path, "--json"))
+    assert chosen["num_layers"] == [5, 11]
+    assert chosen["virtual"] == 1
+    message = refusal(capsys, model, "--hosts", hosts, "--stage-map", path, "--schedule", "zb-v")
+    assert "suits no schedule zb-v" in message
+
+
+def test_pipeline_stages_leave_the_rest_to_replicas(
+    model: Path, hosts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = json.loads(output(capsys, model, "--hosts", hosts, "--pipeline-stages", 1, "--json"))
+    assert (chosen["pp"], chosen["dp"]) == (1, 2)
+
+
+def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
+    model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, png = tmp_path / "step.svg", tmp_path / "step.png"
+    text = output(
+        capsys, model, "--hosts", hosts, "--draw", svg, "--draw", png, "--timeline",
+        "--data-parallel", 1,
+    )  # fmt: skip
+    assert any(line.startswith("r0 ") for line in text.splitlines())
+    assert "studio.local" in svg.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "nowhere"], "cannot read hostfile nowhere: No such file"),
+        (["--hosts", "HOSTS", "--schedule", "fast"], "--schedule"),
+        (["--hosts", "HOSTS", "--efficiency", "2"], "--efficiency is 2: give more than 0"),
+        (["--hosts", "HOSTS", "--memory-fraction", "0"], "--memory-fraction is 0: give more"),
+        (["--hosts", "HOSTS", "--profile", "nowhere.json"], "cannot read nowhere.json"),
+        (["--hosts", "HOSTS", "--draw", "step.gif"], "step.gif"),
+        (["--hosts", "HOSTS", "-o", "HOSTS/map.yaml"], "map.yaml cannot be written"),
+        (["--hosts", "HOSTS", "--data-parallel", "3"], "--data-parallel 3 does not divide 2 ranks"),
+        (["--hosts", "HOSTS", "--num-layers", "17"], "--num-layers 17: the model has 16 layers"),
+        (["--hosts", "HOSTS", "--partitioner", "even"], "--partitioner is 'even': choose from"),
+        (["--hosts", "HOSTS", "--batch-sise", "3"], "did you mean batch-size?"),
+        (["--hosts", "SLOW"], "it is not known how fast b is: write flops=27T"),
+        (
+            ["--hosts", "MANY"],
+            "MANY, line 1: 17 machines, but the model has 16 layers: use at most 16",
+        ),
+        (["--hosts", "SMALL"], "SMALL, line 1: the model does not fit"),
+        ([], "--hosts"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    message: str,
+    model: Path,
+    hosts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = {
+        "HOSTS": HOSTS,
+        "SLOW": "a slots=1 # flops=1T\nb slots=1\n",
+        "MANY": "a slots=17 # flops=1T\n",
+        "SMALL": "a slots=1 # flops=1T memory=1MiB\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    words = [str(tmp_path / word) if word.split("/")[0] in files else word for word in arguments]
+    assert message in refusal(capsys, model, *words)
+
+
+def test_memory_less_than_a_layer_is_named_with_numbers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny").write_text(
+        "a slots=1 # flops=1T memory=64GiB\nb slots=1 # memory=1MiB flops=1T\n"
+    )
+    message = refusal(capsys, model, "--hosts", tmp_path / "tiny", "--data-parallel", 1)
+    assert message.startswith(f"{tmp_path / 'tiny'}, line 2: the model does not fit: ")
+    assert "rank 1 (b) would hold" in message
+    assert "too much; it would fit with: " in message

@@ -1,0 +1,320 @@
+"""The planner: the fastest plan that fits, what it predicts, and what it says when nothing fits."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
+from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.planning.search import (
+    Choice,
+    Limits,
+    candidates,
+    choose,
+    predict_candidate,
+)
+from shardmlx.planning.suggestions import quantised, remedies
+from tests.helpers.fake_models import MISTRAL_7B
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mistral-7B, of which nothing but config.json is here."""
+    path = tmp_path_factory.mktemp("mistral")
+    (path / "config.json").write_text(json.dumps(MISTRAL_7B))
+    return path
+
+
+def work(model: Path, **options: object) -> Workload:
+    config = TrainConfig(model=str(model), **{"num_layers": -1, **options})  # type: ignore[arg-type]
+    return Workload.of(open_model(str(model)), config)
+
+
+def macs(*machines: tuple[float, float], link: float = 5e9) -> Cluster:
+    """One for each (GiB, TFLOP/s)."""
+    return Cluster(
+        machines=tuple(
+            Machine(
+                host=f"mac{i}",
+                memory=round(memory * GIB),
+                flops=tera * 1e12,
+                link=link,
+                latency=30e-6,
+            )
+            for i, (memory, tera) in enumerate(machines)
+        ),
+        memory_fraction=0.75,
+        efficiency=0.5,
+    )
+
+
+LIMITS = Limits(batch_size=8, length=512)
+ONE_STAGE_EACH = replace(LIMITS, schedule="1f1b", data_parallel=1)
+
+
+def sizes(choice: Choice) -> tuple[int, ...]:
+    return choice.prediction.plan.stage_map.partition.sizes
+
+
+def fits(choice: Choice) -> bool:
+    return all(rank.fits for rank in choice.prediction.ranks)
+
+
+# What may be chosen
+
+
+def test_every_mesh_schedule_and_micro_batch_is_a_candidate() -> None:
+    ways = candidates(LIMITS, 4, 32)
+    assert {way.mesh for way in ways} == {Mesh(1, 4), Mesh(2, 2), Mesh(4, 1)}
+    pipeline = [way for way in ways if way.mesh == Mesh(1, 4)]
+    assert {way.micro_batch_size for way in pipeline} == {1, 2, 4, 8}
+    assert {way.schedule for way in pipeline} == {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v"}
+    assert {way.checkpoint for way in pipeline} == {False, True}
+    alone = [way for way in ways if way.mesh == Mesh(4, 1)]
+    assert {(way.schedule, way.micro_batch_size) for way in alone} == {("1f1b", 1), ("1f1b", 2)}
+
+
+def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path) -> None:
+    limits = Limits(batch_size=64, length=512, checkpoint=False)
+    choice = choose(work(model), macs((32, 10)), limits)
+    assert choice.candidate.micro_batch_size < 64
+
+
+def test_what_the_user_settled_stays() -> None:
+    limits = Limits(
+        batch_size=8, length=512, data_parallel=2, schedule="zb-h1", micro_batch_size=2,
+        checkpoint=True,
+    )  # fmt: skip
+    assert candidates(limits, 4, 32) == [Candidate(Mesh(2, 2), "zb-h1", 1, 4, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "ranks", "layers", "message"),
+    [
+        (replace(LIMITS, data_parallel=3), 4, 32, "--data-parallel 3 does not divide 4 ranks"),
+        (
+            replace(LIMITS, batch_size=3, data_parallel=2),
+            4,
+            32,
+            "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2",
+        ),
+        (
+            replace(LIMITS, data_parallel=1),
+            4,
+            3,
+            "4 machines, but the model has 3 layers: use at most 3",
+        ),
+    ],
+)
+def test_what_leaves_nothing_to_choose_is_named(
+    limits: Limits, ranks: int, layers: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        candidates(limits, ranks, layers)
+
+
+def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path: Path) -> None:
+    packed = {**MISTRAL_7B, "quantization": {"group_size": 64, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(UserError, match="MLX has no gradients for quantised weights"):
+        work(tmp_path, fine_tune_type="full")
+    assert choose(work(tmp_path), macs((16, 10)), LIMITS).prediction.ranks[0].weights < 5e9
+
+
+# What is chosen
+
+
+def test_equal_machines_get_equal_parts(model: Path) -> None:
+    choice = choose(work(model), macs((64, 10), (64, 10)), ONE_STAGE_EACH)
+    assert sizes(choice) in ((16, 16), (17, 15))
+    assert choice.unlimited is None
+
+
+def test_a_machine_twice_as_fast_gets_twice_as_many_layers(model: Path) -> None:
+    choice = choose(work(model), macs((64, 20), (64, 10)), ONE_STAGE_EACH)
+    fast, slow = (
+        size
+        for _, size in sorted(
+            zip(choice.prediction.plan.stage_map.placement, sizes(choice), strict=True)
+        )
+    )
+    assert fast / slow == pytest.approx(2, rel=0.15)
+
+
+def test_what_does_not_fit_on_a_small_machine_goes_to_a_large_one(model: Path) -> None:
+    choice = choose(work(model), macs((64, 10), (8, 10)), ONE_STAGE_EACH)
+    assert all(rank.fits for rank in choice.prediction.ranks)
+    assert max(sizes(choice)) > 20
+    assert choice.unlimited is not None
+    assert choice.unlimited.step_seconds < choice.prediction.step_seconds
+
+
+def test_activations_are_computed_again_only_where_that_pays(model: Path) -> None:
+    roomy = choose(work(model), macs((64, 10), (64, 10)), LIMITS)
+    assert not roomy.candidate.checkpoint
+    long = Limits(batch_size=8, length=4096)
+    tight = choose(work(model), macs((24, 10), (24, 10)), long)
+    assert tight.candidate.checkpoint
+
+
+def test_no_other_candidate_is_faster_and_fits(model: Path) -> None:
+    workload, cluster = work(model), macs((32, 10), (16, 5), (24, 8))
+    choice = choose(workload, cluster, LIMITS)
+    for way in candidates(LIMITS, 3, 32):
+        try:
+            other = predict_candidate(way, workload, cluster, LIMITS)
+        except DoesNotFitError:
+            continue
+        assert choice.prediction.step_seconds <= other.step_seconds * 1.01
+
+
+# What is predicted
+
+
+def test_a_step_on_one_machine_is_its_flops_at_its_speed(model: Path) -> None:
+    workload = work(model)
+    choice = choose(workload, macs((96, 10)), LIMITS)
+    shape = workload.shape
+    forward = 32 * shape.layer_flops(0, 512) + shape.head_flops()
+    expected = 8 * 512 * 2 * forward / (10e12 * 0.5)  # F and I; adapters have no W to speak of
+    assert choice.prediction.step_seconds == pytest.approx(expected)
+    assert choice.prediction.tokens_per_second == pytest.approx(8 * 512 / expected)
+    assert choice.prediction.simulation.bubble == 0
+
+
+def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
+    workload = work(model)
+    stage_map = StageMap(Partition.from_sizes((16, 16)), (0, 1))
+    plan = plan_of(Candidate(Mesh(1, 2), "1f1b", 1, 8, 1, False), stage_map, workload)
+    fast, slow = (
+        predict(plan, workload, macs((64, 10), (64, 10), link=link), 512) for link in (5e9, 1e6)
+    )
+    assert slow.step_seconds > fast.step_seconds + 4
+    assert max(rank.exposed for rank in fast.ranks) < 0.02 * fast.step_seconds
+    assert max(rank.exposed for rank in slow.ranks) > 0.5 * slow.step_seconds
+
+
+def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
+    workload = work(model, fine_tune_type="full")
+    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
+    plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, False), stage_map, workload)
+    prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
+    gradients = 4 * 32 * workload.shape.layer_parameters(0)
+    assert prediction.reduce_seconds == pytest.approx(gradients / 1e9)
+
+
+def test_measured_times_win_over_flops(model: Path) -> None:
+    workload = work(model)
+    part = Seconds(1.0, 1.0, 0.5, 0.25)
+    sample = Sample(
+        rows=1, length=512, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
+    )
+    profile = Profile(
+        work_of(workload.config, workload.shape, "bfloat16"),
+        (MachineProfile("mac0", "M2", (sample,)),),
+    )
+    cluster = replace(macs((96, 10)), profile=profile)
+    choice = choose(workload, cluster, replace(LIMITS, micro_batch_size=1))
+    assert choice.prediction.step_seconds == pytest.approx(8 * 32 * 2.5 + 32 * 0.25)
+    with pytest.raises(UserError, match="dtype 'bfloat16', not 'float32'"):
+        choose(work(model, dtype="float32"), cluster, LIMITS)
+
+
+def test_unknown_memory_is_unlimited_and_unknown_speed_counts_flops(model: Path) -> None:
+    cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
+    assert cluster.unit == "FLOPs"
+    assert cluster.capacity(0) == math.inf
+    with pytest.raises(UserError, match="not known how fast a is: write flops=27T"):
+        cluster.check_speeds()
+    assert fits(choose(work(model), cluster, ONE_STAGE_EACH))
+
+
+# When nothing fits
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would_help(model: Path) -> None:
+    workload, cluster = work(model), macs((12, 10))
+    with pytest.raises(DoesNotFitError, match=r"does not fit: .*mac0.* 9.0\d? GiB .* too much"):
+        choose(workload, cluster, LIMITS)
+    found = remedies(workload, cluster, LIMITS)
+    assert found == ["the model quantised to 4 bits", "1 more machine like mac0"]
+
+
+def test_a_full_fine_tune_may_become_one_of_adapters(model: Path) -> None:
+    found = remedies(work(model, fine_tune_type="full"), macs((32, 10)), LIMITS)
+    assert found[0] == "--fine-tune-type lora"
+
+
+def test_long_sequences_may_be_made_shorter(model: Path) -> None:
+    limits = Limits(batch_size=1, length=32768)
+    found = remedies(work(model), macs((28, 10)), limits)
+    (shorter,) = (each for each in found if each.startswith("--max-seq-length"))
+    length = int(shorter.split()[1])
+    assert 128 <= length < 32768
+    assert fits(choose(work(model), macs((28, 10)), replace(limits, length=length)))
+
+
+def test_what_the_user_settled_may_be_the_trouble(model: Path) -> None:
+    limits = replace(LIMITS, batch_size=64, micro_batch_size=64, checkpoint=False, schedule="1f1b")
+    found = remedies(work(model), macs((32, 10)), limits)
+    assert "--micro-batch-size 1" in found
+    tight = replace(limits, micro_batch_size=1)
+    assert fits(choose(work(model), macs((32, 10)), tight))
+
+
+def test_a_machine_too_small_for_anything_may_be_left_out(model: Path) -> None:
+    cluster = macs((64, 10), (0.001, 10))
+    with pytest.raises(DoesNotFitError):
+        choose(work(model), cluster, LIMITS)
+    assert "mac1 left out" in remedies(work(model), cluster, LIMITS)
+
+
+def test_a_partitioner_that_cannot_serve_a_schedule_leaves_the_others(model: Path) -> None:
+    choice = choose(work(model), macs((64, 10), (64, 5)), replace(LIMITS, partitioner="hetero"))
+    assert choice.prediction.plan.stage_map.virtual == 1
+    by_memory = choose(work(model), macs((64, 10), (64, 5)), replace(LIMITS, partitioner="memory"))
+    assert by_memory.unlimited is None
+
+
+def test_gradients_of_several_steps_share_sums_and_update(model: Path) -> None:
+    once, eighth = (
+        choose(
+            work(model, fine_tune_type="full", grad_accumulation_steps=steps),
+            macs((999, 10), (999, 10)),
+            replace(LIMITS, data_parallel=2),
+        ).prediction
+        for steps in (1, 8)
+    )
+    assert eighth.reduce_seconds == pytest.approx(once.reduce_seconds / 8)
+
+
+def test_replicas_must_be_a_number_from_1(model: Path) -> None:
+    for count in (0, -1):
+        with pytest.raises(UserError, match=f"--data-parallel {count}: give 1 or more"):
+            candidates(replace(LIMITS, data_parallel=count), 4, 32)
+
+
+def test_each_remedy_was_tried(model: Path) -> None:
+    workload, cluster = work(model), macs((12, 10))
+    packed = quantised(workload)
+    assert packed is not None
+    assert fits(choose(packed, cluster, LIMITS))
+    assert quantised(packed) is None
+    two = replace(cluster, machines=(*cluster.machines, replace(cluster.machines[0], host="b")))
+    assert fits(choose(workload, two, LIMITS))

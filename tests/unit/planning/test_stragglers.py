@@ -1,0 +1,285 @@
+"""Who slows the others down, and the stage map that the measured times would want."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
+from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
+from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.planning.rebalance import Rebalanced, rebalanced
+from shardmlx.planning.stragglers import Straggler, Watch, compute_of_ranks
+from tests.helpers.models_and_batches import tiny_config
+
+HOSTS = ("mac-studio", "mac-mini", "macbook", "old-mac")
+
+
+def reports(watch: Watch, *measured: tuple[float, ...], predicted: float = 1.0) -> list[Straggler]:
+    """Whom the watch names at reports of these seconds, each ``predicted`` of every rank."""
+    found = []
+    for number, seconds in enumerate(measured, start=1):
+        found += watch.observe(10 * number, seconds, [predicted] * len(seconds))
+    return found
+
+
+def profiled(ranks: int) -> Watch:
+    return Watch(HOSTS[:ranks], is_measured=True)
+
+
+# With a profile
+
+
+def test_a_rank_slower_than_predicted_beside_the_others_is_named_once() -> None:
+    (straggler,) = reports(profiled(2), *[(1.2, 1.9)] * 8)
+    assert straggler == Straggler(30, 1, "mac-mini", 1.9, 1.2, usual=False)
+    assert str(straggler) == (
+        "rank 1 on mac-mini computes 1.9 s a step where 1.2 s were predicted beside the others: "
+        "something slows it down"
+    )
+    assert straggler.as_json() == {
+        "step": 30,
+        "rank": 1,
+        "host": "mac-mini",
+        "compute_seconds": 1.9,
+        "expected_seconds": 1.2,
+    }
+
+
+def test_a_hiccup_is_no_straggler() -> None:
+    slow, good = (1.0, 2.0), (1.0, 1.0)
+    assert reports(profiled(2), slow, slow, good, slow, slow, good, slow, slow) == []
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 1.2), (3.0, 3.1), (0.1, 0.1), (0.6, 1.0)])
+def test_what_all_share_and_what_is_as_predicted_names_nobody(seconds: tuple[float, ...]) -> None:
+    assert reports(profiled(2), *[seconds] * 6) == []
+
+
+def test_the_median_of_the_others_is_what_counts() -> None:
+    found = reports(profiled(4), *[(1.0, 1.1, 5.0, 3.0)] * 6)
+    assert [each.rank for each in found] == [2, 3]
+    assert [each.expected for each in found] == pytest.approx([1.1, 1.1])
+
+
+def test_one_rank_alone_and_missing_times_name_nobody() -> None:
+    assert reports(profiled(1), *[(9.0,)] * 6) == []
+    assert reports(profiled(2), *[(0.0, 9.0)] * 6) == []
+    assert reports(profiled(2), *[(1.0, 9.0)] * 6, predicted=0.0) == []
+
+
+# Without one
+
+
+def test_without_a_profile_a_costly_head_is_no_straggler() -> None:
+    assert reports(Watch(HOSTS[:2]), *[(1.0, 3.0)] * 9) == []
+
+
+def test_nor_is_who_stays_as_it_was_when_another_becomes_fast() -> None:
+    assert reports(Watch(HOSTS[:2]), *[(2.0, 3.0)] * 3, *[(1.0, 3.0)] * 6) == []
+
+
+def test_but_who_becomes_slower_than_it_was_is() -> None:
+    (straggler,) = reports(Watch(HOSTS[:2]), *[(1.0, 3.0)] * 3, *[(1.0, 4.5)] * 3)
+    assert (straggler.rank, straggler.step) == (1, 60)
+    assert str(straggler).startswith(
+        "rank 1 on mac-mini computes 4.5 s a step where 3.0 s were usual beside the others"
+    )
+
+
+def test_a_first_report_that_warms_up_does_not_hide_it() -> None:
+    found = reports(Watch(HOSTS[:2]), (1.0, 9.0), *[(1.0, 3.0)] * 2, *[(1.0, 4.5)] * 3)
+    assert [each.rank for each in found] == [1]
+
+
+def test_of_two_replicas_on_machines_alike_the_slow_one_is_named_from_its_first_step() -> None:
+    watch = Watch(HOSTS, alike=[[2], [3], [0], [1]])
+    (straggler,) = reports(watch, *[(1.0, 3.0, 1.0, 4.5)] * 6)
+    assert (straggler.rank, straggler.seconds, straggler.expected) == (3, 4.5, 3.0)
+
+
+def test_short_times_are_told_in_milliseconds() -> None:
+    text = str(Straggler(1, 0, "a", 0.0123, 0.004, usual=True))
+    assert "computes 12.3 ms a step where 4 ms were usual" in text
+
+
+# Rebalancing
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(tiny_config(layers=12, hidden_size=256)))
+    return path
+
+
+def work(model: Path, **options: object) -> Workload:
+    settings = {"num_layers": -1, "max_seq_length": 128, **options}
+    config = TrainConfig(model=str(model), **settings)  # type: ignore[arg-type]
+    return Workload.of(open_model(str(model)), config)
+
+
+def cluster_of(ranks: int, **what: object) -> Cluster:
+    return Cluster(
+        machines=tuple(
+            Machine(host=host, **what)  # type: ignore[arg-type]
+            for host in HOSTS[:ranks]
+        )
+    )
+
+
+def plan_for(
+    workload: Workload, sizes: tuple[int, ...], schedule: str = "1f1b", dp: int = 1
+) -> Plan:
+    virtual = get_schedule(schedule).default_virtual
+    way = Candidate(Mesh(dp, len(sizes) // virtual), schedule, virtual, 8, 1, False)
+    hosts = tuple(HOSTS[rank] for rank in way.placement)
+    return plan_of(way, StageMap(Partition.from_sizes(sizes), way.placement, hosts), workload)
+
+
+def answer(
+    plan: Plan, workload: Workload, cluster: Cluster, slowdown: tuple[float, ...]
+) -> Rebalanced:
+    costs = compute_of_ranks(plan, workload, cluster, 64, checkpoint=False)
+    measured = [each * factor for each, factor in zip(costs, slowdown, strict=True)]
+    result = rebalanced(plan, workload, cluster, measured, 64)
+    assert result is not None
+    return result
+
+
+def test_a_rank_half_as_fast_gets_half_as_many_layers(model: Path, tmp_path: Path) -> None:
+    workload = work(model)
+    plan = plan_for(workload, (6, 6))
+    result = answer(plan, workload, cluster_of(2), (1e-9, 2e-9))
+
+    assert result.is_new
+    assert result.stage_map.partition.sizes == (8, 4)
+    assert result.stage_map.placement == plan.stage_map.placement
+    assert result.stage_map.hosts == plan.stage_map.hosts
+    assert result.step_seconds < result.present_seconds
+    assert str(result) == (
+        f"layers 8 + 4 would suit the measured times: {result.step_seconds:.3f} s a step "
+        f"predicted, against {result.present_seconds:.3f} s now"
+    )
+    write_stage_map(result.stage_map, tmp_path / "map.yaml", str(result))
+    assert read_stage_map(tmp_path / "map.yaml") == result.stage_map
+    assert (tmp_path / "map.yaml").read_text().startswith("# layers 8 + 4 would suit")
+
+
+def test_the_present_map_stays_where_nothing_is_better(model: Path) -> None:
+    workload = work(model)
+    result = answer(plan_for(workload, (8, 4)), workload, cluster_of(2), (1e-9, 2e-9))
+    assert not result.is_new
+    assert result.stage_map.partition.sizes == (8, 4)
+    assert str(result).startswith("the present stage map is the best for the measured times: ")
+
+
+def test_memory_is_kept(model: Path) -> None:
+    workload = work(model, fine_tune_type="full")
+    plan = plan_for(workload, (6, 6))
+    peaks = [rank.peak for rank in predict(plan, workload, cluster_of(2), 128).ranks]
+    # Room on rank 0 for what it has, and about two layers more.
+    room = Cluster(
+        machines=(
+            Machine(host=HOSTS[0], memory=round(peaks[0] * 1.35)),
+            Machine(host=HOSTS[1], memory=round(peaks[1] * 4)),
+        ),
+        memory_fraction=1.0,
+    )
+    free = answer(plan, workload, cluster_of(2), (1e-9, 4e-9))
+    kept = answer(plan, workload, room, (1e-9, 4e-9))
+    assert 6 < kept.stage_map.partition.sizes[0] < free.stage_map.partition.sizes[0]
+    divided = replace(plan, stage_map=kept.stage_map)
+    assert all(rank.fits for rank in predict(divided, workload, room, 128).ranks)
+
+
+def test_the_slowest_replica_sets_the_pace_of_its_stages(model: Path) -> None:
+    workload = work(model)
+    plan = plan_for(workload, (6, 6), dp=2)
+    result = answer(plan, workload, cluster_of(4), (1e-9, 1e-9, 1e-9, 2e-9))
+    assert result.stage_map.partition.sizes == (8, 4)
+
+
+def test_several_stages_a_rank_are_divided_too(model: Path) -> None:
+    workload = work(model)
+    plan = plan_for(workload, (3, 3, 3, 3), "zb-v")
+    result = answer(plan, workload, cluster_of(2), (1e-9, 2e-9))
+    first, second, third, fourth = result.stage_map.partition.sizes
+    assert first + fourth > second + third
+    assert result.step_seconds < result.present_seconds
+
+
+def test_what_a_profile_measured_is_scaled(model: Path) -> None:
+    workload = work(model)
+    part = Seconds(1.0, 1.0, 0.1, 0.01)
+    sample = Sample(
+        rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
+    )
+    profile = Profile(
+        work_of(workload.config, workload.shape, workload.dtype),
+        tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
+    )
+    cluster = replace(cluster_of(2), profile=profile)
+    plan = plan_for(workload, (6, 6))
+    result = answer(plan, workload, cluster, (1.0, 2.0))
+    assert result.stage_map.partition.sizes == (8, 4)
+    assert Watch.of(plan, cluster).is_measured
+
+
+def test_nothing_is_said_of_ranks_of_which_nothing_was_measured(model: Path) -> None:
+    workload = work(model)
+    plan = plan_for(workload, (6, 6))
+    assert rebalanced(plan, workload, cluster_of(2), (0.0, 1.0), 64) is None
+
+
+def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: Path) -> None:
+    plan = plan_for(work(model), (6, 6), dp=2)
+    assert Watch.of(plan, cluster_of(4, flops=1e12)).alike == [[2], [3], [0], [1]]
+    assert Watch.of(plan, cluster_of(4)).alike == [[], [], [], []]
+    assert Watch.of(plan, cluster_of(4)).hosts == list(HOSTS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    factor=st.floats(1e-12, 1e3),
+    sizes=st.sampled_from([(6, 6), (1, 11), (11, 1), (9, 3), (4, 4, 4), (2, 1, 3, 6)]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    flops=st.sampled_from([None, 1e12]),
+    is_measured=st.booleans(),
+)
+def test_any_common_factor_names_nobody_and_makes_no_map_worse(
+    model: Path,
+    factor: float,
+    sizes: tuple[int, ...],
+    schedule: str,
+    flops: float | None,
+    is_measured: bool,
+) -> None:
+    workload = work(model)
+    plan, cluster = plan_for(workload, sizes, schedule), cluster_of(len(sizes), flops=flops)
+    costs = compute_of_ranks(plan, workload, cluster, 64, checkpoint=False)
+    measured = [factor * each for each in costs]
+
+    watch = replace(Watch.of(plan, cluster), is_measured=is_measured)
+    for step in range(8):
+        assert watch.observe(step, measured, costs) == []
+
+    result = rebalanced(plan, workload, cluster, measured, 64)
+    assert result is not None
+    assert result.step_seconds <= result.present_seconds
+    divided = replace(plan, stage_map=result.stage_map)
+    before = predict(plan, workload, cluster, 64).step_seconds
+    assert predict(divided, workload, cluster, 64).step_seconds <= before * (1 + 1e-9)

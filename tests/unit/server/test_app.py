@@ -1,0 +1,518 @@
+"""The HTTP server as its clients see it: OpenAI's own package, a browser, Prometheus."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+
+from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
+from shardmlx.server.metrics import Memory, Metrics
+from shardmlx.server.openai_requests import Defaults
+from shardmlx.server.request_queue import TextService
+from tests.helpers.http_serving import MODEL, Parrot, Serving, serving
+
+USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Serving]:
+    """For tests that leave nothing behind."""
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(shared: Serving) -> Iterator[openai.OpenAI]:
+    with client_of(shared) as one:
+        yield one
+
+
+def client_of(server: Serving, key: str = "any") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def post(server: Serving, body: Any = None, path: str = "/v1/completions", **options: Any) -> Any:
+    """A response; ``body`` is a valid one if None."""
+    body = {"prompt": "hello", "max_tokens": 3} if body is None else body
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **options.pop("headers", {})}
+    return httpx.post(server.address + path, content=content, headers=headers, timeout=60)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].isprintable()
+    return error
+
+
+def metric(server: Serving, name: str) -> float:
+    text = httpx.get(f"{server.address}/metrics").text
+    (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE) or ["0"]
+    return float(value)
+
+
+# The openai package.
+
+
+def test_a_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=7)
+    assert answer.choices[0].message.content == "hellohe"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.model == MODEL
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 5
+    assert answer.usage.completion_tokens == 7
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_a_chat_streamed(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[USER],
+        max_tokens=7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hellohe"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.total_tokens == 12
+
+
+def test_a_chat_as_the_package_collects_it(client: openai.OpenAI) -> None:
+    user: ChatCompletionUserMessageParam = {"role": "user", "content": "hello."}
+    with client.chat.completions.stream(model=MODEL, messages=[user]) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.content == "hello"
+
+
+def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["ab", "cd."], n=2, max_tokens=4)
+    texts = [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices]
+    assert texts == [
+        (0, "abab", "length"),
+        (1, "abab", "length"),
+        (2, "cd", "stop"),
+        (3, "cd", "stop"),
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
+
+
+def test_several_texts_streamed(client: openai.OpenAI) -> None:
+    texts = {0: "", 1: ""}
+    reasons = []
+    stream = client.completions.create(model=MODEL, prompt=["ab", "cd."], max_tokens=4, stream=True)
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    assert texts == {0: "abab", 1: "cd"}
+    assert sorted(reasons) == ["length", "stop"]
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="hello", stop=["x", "l"], max_tokens=9)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("he", "stop")
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[USER],
+        max_tokens=1,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert chat.choices[0].logprobs is not None
+    (token,) = chat.choices[0].logprobs.content or []
+    assert (token.token, token.logprob, token.bytes) == ("h", -0.5, [104])
+    assert [top.token for top in token.top_logprobs] == ["h", "i"]
+    text = client.completions.create(model=MODEL, prompt="hello", max_tokens=2, logprobs=1)
+    assert text.choices[0].logprobs is not None
+    assert text.choices[0].logprobs.tokens == ["h", "e"]
+    assert text.choices[0].logprobs.text_offset == [0, 1]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "shardmlx"
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-5' is not served here: ask for 'parrot'"):
+        client.models.retrieve("gpt-5")
+
+
+def test_a_model_may_have_slashes_in_its_name() -> None:
+    # Names of the hub, and directories.
+    with serving() as server, client_of(server) as client:
+        assert client.models.retrieve("default").id == MODEL
+        with pytest.raises(openai.NotFoundError, match=r"'some/model' is not served"):
+            client.models.retrieve("some/model")
+
+
+def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=[])
+    assert caught.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="hello", max_tokens=2000)
+    assert caught.value.code == "context_length_exceeded"
+    assert "has 5 tokens and max_tokens is 2000: together at most 1000" in str(caught.value)
+
+
+def test_the_defaults_of_the_server() -> None:
+    with serving(defaults=Defaults(max_tokens=2, temp=0.5)) as server, client_of(server) as client:
+        answer = client.completions.create(model=MODEL, prompt="hello")
+        assert answer.choices[0].text == "he"
+        assert server.parrot.added[0].choice.temp == 0.5
+
+
+def test_32_clients_stream_at_once() -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        prompt = f"{number:02}:"
+        text = ""
+        stream = await client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=60, stream=True
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+        assert text == 20 * prompt
+        return text
+
+    async def ask_all(server: Serving) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
+        ) as client:
+            texts = await asyncio.gather(*(ask(client, number) for number in range(32)))
+        assert len(set(texts)) == 32
+
+    # All wait until all have come, then eight at a time are under way.
+    with serving(parrot=Parrot(at_once=8)) as server:
+        server.parrot.goes_on.clear()
+        running = asyncio.Runner()
+        with running:
+            task = running.get_loop().create_task(ask_all(server))
+
+            async def release() -> None:
+                while server.service.load().waiting < 32:
+                    await asyncio.sleep(0.01)
+                server.parrot.goes_on.set()
+                await task
+
+            running.run(release())
+        assert metric(server, 'shardmlx_texts_total{end="length"}') == 32
+        assert metric(server, "shardmlx_generated_tokens_total") == 32 * 60
+
+
+# What does not go well.
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    with serving(most_open=2) as server, client_of(server) as client:
+        server.parrot.goes_on.clear()
+        with client.completions.create(model=MODEL, prompt="hello", n=2, stream=True):
+            server.until(lambda: server.service.load().waiting == 2)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model=MODEL, prompt="hello")
+            assert caught.value.code == "queue_full"
+            assert caught.value.response.headers["retry-after"] == "2"
+
+
+def test_of_several_texts_all_are_taken_or_none() -> None:
+    with serving(most_open=3) as server, client_of(server) as client:
+        server.parrot.goes_on.clear()
+        with client.completions.create(model=MODEL, prompt="hello", n=2, stream=True):
+            server.until(lambda: len(server.parrot.added) == 2)
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(model=MODEL, prompt="hello", n=2)
+            server.until(lambda: server.parrot.cancelled == [2])
+            with pytest.raises(openai.BadRequestError, match=r"for 4 texts: at most 3"):
+                client.completions.create(model=MODEL, prompt="hello", n=4)
+
+
+def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
+    async def ask(client: openai.AsyncOpenAI, streams: bool) -> str:
+        try:
+            if not streams:
+                await client.completions.create(model=MODEL, prompt="hello")
+                return "an answer"
+            got = ""
+            async for chunk in await client.chat.completions.create(
+                model=MODEL,
+                messages=[USER],
+                stream=True,
+            ):
+                got += chunk.choices[0].delta.content or ""
+            return f"a stream that seemed whole: {got}"
+        except openai.InternalServerError as error:
+            return f"status {error.status_code}: {error.body['message']}"  # type: ignore[index]
+        except openai.APIError as error:
+            return f"event: {error.message}"
+
+    async def ask_all(server: Serving) -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
+        ) as client:
+            tasks = [asyncio.create_task(ask(client, place % 2 == 0)) for place in range(32)]
+            while len(server.parrot.added) < 32:
+                await asyncio.sleep(0.01)
+            server.parrot.fails = "rank 1 on elsewhere is lost"
+            return await asyncio.gather(*tasks)
+
+    with serving(parrot=Parrot(at_once=8, steps=5)) as server:
+        ends = asyncio.run(ask_all(server))
+        why = "no text is generated any more: rank 1 on elsewhere is lost"
+        assert ends == [f"event: {why}", f"status 503: {why}"] * 16
+        health = httpx.get(f"{server.address}/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "ended", "reason": "rank 1 on elsewhere is lost"}
+        assert post(server).status_code == 503
+        assert metric(server, 'shardmlx_texts_total{end="error"}') == 32
+        assert metric(server, "shardmlx_up") == 0
+
+
+def test_a_stream_that_fails_is_not_done() -> None:
+    with serving(parrot=Parrot(steps=2)) as server:
+        body = {"prompt": "hello", "stream": True}
+        with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "h"
+            server.parrot.fails = "a fault"
+            rest = [line for line in lines if line]
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert error["type"] == "server_error"
+        assert error["code"] == "service_ended"
+        assert "data: [DONE]" not in rest
+
+
+def test_a_finished_stream_is_done(shared: Serving) -> None:
+    response = post(shared, {"prompt": "hello", "stream": True, "max_tokens": 1})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-store"
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None:
+    tokens = [10, 13, 28, 133 - 64, 104]
+    response = post(shared, {"prompt": tokens, "stream": True, "max_tokens": 5})
+    events = [line for line in response.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in events)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/v1/completions", "GET", 405),
+        ("/v1/chat/completions", "DELETE", 405),
+        ("/v1/models", "POST", 405),
+        ("/health", "POST", 405),
+        ("/v1/embeddings", "POST", 404),
+        ("/v1/models/", "GET", 404),
+        ("/../etc/passwd", "GET", 404),
+        ("/favicon.ico", "GET", 404),
+    ],
+)
+def test_paths_and_methods_that_are_not(
+    shared: Serving, path: str, method: str, status: int
+) -> None:
+    response = httpx.request(method, shared.address + path)
+    assert response.status_code == status
+    assert error_of(response)["type"] == "invalid_request_error"
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_a_fault_of_our_own_is_an_error_too(
+    shared: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.service, "submit", lambda request: 1 / 0)
+    response = post(shared)
+    assert response.status_code == 500
+    assert error_of(response)["message"] == "a fault of the server: its log has more"
+
+
+def test_malformed_json(shared: Serving) -> None:
+    response = post(shared, b'{"prompt": ')
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith("the body is no JSON: ")
+
+
+# Who may ask.
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Serving]:
+    with serving(api_key=KEY) as server:
+        yield server
+
+
+def test_the_right_key_opens(locked: Serving) -> None:
+    with client_of(locked, KEY) as client:
+        assert client.completions.create(model=MODEL, prompt="hello", max_tokens=1)
+        assert client.models.list().data
+    headers = {"authorization": f"bearer {KEY}"}
+    assert httpx.get(f"{locked.address}/metrics", headers=headers).status_code == 200
+
+
+def test_a_wrong_key_does_not(locked: Serving) -> None:
+    with client_of(locked, "sesamo") as client:
+        with pytest.raises(openai.AuthenticationError, match=r"the API key is wrong"):
+            client.completions.create(model=MODEL, prompt="hello")
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "//", "/health/"])
+@pytest.mark.parametrize(
+    "given", [None, "", KEY, "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"]
+)
+def test_no_key_opens_nothing(locked: Serving, path: str, given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given.encode("latin-1")}
+    response = httpx.get(locked.address + path, headers=headers)  # type: ignore[arg-type]
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert error_of(response)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_the_page_and_health_need_no_key(locked: Serving, path: str) -> None:
+    assert httpx.get(locked.address + path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+def test_what_any_page_could_post_is_refused(shared: Serving, kind: str) -> None:
+    response = post(shared, headers={"content-type": kind})
+    assert response.status_code == 415
+    assert "send it with 'Content-Type: application/json'" in error_of(response)["message"]
+
+
+def test_json_may_name_its_character_set(shared: Serving) -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert post(shared, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "["])
+def test_a_name_that_somebody_pointed_at_this_machine_is_refused(
+    shared: Serving, host: str
+) -> None:
+    for path in ("/", "/health", "/v1/models"):
+        response = httpx.get(shared.address + path, headers={"host": host})
+        assert response.status_code == 421
+        assert error_of(response)["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:8080"])
+def test_names_of_this_machine_are_taken(shared: Serving, host: str) -> None:
+    assert httpx.get(f"{shared.address}/health", headers={"host": host}).status_code == 200
+
+
+def test_no_other_site_may_use_the_api(shared: Serving) -> None:
+    headers = {"origin": "https://site.example", "access-control-request-method": "POST"}
+    response = httpx.options(f"{shared.address}/v1/completions", headers=headers)
+    assert response.status_code == 405
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_sites_that_are_allowed_may() -> None:
+    site = {"origin": "https://site.example"}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    with serving(api_key=KEY, origins=["https://site.example"]) as server:
+        path = f"{server.address}/v1/completions"
+        preflight = httpx.options(path, headers={**site, **asked})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://site.example"
+        assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
+        refused = httpx.post(path, headers=site)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://site.example"
+        other = {**asked, "origin": "https://other.example"}
+        assert httpx.options(path, headers=other).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nothing"])
+def test_headers_of_every_answer(shared: Serving, path: str) -> None:
+    headers = httpx.get(shared.address + path).headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "server" not in headers
+
+
+# The page, and numbers.
+
+
+def test_the_page_is_served_and_kept_while_it_is_the_same(shared: Serving) -> None:
+    page = httpx.get(shared.address)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert page.headers["cache-control"] == "no-cache"
+    assert "<!doctype html>" in page.text
+    again = httpx.get(shared.address, headers={"if-none-match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_metrics_count_requests_texts_and_tokens() -> None:
+    with serving() as server:
+        post(server, {"prompt": "hello.", "max_tokens": 9})
+        post(server, {"prompt": "hello", "max_tokens": 3})
+        post(server, {"prompt": ""})
+        httpx.get(f"{server.address}/anything/{'x' * 100}")
+        text = httpx.get(f"{server.address}/metrics")
+        assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
+        for name, value in {
+            'shardmlx_requests_total{endpoint="/v1/completions",status="200"}': 2,
+            'shardmlx_requests_total{endpoint="/v1/completions",status="400"}': 1,
+            'shardmlx_requests_total{endpoint="other",status="404"}': 1,
+            'shardmlx_texts_total{end="stop"}': 1,
+            'shardmlx_texts_total{end="length"}': 1,
+            "shardmlx_prompt_tokens_total": 11,
+            "shardmlx_cached_tokens_total": 5,
+            "shardmlx_generated_tokens_total": 9,
+            "shardmlx_time_to_first_token_seconds_count": 2,
+            "shardmlx_time_between_tokens_seconds_count": 7,
+            "shardmlx_texts_under_way": 0,
+            "shardmlx_texts_waiting": 0,
+            "shardmlx_kept_tokens": 7,
+            "shardmlx_up": 1,
+        }.items():
+            assert f"\n{name} {value:.1f}\n" in text.text, name
+        assert "xxx" not in text.text
+
+
+def test_metrics_have_the_memory_of_each_rank() -> None:
+    limits = [
+        MemoryLimits(PlannedMemory(peak, 100), memory, 10, None, ("", "", ""))
+        for peak, memory in ((700, 900), (600, 800))
+    ]
+    memory = Memory(("mac1", "mac2"), limits, lambda: 650)
+    text = Metrics(TextService(1, 10), memory).exposition().decode()
+    for name, value in {
+        'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
+        'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,
+        'memory_limit_bytes{host="mac2",rank="1"}': 800,
+        'peak_memory_bytes{host="mac1",rank="0"}': 650,
+    }.items():
+        assert f"\nshardmlx_{name} {value:.1f}\n" in text, name
+    assert 'shardmlx_peak_memory_bytes{host="mac2"' not in text
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    with serving() as one, serving() as other:
+        post(one)
+        assert metric(one, "shardmlx_generated_tokens_total") == 3
+        assert metric(other, "shardmlx_generated_tokens_total") == 0

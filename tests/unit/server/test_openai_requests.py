@@ -1,0 +1,455 @@
+"""What is read of a request's body, and what is refused."""
+
+import json
+from fnmatch import fnmatchcase
+from itertools import count
+from typing import Any
+
+import pytest
+
+from shardmlx.inference.sampling_params import Choice
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_requests import Defaults, Order, Terms, read_chat, read_completion
+from shardmlx.server.request_queue import TextRequest
+from tests.helpers.http_serving import Letters
+
+HELLO = tuple(map(ord, "hello"))
+
+
+def terms(**changes: Any) -> Terms:
+    return Terms(
+        **{"model": "ours", "vocabulary": 128, "most_tokens": 600, "most_texts": 8, **changes}
+    )
+
+
+def chat(body: dict[str, Any] | None = None, /, **parameters: Any) -> Order:
+    messages = [{"role": "user", "content": "hello"}]
+    whole = {"messages": messages, **(body or {}), **parameters}
+    return read_chat(json.dumps(whole).encode(), Letters(), terms())
+
+
+def completion(**parameters: Any) -> Order:
+    whole = {"prompt": "hello", **parameters}
+    return read_completion(json.dumps(whole).encode(), Letters(), terms())
+
+
+def refusal(kind: Any, /, **parameters: Any) -> tuple[str | None, str]:
+    """Parameter and message."""
+    with pytest.raises(ApiError) as caught:
+        kind(**parameters)
+    assert caught.value.status == 400
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 300
+    return caught.value.param, message
+
+
+def only(order: Order) -> TextRequest:
+    (request,) = order.requests
+    return request
+
+
+def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    defaults = Defaults(max_tokens=99, temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
+    order = read_chat(body, Letters(), terms(defaults=defaults))
+    assert order == Order(
+        requests=(
+            TextRequest(
+                tokens=HELLO,
+                max_tokens=99,
+                choice=Choice(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
+            ),
+        ),
+        n=1,
+        stream=False,
+        include_usage=False,
+        logprobs=None,
+    )
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    names = [
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "seed",
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "user",
+        "reasoning_effort",
+    ]
+    assert only(chat(dict.fromkeys(names))) == TextRequest(tokens=HELLO, max_tokens=512)
+
+
+def test_all_that_is_understood() -> None:
+    order = chat(
+        model="ours",
+        max_tokens=7,
+        temperature=1,
+        top_p=0.5,
+        min_p=0.25,
+        top_k=3,
+        seed=11,
+        stop=["a", "b"],
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        logit_bias={"65": -100, "66": 2.5},
+        repetition_penalty=1.5,
+        repetition_context_size=2,
+        presence_penalty=-1,
+        presence_context_size=3,
+        frequency_penalty=0.5,
+        frequency_context_size=4,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    assert only(order) == TextRequest(
+        tokens=HELLO,
+        max_tokens=7,
+        stop=("a", "b"),
+        choice=Choice(
+            temp=1.0,
+            top_p=0.5,
+            min_p=0.25,
+            top_k=3,
+            seed=11,
+            logit_bias=((65, -100.0), (66, 2.5)),
+            repetition_penalty=1.5,
+            repetition_context_size=2,
+            presence_penalty=-1.0,
+            presence_context_size=3,
+            frequency_penalty=0.5,
+            frequency_context_size=4,
+            context=tuple(map(ord, "ello")),
+            logprobs=5,
+        ),
+    )
+    assert order.stream
+    assert order.include_usage
+    assert order.logprobs == 5
+
+
+def test_penalties_look_back_into_the_prompt_as_far_as_mlx_lm_does() -> None:
+    prompt = "0123456789abcdefghijklmnop"
+    choice = only(completion(prompt=prompt, presence_penalty=1)).choice
+    assert choice.context == tuple(map(ord, prompt[-20:]))
+
+
+def test_of_many_texts_each_has_a_random_stream_of_its_own() -> None:
+    seeded = completion(prompt=["a", "b"], n=2, seed=5)
+    assert [chr(each.tokens[0]) for each in seeded.requests] == ["a", "a", "b", "b"]
+    assert [each.choice.seed for each in seeded.requests] == [5, 5, 5, 5]
+    assert [each.choice.stream for each in seeded.requests] == [0, 1, 0, 1]
+    assert seeded.n == 2
+
+
+def test_requests_without_a_seed_share_no_random_stream() -> None:
+    of_the_server = terms(streams=count())
+    orders = [
+        read_completion(b'{"prompt": "a", "n": 2}', Letters(), of_the_server) for _ in range(2)
+    ]
+    choices = [each.choice for order in orders for each in order.requests]
+    assert [choice.seed for choice in choices] == [None] * 4
+    assert [choice.stream for choice in choices] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("seed", "is_taken_as"), [(-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+def test_seeds_have_64_bits(seed: int, is_taken_as: int) -> None:
+    assert only(chat(seed=seed)).choice.seed == is_taken_as
+
+
+def test_a_temperature_of_almost_nothing_takes_the_likeliest() -> None:
+    assert only(chat(temperature=1e-9)).choice.is_greedy
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 128, 100_000])
+def test_top_k_of_all_tokens_leaves_none_out(top_k: int) -> None:
+    assert only(chat(top_k=top_k)).choice.top_k == 0
+
+
+@pytest.mark.parametrize("name", ["ours", "default", "default_model", None])
+def test_names_of_the_model(name: str | None) -> None:
+    assert only(chat(model=name)).tokens == HELLO
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(
+        ApiError, match=r"^the model 'gpt-5' is not served here: ask for 'ours'$"
+    ) as e:
+        chat(model="gpt-5")
+    assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
+
+
+def test_max_tokens_has_two_names() -> None:
+    assert only(chat(max_completion_tokens=3)).max_tokens == 3
+    assert only(chat(max_completion_tokens=3, max_tokens=3)).max_tokens == 3
+    assert refusal(chat, max_completion_tokens=3, max_tokens=4) == (
+        "max_tokens",
+        "max_tokens is 4 and max_completion_tokens 3: give one of them",
+    )
+
+
+def test_the_default_gives_way_to_a_long_prompt_but_not_what_was_asked_for() -> None:
+    assert only(completion(prompt=500 * "a")).max_tokens == 100
+    assert only(completion(prompt=500 * "a", max_tokens=200)).max_tokens == 200
+    assert only(completion(prompt=700 * "a")).max_tokens == 1
+
+
+def test_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert only(chat(messages=[{"role": "user", "content": parts}])).tokens == HELLO
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+        "audio": None,
+        "tool_calls": None,
+        "function_call": None,
+        "annotations": None,
+    }
+    order = chat(messages=[{"role": "user", "content": "?"}, answer])
+    assert only(order).tokens == HELLO
+
+
+def test_developers_are_systems_to_templates() -> None:
+    seen = []
+
+    class Seeing(Letters):
+        def chat(self, messages: Any, **arguments: Any) -> tuple[int, ...]:
+            seen.extend(messages)
+            return HELLO
+
+    body = json.dumps(
+        {
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": "hi", "name": "Ann"},
+            ]
+        }
+    )
+    read_chat(body.encode(), Seeing(), terms())
+    assert seen == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi", "name": "Ann"},
+    ]
+
+
+def test_arguments_of_the_chat_template() -> None:
+    assert only(chat(chat_template_kwargs={"instead": "x"})).tokens == (ord("x"),)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools"])
+def test_arguments_that_are_the_servers_are_refused(name: str) -> None:
+    param, message = refusal(chat, chat_template_kwargs={name: "{{ 1 }}"})
+    assert param == f"chat_template_kwargs.{name}"
+    assert message == f"{name} is no variable of a chat template: leave it out"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99]], ["ab", "c"]),
+    ],
+)
+def test_prompts_are_texts_or_tokens(prompt: Any, prompts: list[str]) -> None:
+    order = completion(prompt=prompt)
+    assert ["".join(map(chr, each.tokens)) for each in order.requests] == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], {}, 5, [1, "a"], [1.5], [True], [[1], []], None])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    param, message = refusal(completion, prompt=prompt)
+    assert param == "prompt"
+    assert "give a text, a list of texts, a list of token ids, or a list of such lists" in message
+
+
+def test_logprobs_of_completions_are_a_number() -> None:
+    assert only(completion(logprobs=3)).choice.logprobs == 3
+    assert only(completion(logprobs=0)).choice.logprobs == 0
+    assert only(completion()).choice.logprobs is None
+    assert refusal(completion, logprobs=True)[0] == "logprobs"
+
+
+def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
+    assert only(chat(logprobs=True)).choice.logprobs == 0
+    assert only(chat(logprobs=False)).choice.logprobs is None
+    assert refusal(chat, top_logprobs=2) == (
+        "top_logprobs",
+        "top_logprobs is for requests with logprobs: true",
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param", "message"),
+    [
+        ({"temperature": "hot"}, "temperature", "temperature: * (it is 'hot')"),
+        ({"temperature": -1}, "temperature", "temperature: * (it is -1)"),
+        ({"top_p": 0}, "top_p", "top_p: * (it is 0)"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens: * (it is 0)"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens: * (it is '5')"),
+        ({"stream": "yes"}, "stream", "stream: * (it is 'yes')"),
+        ({"stop": [""]}, "stop", "stop: give a text, or a list of texts, that are not empty"),
+        (
+            {"stop": 5},
+            "stop",
+            "stop: give a text, or a list of texts, that are not empty (it is 5)",
+        ),
+        ({"stop": 17 * ["a"]}, "stop", "stop: at most 16 texts of 500 characters are looked for"),
+        (
+            {"logit_bias": {"a": 1}},
+            "logit_bias",
+            'logit_bias: give an object of token ids and numbers, like {"42": -100}',
+        ),
+        (
+            {"logit_bias": {"5": 101}},
+            "logit_bias",
+            "logit_bias: a bias is a number from -100 to 100, not 101",
+        ),
+        (
+            {"logit_bias": {"128": 1}},
+            "logit_bias",
+            "logit_bias: token ids are from 0 to 127, not 128",
+        ),
+        ({"n": 9}, "n", "the request is for 9 texts: at most 8 are served at a time"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options",
+            "stream_options is for requests with stream: true",
+        ),
+        ({"messages": []}, "messages", "messages: *"),
+        ({"messages": None}, "messages", "messages: * (it is None)"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages.0.role",
+            "messages.0.role: * (it is 'tool')",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "messages.0.content: a part is of type 'image_url': only text is *",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            "messages",
+            "the chat template does not take it: begin with a user",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ""}]},
+            "messages",
+            "the prompt has no tokens: give a longer text",
+        ),
+    ],
+)
+def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, message: str) -> None:
+    """The words of pydantic, for which the star stands, are its own."""
+    where, said = refusal(chat, **parameters)
+    assert where == param
+    assert fnmatchcase(said, message.replace("[", "[[]"))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        {"response_format": {"type": "json_object"}},
+        {"modalities": ["text", "audio"]},
+        {"reasoning_effort": "low"},
+        {"best_of": 3},
+        {"a_parameter_of_tomorrow": 1},
+    ],
+)
+def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any]) -> None:
+    (name,) = parameters
+    message = f"{name} is not supported by this server: leave it out"
+    assert refusal(chat, **parameters) == (name, message)
+
+
+def test_also_within_messages_and_stream_options() -> None:
+    call = [{"role": "assistant", "content": "x", "tool_calls": [{}]}]
+    assert refusal(chat, messages=call)[0] == "messages.0.tool_calls"
+    options = {"continuous_usage_stats": True}
+    param, _ = refusal(chat, stream=True, stream_options=options)
+    assert param == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"user": "ann", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+        {"modalities": ["text"], "best_of": 1},
+    ],
+)
+def test_what_changes_nothing_is_let_pass(parameters: dict[str, Any]) -> None:
+    assert only(chat(**parameters)).tokens == HELLO
+
+
+def test_completions_neither_echo_nor_insert() -> None:
+    assert only(completion(echo=False, suffix="")).tokens == HELLO
+    assert refusal(completion, echo=True)[0] == "echo"
+    assert refusal(completion, suffix="end")[0] == "suffix"
+
+
+def test_tokens_of_a_prompt_are_those_of_the_vocabulary() -> None:
+    """Another would be read from memory that is not the model's."""
+    assert refusal(completion, prompt=[5, 128]) == (
+        "prompt",
+        "prompt: token ids are from 0 to 127, not 128",
+    )
+    assert refusal(completion, prompt=[-1])[0] == "prompt"
+
+
+def test_prompts_count_as_texts() -> None:
+    assert refusal(completion, prompt=["a", "b", "c"], n=3) == (
+        "n",
+        "the request is for 9 texts: at most 8 are served at a time",
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe{}",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"prompt": "a", "max_tokens": 1' + 9999 * b"0" + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "logit_bias": {"1": 1e999}}',
+        b'{"prompt": "a", "logit_bias": {"' + 9999 * b"9" + b'": 1}}',
+        b'{"prompt": [' + 400 * b"9" + b"]}",
+        b'{"prompt": "a", "' + 9999 * b"x" + b'": 1}',
+    ],
+)
+def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
+    refusal(lambda: read_completion(body, Letters(), terms()))

@@ -1,0 +1,214 @@
+"""Pieces of texts in the forms of OpenAI's API."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from shardmlx.inference.sampling_params import Chosen
+from shardmlx.server.openai_requests import Order
+from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
+from shardmlx.server.request_queue import Piece, TextRequest
+
+WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
+
+
+def order(
+    *, texts: int = 1, n: int = 1, include_usage: bool = False, logprobs: int | None = None
+) -> Order:
+    requests = [
+        TextRequest(tokens=(number // n,) * (10 + number // n), max_tokens=9)
+        for number in range(texts)
+    ]
+    return Order(
+        requests=tuple(requests),
+        n=n,
+        stream=True,
+        include_usage=include_usage,
+        logprobs=logprobs,
+    )
+
+
+def chat(**options: Any) -> ChatReply:
+    return ChatReply(order(**options), "ours", WORDS.__getitem__)
+
+
+def completion(**options: Any) -> CompletionReply:
+    return CompletionReply(order(**options), "ours", WORDS.__getitem__)
+
+
+def chunks(reply: Reply, *pieces: tuple[int, Piece]) -> list[dict[str, Any]]:
+    """All of a stream, without what is the same in all."""
+    sent = [*reply.opening()]
+    for index, piece in pieces:
+        sent += reply.add(index, piece)
+    sent += reply.closing()
+    return [{name: chunk[name] for name in chunk.keys() - reply.head.keys()} for chunk in sent]
+
+
+def delta(delta: dict[str, str], reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def test_a_chat_in_chunks() -> None:
+    pieces = [Piece("Hi", (), 1), Piece("", (), 2), Piece("!", (), 3, 0, "stop")]
+    assert chunks(chat(), *((0, piece) for piece in pieces)) == [
+        delta({"role": "assistant", "content": ""}),
+        delta({"content": "Hi"}),
+        delta({"content": "!"}),
+        delta({}, "stop"),
+    ]
+
+
+def test_a_completion_in_chunks() -> None:
+    def part(text: str, reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        return {"object": "text_completion", "choices": [choice]}
+
+    pieces = [Piece("Hi", (), 1), Piece(" there", (), 3, 0, "length")]
+    assert chunks(completion(), *((0, piece) for piece in pieces)) == [
+        part("Hi", None),
+        part(" there", None),
+        part("", "length"),
+    ]
+
+
+def test_chunks_have_one_head() -> None:
+    reply = chat()
+    sent = [*reply.opening(), *reply.add(0, Piece("Hi", (), 1, 0, "stop"))]
+    heads = [{name: chunk[name] for name in ("id", "created", "model")} for chunk in sent]
+    assert heads == [reply.head] * 3
+    assert reply.head["id"].startswith("chatcmpl-")
+    assert completion().head["id"].startswith("cmpl-")
+
+
+def test_several_texts_are_told_apart_by_their_index() -> None:
+    pieces = [
+        (1, Piece("b", (), 1)),
+        (0, Piece("a", (), 1, 0, "stop")),
+        (1, Piece("c", (), 2, 0, "length")),
+    ]
+    assert chunks(chat(texts=2, n=2), *pieces) == [
+        delta({"role": "assistant", "content": ""}, index=0),
+        delta({"role": "assistant", "content": ""}, index=1),
+        delta({"content": "b"}, index=1),
+        delta({"content": "a"}, index=0),
+        delta({}, "stop", index=0),
+        delta({"content": "c"}, index=1),
+        delta({}, "length", index=1),
+    ]
+
+
+def test_usage_comes_last_and_is_null_before() -> None:
+    *before, last = chunks(completion(include_usage=True), (0, Piece("Hi", (), 1, 8, "stop")))
+    assert [chunk["usage"] for chunk in before] == [None, None]
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 1,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+
+
+def test_a_prompt_counts_once_however_many_texts_are_made_of_it() -> None:
+    reply = completion(texts=4, n=2)
+    for index, cached in enumerate((3, 9, 5, 5)):
+        list(reply.add(index, Piece("x", (), 2 + index, cached, "stop")))
+    assert reply.usage == {
+        "prompt_tokens": 10 + 11,
+        "completion_tokens": 2 + 3 + 4 + 5,
+        "total_tokens": 35,
+        "prompt_tokens_details": {"cached_tokens": 3 + 5},
+    }
+
+
+def test_whole_replies() -> None:
+    replies = [chat(), completion()]
+    for reply in replies:
+        for piece in (Piece("Hi", (), 1), Piece(" there", (), 2), Piece("", (), 3, 0, "stop")):
+            list(reply.add(0, piece))
+    of_chat, of_completion = (reply.whole for reply in replies)
+    assert of_chat["object"] == "chat.completion"
+    assert of_chat["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hi there", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert of_chat["usage"]["completion_tokens"] == 3
+    assert of_completion["object"] == "text_completion"
+    assert of_completion["choices"] == [
+        {"index": 0, "text": "Hi there", "logprobs": None, "finish_reason": "stop"}
+    ]
+
+
+def test_logprobs_of_a_chat() -> None:
+    reply = chat(logprobs=2)
+    chosen = Chosen(1, -0.25, ((1, -0.25), (4, -1.5)))
+    (chunk,) = reply.add(0, Piece("Hi", (chosen,), 1))
+    expected = {
+        "content": [
+            {
+                "token": "Hi",
+                "logprob": -0.25,
+                "bytes": [72, 105],
+                "top_logprobs": [
+                    {"token": "Hi", "logprob": -0.25, "bytes": [72, 105]},
+                    {"token": "é", "logprob": -1.5, "bytes": [195, 169]},
+                ],
+            }
+        ]
+    }
+    assert chunk["choices"][0]["logprobs"] == expected
+    list(reply.add(0, Piece("", (), 2, 0, "stop")))
+    assert reply.whole["choices"][0]["logprobs"] == expected
+
+
+def test_a_part_of_a_character_has_no_bytes_and_still_its_logprob() -> None:
+    """Although there is no text yet."""
+    (chunk,) = chat(logprobs=0).add(0, Piece("", (Chosen(3, -1.0),), 1))
+    (token,) = chunk["choices"][0]["logprobs"]["content"]
+    assert token == {
+        "token": "\N{REPLACEMENT CHARACTER}",
+        "logprob": -1.0,
+        "bytes": None,
+        "top_logprobs": [],
+    }
+
+
+def test_logprobs_of_a_completion() -> None:
+    reply = completion(logprobs=1)
+    list(reply.add(0, Piece("Hi", (Chosen(1, -0.5, ((1, -0.5),)),), 1)))
+    both = (Chosen(2, -1.0, ((4, -0.75),)), Chosen(4, -2.0, ((5, -0.125),)))
+    list(reply.add(0, Piece(" thereé", both, 3, 0, "length")))
+    assert reply.whole["choices"][0]["logprobs"] == {
+        "tokens": ["Hi", " there", "é"],
+        "token_logprobs": [-0.5, -1.0, -2.0],
+        "top_logprobs": [
+            {"Hi": -0.5},
+            {"é": -0.75, " there": -1.0},  # the chosen one is always among them
+            {"Hi": -0.125, "é": -2.0},
+        ],
+        "text_offset": [0, 2, 8],
+    }
+
+
+def test_of_tokens_that_read_alike_the_likelier_is_shown() -> None:
+    reply = completion(logprobs=2)
+    list(reply.add(0, Piece("Hi", (Chosen(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
+    (top,) = reply.texts[0].logprobs["top_logprobs"]
+    assert top == {"Hi": -0.5}
+
+
+@pytest.mark.parametrize("impossible", [-math.inf, math.nan])
+def test_json_has_no_infinity(impossible: float) -> None:
+    (chunk,) = chat(logprobs=1).add(0, Piece("Hi", (Chosen(1, -0.5, ((4, impossible),)),), 1))
+    json.dumps(chunk, allow_nan=False)
+    (token,) = chunk["choices"][0]["logprobs"]["content"]
+    assert token["top_logprobs"][0]["logprob"] == -9999.0

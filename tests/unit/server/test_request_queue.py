@@ -1,0 +1,273 @@
+"""Requests from an event loop, pieces from the thread that generates."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shardmlx.server.request_queue import (
+    Answer,
+    Piece,
+    QueueFull,
+    RequestTooLong,
+    ServiceEnded,
+    ServiceLoad,
+    TextRequest,
+    TextService,
+)
+from tests.helpers.http_serving import Parrot
+
+Session = Callable[[TextService, Parrot], Awaitable[None]]
+
+
+def run(session: Session, parrot: Parrot | None = None, most_open: int = 8) -> BaseException | None:
+    """A session against a service that runs; what ``TextService.run`` raised."""
+    parrot = parrot or Parrot()
+    service = TextService(most_open, most_tokens=100)
+    raised: list[BaseException | None] = []
+
+    def generate() -> None:
+        try:
+            service.run(parrot)
+            raised.append(None)
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=generate)
+
+    async def both() -> None:
+        thread.start()
+        try:
+            await session(service, parrot)
+        finally:
+            service.close(0)
+            await asyncio.to_thread(thread.join)
+
+    asyncio.run(both())
+    return raised[0]
+
+
+def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> TextRequest:
+    return TextRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
+
+
+async def text_of(answer: Answer) -> str:
+    return "".join([piece.text async for piece in answer])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        pieces = [piece async for piece in service.submit(request("ab", 3))]
+        assert [piece.text for piece in pieces] == ["a", "b", "a"]
+        assert [piece.generated for piece in pieces] == [1, 2, 3]
+        assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
+
+    assert run(session) is None
+
+
+def test_texts_asked_for_together_do_not_mix() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        answers = [service.submit(request(letter)) for letter in "abcdefgh"]
+        assert await asyncio.gather(*map(text_of, answers)) == [6 * letter for letter in "abcdefgh"]
+
+    run(session)
+
+
+def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        prompts = [chr(ord("a") + place) for place in range(8)]
+        await asyncio.gather(*(text_of(service.submit(request(each))) for each in prompts))
+        assert [chr(each.tokens[0]) for each in parrot.added] == prompts
+        assert len(parrot.threads) == 1
+        assert threading.get_ident() not in parrot.threads
+
+    run(session)
+
+
+def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        parrot.goes_on.clear()
+        answers = [service.submit(request("a")) for _ in range(2)]
+        with pytest.raises(QueueFull, match=r"^2 requests are open already: try again later$"):
+            service.submit(request("a"))
+        parrot.goes_on.set()
+        await asyncio.gather(*map(text_of, answers))
+        assert await text_of(service.submit(request("a"))) == "aaaaaa"
+
+    run(session, most_open=2)
+
+
+def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        with pytest.raises(
+            RequestTooLong,
+            match=r"^the prompt has 60 tokens and max_tokens is 41: together at most 100 are ser",
+        ):
+            service.submit(request(60 * "a", 41))
+        assert await text_of(service.submit(request(60 * "a", 40))) == 40 * "a"
+
+    run(session)
+
+
+def test_load_counts_texts_from_their_first_piece() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        assert service.load() == ServiceLoad(0, 0, 0)
+        answers = [service.submit(request("a")) for _ in range(3)]
+        await until(lambda: service.load() == ServiceLoad(1, 2, 7))
+        parrot.goes_on.set()
+        await asyncio.gather(*map(text_of, answers))
+        assert service.load() == ServiceLoad(0, 0, 7)
+
+    run(session, Parrot(at_once=1, steps=1))
+
+
+def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        first, second = (service.submit(request("a")) for _ in range(2))
+        await until(lambda: service.load() == ServiceLoad(1, 1, 7))
+        second.cancel()
+        await until(lambda: parrot.cancelled == [1])
+        first.cancel()
+        await until(lambda: parrot.cancelled == [1, 0])
+        assert service.load() == ServiceLoad(0, 0, 7)
+
+    run(session, Parrot(at_once=1, steps=1))
+
+
+def test_cancelled_at_once_is_added_and_cancelled() -> None:
+    """The generator need not know numbers that it never had."""
+
+    async def session(service: TextService, parrot: Parrot) -> None:
+        parrot.goes_on.clear()
+        service.submit(request("a")).cancel()
+        await until(lambda: parrot.cancelled == [0])
+        assert len(parrot.added) == 1
+
+    run(session)
+
+
+def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        answer = service.submit(request("a"))
+        await text_of(answer)
+        answer.cancel()
+        answer.cancel()
+        assert await text_of(service.submit(request("b"))) == "bbbbbb"
+        assert parrot.cancelled == []
+
+    run(session)
+
+
+def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        parrot.goes_on.clear()
+        answers = [service.submit(request("a")) for _ in range(3)]
+        parrot.fails = "rank 1 on there:\n is gone"
+        for answer in answers:
+            with pytest.raises(ServiceEnded, match=r"^rank 1 on there: is gone$"):
+                await text_of(answer)
+        assert service.ended == "rank 1 on there: is gone"
+        with pytest.raises(ServiceEnded, match=r"rank 1"):
+            service.submit(request("a"))
+
+    assert str(run(session)) == "rank 1 on there:\n is gone"
+
+
+def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        steps = iter([[(0, Piece("a", (), 1))]])
+        parrot.step = lambda: next(steps, None) or fail()  # type: ignore[method-assign]
+        pieces = aiter(service.submit(request("a")))
+        assert (await anext(pieces)).text == "a"
+        with pytest.raises(ServiceEnded, match=r"later"):
+            await anext(pieces)
+
+    def fail() -> list[tuple[int, Piece]]:
+        raise RuntimeError("later")
+
+    run(session)
+
+
+def test_close_lets_open_texts_end_and_takes_no_more() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        parrot.goes_on.clear()
+        answer = service.submit(request("a"))
+        service.close(60)
+        assert service.ended == "the server is stopping"
+        with pytest.raises(ServiceEnded, match=r"^the server is stopping$"):
+            service.submit(request("a"))
+        parrot.goes_on.set()
+        assert await text_of(answer) == "aaaaaa"
+
+    assert run(session) is None
+
+
+def test_close_with_a_deadline_ends_what_is_open_then() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        parrot.goes_on.clear()
+        answer = service.submit(request("a"))
+        service.close(60)
+        service.close(0.01)  # the shorter counts
+        with pytest.raises(ServiceEnded, match=r"^the server is stopping$"):
+            await text_of(answer)
+
+    assert run(session) is None
+
+
+def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
+    """However long the generator takes for its step."""
+
+    async def session(service: TextService, parrot: Parrot) -> None:
+        in_step, goes_on = threading.Event(), threading.Event()
+
+        def step() -> list[tuple[int, Piece]]:
+            in_step.set()
+            goes_on.wait(30)
+            return [(0, Piece("too late", (), 1))]
+
+        parrot.step = step  # type: ignore[method-assign]
+        answer = service.submit(request("a"))
+        await asyncio.to_thread(in_step.wait, 30)
+        service.fail("rank 1 is lost")
+        with pytest.raises(ServiceEnded, match=r"^rank 1 is lost$"):
+            await text_of(answer)
+        goes_on.set()
+        await until(lambda: service.load() == ServiceLoad(0, 0, 7))
+        ended.append(service)
+
+    ended: list[TextService] = []
+    assert run(session) is None
+    assert ended[0].ended == "rank 1 is lost"
+
+
+def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
+    async def session(service: TextService, parrot: Parrot) -> None:
+        service.close(60)
+
+    assert run(session) is None
+
+
+def test_nobody_need_listen_any_more() -> None:
+    """A loop that has ended does not end the service."""
+    parrot = Parrot()
+    service = TextService(8, most_tokens=100)
+    parrot.goes_on.clear()
+
+    async def ask() -> None:
+        service.submit(request("a"))
+
+    asyncio.run(ask())
+    thread = threading.Thread(target=service.run, args=(parrot,))
+    thread.start()
+    parrot.goes_on.set()
+    service.close(60)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert parrot.is_idle

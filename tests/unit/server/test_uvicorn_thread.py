@@ -1,0 +1,444 @@
+"""The server's connections: clients that vanish, dawdle, flood, and a server that stops."""
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from shardmlx.config.serve import ServeConfig
+from shardmlx.errors import UserError
+from shardmlx.server import app, packages, streaming, uvicorn_thread
+from shardmlx.server.packages import check_packages
+from shardmlx.server.uvicorn_thread import LOOPBACK, HttpServer, address_of, bind, trusted_hosts
+from tests.helpers.http_serving import Parrot, Serving, serving
+
+
+@contextmanager
+def connected(server: Serving) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        yield connection
+
+
+def head(path: str, *lines: str) -> bytes:
+    all_lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*all_lines, *lines, "", ""]).encode()
+
+
+def whole(stream: bool, **parameters: object) -> bytes:
+    body = json.dumps({"prompt": "hello", "stream": stream, **parameters}).encode()
+    return head("/v1/completions", f"Content-Length: {len(body)}") + body
+
+
+def received(connection: socket.socket) -> bytes:
+    """Up to the end of the connection."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def received_meanwhile(connection: socket.socket) -> Callable[[], bytes]:
+    """What comes up to the end, read at the same time; call it to wait for that."""
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(received(connection)))
+    thread.start()
+
+    def wait() -> bytes:
+        thread.join(30)
+        return got[0]
+
+    return wait
+
+
+def until(connection: socket.socket, what: bytes) -> bytes:
+    got = b""
+    while what not in got:
+        more = connection.recv(1 << 16)
+        assert more, f"the connection ended after {got!r}"
+        got += more
+    return got
+
+
+def send_until_it_breaks(connection: socket.socket, what: bytes) -> None:
+    with suppress(ConnectionError):
+        while True:
+            connection.sendall(what)
+            time.sleep(0.005)
+
+
+# Clients that go away.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_vanishes_while_waiting_is_cancelled(stream: bool) -> None:
+    with serving() as server:
+        server.parrot.goes_on.clear()
+        with connected(server) as connection:
+            connection.sendall(whole(stream))
+            server.until(lambda: server.service.load().waiting == 1)
+        server.until(lambda: server.parrot.cancelled == [0])
+        assert server.service.load().waiting == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_vanishes_in_the_middle_is_cancelled(stream: bool) -> None:
+    with serving(parrot=Parrot(steps=3)) as server:
+        with connected(server) as connection:
+            connection.sendall(whole(stream))
+            server.until(lambda: server.parrot.steps == 0)
+        server.until(lambda: server.parrot.cancelled == [0])
+
+
+def test_all_texts_of_who_vanishes_are_cancelled() -> None:
+    with serving(parrot=Parrot(steps=3)) as server:
+        with connected(server) as connection:
+            connection.sendall(whole(True, n=3))
+            until(connection, b"data:")
+        server.until(lambda: sorted(server.parrot.cancelled) == [0, 1, 2])
+
+
+def test_who_vanishes_counts_as_gone() -> None:
+    with serving(parrot=Parrot(steps=1)) as server:
+        for stream in (True, False):
+            with connected(server) as connection:
+                connection.sendall(whole(stream))
+                server.until(lambda: len(server.parrot.texts) == 1)
+            server.until(lambda: server.parrot.is_idle)
+        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 2.0\n'
+        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
+        assert (
+            'shardmlx_texts_total{end="cancelled"} 2.0'
+            in httpx.get(f"{server.address}/metrics").text
+        )
+
+
+def test_who_vanishes_in_the_middle_of_a_body_leaves_no_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving() as server:
+        with connected(server) as connection:
+            connection.sendall(head("/v1/completions", "Content-Length: 100") + b'{"prompt"')
+        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 1.0\n'
+        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
+        assert server.parrot.added == []
+    assert caplog.messages == []
+
+
+def test_who_does_not_read_holds_up_nobody() -> None:
+    """What it was to get is kept until its text has ended."""
+    with serving() as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(whole(True, n=60, max_tokens=900))
+        server.until(lambda: len(server.parrot.added) == 60)
+        answer = httpx.post(
+            f"{server.address}/v1/completions", json={"prompt": "hello", "max_tokens": 900}
+        )
+        assert answer.json()["choices"][0]["text"] == 180 * "hello"
+        server.until(lambda: server.parrot.is_idle)
+    assert server.parrot.cancelled == []
+
+
+def test_a_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
+    with serving() as server:
+        server.parrot.goes_on.clear()
+        with connected(server) as connection:
+            connection.sendall(whole(True, max_tokens=1))
+            until(connection, b": still here\n\n")
+            server.parrot.goes_on.set()
+            until(connection, b"data: [DONE]\n\n")
+
+
+# Bodies and heads that are too large, or too slow.
+
+
+def test_a_body_that_is_too_large_by_its_own_word_is_not_read() -> None:
+    with serving() as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 99999999999"))
+        answer = until(connection, b"}}")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"the body is larger than 4194304 bytes, the most that is read" in answer
+
+
+def test_a_body_that_is_not_wanted_is_not_asked_for() -> None:
+    with serving() as server:
+        with connected(server) as connection:
+            connection.sendall(
+                head("/v1/completions", "Content-Length: 9999999", "Expect: 100-continue")
+            )
+            assert until(connection, b"\r\n").startswith(b"HTTP/1.1 413 ")
+        body = b'{"prompt": "hello", "max_tokens": 1}'
+        with connected(server) as connection:
+            expect = head("/v1/completions", f"Content-Length: {len(body)}", "Expect: 100-continue")
+            connection.sendall(expect)
+            assert until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
+            connection.sendall(body)
+            assert until(connection, b"}}").startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_in_chunks_is_read_up_to_the_limit() -> None:
+    with serving(max_body_bytes=1000) as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked"))
+        connection.sendall(b"200\r\n" + 512 * b" " + b"\r\n")
+        connection.sendall(b"200\r\n" + 512 * b" " + b"\r\n")
+        assert until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_sends_all_of_a_huge_body_reads_why_it_was_refused() -> None:
+    with serving() as server:
+        for content in (iter([1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20]), None):
+            answer = httpx.post(
+                f"{server.address}/v1/completions",
+                content=5 * (1 << 20) * b"x" if content is None else (n * b"x" for n in content),
+                headers={"content-type": "application/json"},
+            )
+            assert answer.status_code == 413
+
+
+def test_a_body_that_goes_on_after_its_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving(max_body_bytes=10) as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked"))
+        send_until_it_breaks(connection, b"400\r\n" + 1024 * b"x" + b"\r\n")
+
+
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SECONDS_FOR_BODY", 0.05)
+    with serving() as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 100") + b"{")
+        answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body did not come within 0.05 seconds" in answer
+
+
+@pytest.mark.parametrize("given", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: "])
+def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch, given: bytes) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving() as server, connected(server) as connection:
+        connection.sendall(given)
+        assert received(connection) == b""
+
+
+def test_a_head_that_drips_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving() as server, connected(server) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        send_until_it_breaks(connection, b"X: y\r\n")
+
+
+def test_a_slow_answer_is_no_slow_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving() as server, connected(server) as connection:
+        server.parrot.goes_on.clear()
+        connection.sendall(whole(False, max_tokens=1))
+        time.sleep(0.2)
+        server.parrot.goes_on.set()
+        assert until(connection, b"}}").startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_is_no_http_is_refused_and_a_huge_head_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving() as server:
+        for nonsense in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", b"GET / " + 99999 * b"x"):
+            with connected(server) as connection:
+                connection.sendall(nonsense)
+                assert until(connection, b"\r\n").startswith(b"HTTP/1.1 400 ")
+        assert httpx.get(f"{server.address}/health").status_code == 200
+    assert set(caplog.messages) == {"Invalid HTTP request received."}
+
+
+def test_requests_share_a_connection() -> None:
+    with serving() as server, connected(server) as connection:
+        for _ in range(3):
+            connection.sendall(whole(False, max_tokens=1))
+            assert until(connection, b"}}}").startswith(b"HTTP/1.1 200 ")
+
+
+# Starting and stopping.
+
+
+def test_stopping_ends_open_streams_with_an_error_and_closes_the_port() -> None:
+    with serving(parrot=Parrot(steps=2)) as server:
+        with connected(server) as connection:
+            connection.sendall(whole(True))
+            until(connection, b'"e"')
+            server.service.close(0)
+            rest = received_meanwhile(connection)
+            server.server.stop(30)
+            said = rest()
+        assert b"no text is generated any more: the server is stopping" in said
+        assert b"[DONE]" not in said
+        assert said.endswith(b"0\r\n\r\n")
+        assert not server.server.is_alive
+        with pytest.raises(OSError, match=r"refused"):
+            socket.create_connection(("127.0.0.1", server.port))
+
+
+def test_stopping_gives_open_texts_their_time() -> None:
+    with serving(parrot=Parrot(steps=2)) as server, connected(server) as connection:
+        connection.sendall(whole(True, max_tokens=4))
+        until(connection, b'"e"')
+        server.service.close(30)
+        assert httpx.get(f"{server.address}/health").status_code == 503
+        server.parrot.goes_on.set()
+        said = until(connection, b"data: [DONE]\n\n")
+        assert b'"finish_reason": "length"' in said
+
+
+def test_who_does_not_read_cannot_keep_the_server_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving() as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(whole(True, n=60, max_tokens=900))
+        with connected(server) as idle, connected(server) as half:
+            half.sendall(b"POST /v1/comp")
+            server.until(lambda: len(server.parrot.added) == 60 and server.parrot.is_idle)
+            server.service.close(0)
+            server.server.stop(0.2)
+            assert idle.recv(1) == b""
+    assert caplog.messages == []
+
+
+def test_stopping_twice_is_stopping_once() -> None:
+    with serving() as server:
+        server.server.stop(1)
+        server.server.stop(1)
+
+
+async def no_content(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+def test_whoever_waits_is_told_of_the_end_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[BaseException | None] = []
+    server = HttpServer(no_content, bind("127.0.0.1", 0), on_end=ends.append)
+    server.start()
+    server.stop(0)
+    assert ends == [None]
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(uvicorn_thread._Server, "main_loop", fail)
+    server = HttpServer(no_content, bind("127.0.0.1", 0), on_end=ends.append)
+    server.start()
+    server.stop(0)
+    assert str(ends[1]) == "a fault"
+
+
+def test_an_access_log_is_kept_only_if_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger = logging.getLogger("uvicorn.access")
+    handlers = list(logger.handlers)
+    for access_log in (False, True):
+        server = HttpServer(no_content, bind("127.0.0.1", 0), access_log=access_log)
+        server.start()
+        httpx.get(f"{server.address}/path")
+        server.stop(5)
+        err = capsys.readouterr().err
+        assert ('"GET /path HTTP/1.1" 204' in err) == access_log
+    logger.handlers = handlers
+
+
+# Sockets.
+
+
+def test_any_free_port() -> None:
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:
+        assert address_of(one) == f"http://127.0.0.1:{one.getsockname()[1]}"
+        assert address_of(one) != address_of(other)
+
+
+def test_a_port_that_is_taken() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError) as caught:
+            bind("127.0.0.1", port)
+    assert str(caught.value) == (
+        f"--port {port} of 127.0.0.1 is taken: give another, or 0 for any that is free"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("nowhere.invalid", r"^--host nowhere\.invalid: .*: give an address of this machine$"),
+        (
+            "192.0.2.1",
+            r"^--host 192\.0\.2\.1 is no address of this machine: give one, or 0\.0\.0\.",
+        ),
+        ("x" * 300, r"^--host xxx.*: give an address of this machine$"),
+    ],
+)
+def test_a_host_that_is_none(host: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bind(host, 0)
+
+
+def test_ipv6() -> None:
+    try:
+        listener = bind("::1", 0)
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        assert address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+        assert trusted_hosts(listener) == frozenset(LOOPBACK)
+
+
+def test_names_are_checked_where_only_this_machine_is_meant() -> None:
+    with bind("127.0.0.1", 0) as loopback, bind("0.0.0.0", 0) as everywhere:
+        assert frozenset(LOOPBACK) == {"localhost", "127.0.0.1", "::1"}
+        assert trusted_hosts(loopback) == frozenset(LOOPBACK)
+        assert trusted_hosts(loopback, ["mac.local"]) == frozenset({*LOOPBACK, "mac.local"})
+        assert trusted_hosts(everywhere) is None
+        assert trusted_hosts(everywhere, ["mac.local"]) == frozenset(
+            {*LOOPBACK, "0.0.0.0", "mac.local"}
+        )
+
+
+def test_who_connects_before_the_server_has_started_waits() -> None:
+    """While the model is loaded."""
+    listener = bind("127.0.0.1", 0)
+    with socket.create_connection(listener.getsockname()[:2], timeout=30) as early:
+        early.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        server = HttpServer(no_content, listener)
+        server.start()
+        assert until(early, b"\r\n").startswith(b"HTTP/1.1 204 ")
+        server.stop(5)
+
+
+def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages()
+    monkeypatch.setattr(packages, "find_spec", lambda name: name if name[0] == "p" else None)
+    with pytest.raises(UserError) as caught:
+        check_packages()
+    assert str(caught.value) == ('serving needs starlette, uvicorn: pip install "shardmlx[serve]"')
+
+
+def test_uvicorn_leaves_signals_and_loops_of_others_alone() -> None:
+    async def inside() -> None:
+        server = HttpServer(no_content, bind("127.0.0.1", 0))
+        server.start()
+        await asyncio.to_thread(server.stop, 1)
+
+    asyncio.run(inside())
+
+
+def test_names_that_a_proxy_passes_on() -> None:
+    assert ServeConfig().extra_hosts == []
+    assert ServeConfig(allow_host="Mac.local, chat.example").extra_hosts == [
+        "mac.local",
+        "chat.example",
+    ]

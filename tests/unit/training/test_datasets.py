@@ -1,0 +1,371 @@
+"""Data sets: rows as mlx-lm reads them, and errors that name file and line."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.tuner.datasets import CacheDataset
+from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
+from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import shardmlx.training.datasets
+from shardmlx.config.train import TrainConfig
+from shardmlx.engine.batches import Batches, Sample
+from shardmlx.errors import UserError
+from shardmlx.training.datasets import DataSets, read_data, read_tokenizer
+
+EOS = 1
+
+
+class Letters:
+    """A tokenizer of one token a letter: as much of one as mlx-lm's data sets ask for."""
+
+    eos_token_id = EOS
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tools: object = None,
+        add_generation_prompt: bool = False,
+        return_dict: bool = False,
+    ) -> list[int]:
+        text = "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
+        return self.encode(text + ("<a>" if add_generation_prompt else ""))
+
+
+def write(directory: Path, **sets: Sequence[Any]) -> str:
+    """Write sets of rows; a text is written as it is."""
+    directory.mkdir(exist_ok=True)
+    for name, rows in sets.items():
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        text = "".join(line + "\n" for line in lines)
+        (directory / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+    return str(directory)
+
+
+def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:
+    config = TrainConfig(data=data, **{"batch_size": 1, **options})
+    return read_data(config, Letters, max_positions)
+
+
+def error_of(data: str, max_positions: int | None = None, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        read(data, max_positions, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def listed(samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+    return [(list(tokens), start) for tokens, start in samples]
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+# Rows.
+
+
+def test_plain_text_ends_in_the_end_token(tmp_path: Path) -> None:
+    data = read(write(tmp_path, train=[{"text": "abc"}]))
+    assert listed(data.train) == [([*letters("abc"), EOS], 0)]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": CHAT}, {"prompt": "hi", "completion": "ho"}], ids=["chat", "completion"]
+)
+@pytest.mark.parametrize(("mask_prompt", "start"), [(False, 0), (True, len("<u>hi;<a>"))])
+def test_the_loss_starts_after_a_masked_prompt(
+    tmp_path: Path, row: dict[str, Any], mask_prompt: bool, start: int
+) -> None:
+    data = read(write(tmp_path, train=[row]), mask_prompt=mask_prompt)
+    assert listed(data.train) == [(letters("<u>hi;<a>ho;"), start)]
+
+
+def test_keys_may_have_other_names(tmp_path: Path) -> None:
+    data = read(write(tmp_path, train=[{"words": "abc"}]), text_feature="words")
+    assert listed(data.train) == [([*letters("abc"), EOS], 0)]
+
+
+def test_only_the_sets_that_the_run_needs_are_read(tmp_path: Path) -> None:
+    rows = [{"text": "abc"}]
+    directory = write(tmp_path, train=rows, valid=rows * 2, test=rows * 3)
+    assert read(directory).sizes() == {"train": 1, "valid": 2, "test": 0}
+    assert read(directory, test=True).sizes() == {"train": 0, "valid": 0, "test": 3}
+    assert read(directory, train=True, test=True).sizes() == {"train": 1, "valid": 2, "test": 3}
+
+
+def test_a_set_that_is_not_needed_may_be_broken(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}], test=["{"])
+    assert read(directory).sizes()["train"] == 1
+
+
+def test_training_without_validation_is_said(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}])
+    assert read(directory).warnings == (
+        f"{directory} has no validation set: training without validation",
+    )
+
+
+def test_sequences_that_are_cut_are_said(tmp_path: Path) -> None:
+    rows = [{"text": "abc"}, {"text": "abcdefgh"}]
+    data = read(write(tmp_path, train=rows, valid=rows[:1]), max_seq_length=6)
+    assert data.warnings == (
+        f"{tmp_path}/train.jsonl: 1 of 2 sequences are longer than --max-seq-length 6 and are cut "
+        "(the longest has 9)",
+    )
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_are_those_of_json_lines(tmp_path: Path, end: str) -> None:
+    """U+2028 and U+0085 end lines of text, and may stand in a JSON string."""
+    texts = ["a\u2028b", "c\x85d", "e\u2029f"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "train.jsonl").write_text(end.join(lines), encoding="utf-8", newline="")
+    assert [tokens[:-1] for tokens, _ in listed(read(str(tmp_path)).train)] == [
+        *map(letters, texts)
+    ]
+
+
+def test_the_order_of_rows_is_that_of_mlx_lm(tmp_path: Path) -> None:
+    """mlx-lm sorts rows by their number of keys, whatever the length of their text."""
+    rows = [
+        {"messages": CHAT, "tools": [], "id": 1},
+        {"messages": CHAT[:1]},
+        {"messages": CHAT, "tools": []},
+        {"messages": [*CHAT, *CHAT]},
+        {"messages": [*CHAT, *CHAT[:1]], "tools": []},
+    ]
+    directory = write(tmp_path, train=rows)
+    config = TrainConfig(data=directory, batch_size=1, train=True)
+    theirs, _, _ = mlx_lm_load_dataset(config, Letters())
+    np.random.seed(3)
+    expected = [
+        np.array(tokens).tolist()
+        for tokens, _ in mlx_lm_iterate_batches(CacheDataset(theirs), 1, 2048)
+    ]
+
+    ours = Batches(read(directory).train, 1, 2048, np.random.RandomState(3))
+
+    assert [batch.tokens.tolist() for batch in ours] == expected
+
+
+def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
+    shown: list[tuple[str, int]] = []
+
+    def progress(text: str, items: Sequence[Any]) -> Iterator[Any]:
+        shown.append((text, len(items)))
+        return iter(items)
+
+    rows = [{"text": "abc"}] * 3
+    config = TrainConfig(data=write(tmp_path, train=rows, valid=rows[:2]), batch_size=1)
+    read_data(config, Letters, None, progress)
+    assert shown == [("tokenising train", 3), ("tokenising valid", 2)]
+
+
+# Errors name file and line.
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"text": "ab', ":2 is not JSON: Unterminated string starting at column 10"),
+        ("", ":2 is not JSON: Expecting value at column 1"),
+        ('["text"]', ":2 is no JSON object: write one object on each line"),
+        ('"text"', ":2 is no JSON object: write one object on each line"),
+        ("\udcff", ":2 is not UTF-8 text: invalid start byte at byte 0"),
+        ('{"txt": "abc"}', ":2 cannot be tokenised: has no key 'text'"),
+        ('{"text": 7}', ":2 cannot be tokenised: 'int' object is not iterable"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}, line, {"text": "abc"}])
+    assert error_of(directory) == f"{tmp_path}/train.jsonl{complaint}"
+
+
+def test_a_broken_line_is_named_where_rows_are_sorted(tmp_path: Path) -> None:
+    rows = [{"text": "abc", "id": 1}, {"text": "abcdef", "id": 1}, {"text": "abc"}]
+    assert error_of(write(tmp_path, train=rows), max_positions=5).startswith(
+        f"{tmp_path}/train.jsonl:2 has 7 tokens"
+    )
+
+
+def test_a_broken_line_of_the_validation_set_is_named(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}], valid=["nonsense"])
+    assert error_of(directory) == (
+        f"{tmp_path}/valid.jsonl:1 is not JSON: Expecting value at column 1"
+    )
+
+
+@pytest.mark.parametrize("rows", [None, []], ids=["missing", "empty"])
+def test_training_data_must_be_there(tmp_path: Path, rows: list[Any] | None) -> None:
+    directory = write(tmp_path, **({} if rows is None else {"train": rows}))
+    assert error_of(directory) == (
+        f"{tmp_path}/train.jsonl is missing or empty: --data {tmp_path} must hold it"
+    )
+
+
+def test_test_data_must_be_there(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}])
+    assert error_of(directory, test=True) == (
+        f"{tmp_path}/test.jsonl is missing or empty: --data {tmp_path} must hold it"
+    )
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    write(tmp_path, train=[{"text": "abc"}])
+    path = tmp_path / "train.jsonl"
+    assert error_of(str(path)) == f"--data {path} is a file: name the directory with train.jsonl"
+
+
+def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").mkdir()
+    assert error_of(str(tmp_path)) == f"cannot read {tmp_path}/train.jsonl: Is a directory"
+
+
+def test_rows_of_no_known_format(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"question": "a", "answer": "b"}])
+    assert error_of(directory) == (
+        f"{tmp_path}/train.jsonl: no format that mlx-lm knows has the keys 'question', 'answer': "
+        "write messages, prompt and completion, or text"
+    )
+
+
+def test_prompts_cannot_be_masked_in_plain_text(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}])
+    assert error_of(directory, mask_prompt=True) == (
+        f"{tmp_path}/train.jsonl: --mask-prompt needs prompts, and this is plain text: drop the "
+        "flag, or write prompt and completion"
+    )
+
+
+def test_fewer_samples_than_a_batch(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}] * 3)
+    assert error_of(directory, batch_size=4) == (
+        f"{tmp_path}/train.jsonl has 3 samples, fewer than --batch-size 4: lower the batch size "
+        "or add data"
+    )
+
+
+def test_a_sequence_that_the_model_cannot_take(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}, {"text": "abcdefgh"}])
+    assert error_of(directory, max_positions=8) == (
+        f"{tmp_path}/train.jsonl:2 has 9 tokens, and the model's limit is 8: "
+        "use --max-seq-length 8 to cut it"
+    )
+    assert len(read(directory, max_positions=8, max_seq_length=8).train) == 2
+
+
+def test_a_sequence_longer_than_the_limit_where_none_shall_be_cut(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}, {"text": "abcdefgh"}])
+    assert error_of(directory, max_seq_length=8, long_sequences="error") == (
+        f"{tmp_path}/train.jsonl:2 has 9 tokens, more than --max-seq-length 8: raise it, split "
+        "the text, or use --long-sequences cut"
+    )
+
+
+def test_a_prompt_that_leaves_nothing_to_learn_is_counted_or_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "hi", "completion": "ho"}, {"prompt": "abcdefgh", "completion": "ho"}]
+    directory = write(tmp_path, train=rows)
+    data = read(directory, mask_prompt=True, max_seq_length=12)
+    assert (
+        f"{tmp_path}/train.jsonl: of 1 of 2 sequences only the prompt is within "
+        "--max-seq-length 12: nothing is learnt from them"
+    ) in data.warnings
+    how: dict[str, Any] = {"mask_prompt": True, "long_sequences": "error"}
+    assert error_of(directory, max_seq_length=17, **how).startswith(
+        f"{tmp_path}/train.jsonl:2 has 18 tokens, more than --max-seq-length 17"
+    )
+
+
+# Data sets of the Hugging Face hub.
+
+
+def hub_gives(monkeypatch: pytest.MonkeyPatch, **sets: list[dict[str, str]]) -> None:
+    def load(config: TrainConfig, tokenizer: Letters) -> tuple[Any, ...]:
+        return tuple(
+            shardmlx.training.datasets._create(sets[name], name, config, tokenizer)
+            if name in sets
+            else []
+            for name in ("train", "valid", "test")
+        )
+
+    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", load)
+
+
+def test_a_hub_data_set_may_have_more_sets_than_the_run_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [{"text": "abc"}]
+    hub_gives(monkeypatch, train=rows, valid=rows, test=rows)
+    assert read("someone/something").sizes() == {"train": 1, "valid": 1, "test": 0}
+
+
+def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_gives(monkeypatch, train=[{"text": "abc"}, {"words": "abc"}])
+    assert error_of("someone/something") == (
+        "someone/something, train set, row 1 cannot be tokenised: has no key 'text'"
+    )
+
+
+def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: TrainConfig, tokenizer: Letters) -> None:
+        raise ValueError("Not found\nHugging Face dataset")
+
+    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
+    assert error_of("someone/something") == (
+        "--data someone/something: there is no such directory, and Hugging Face does not give "
+        "it: Not found Hugging Face dataset"
+    )
+
+
+def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: TrainConfig, tokenizer: Letters) -> None:
+        raise ImportError("No module named 'datasets'")
+
+    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
+    assert error_of("no/such/directory") == (
+        "--data no/such/directory: there is no such directory; to read it from Hugging Face, "
+        "pip install datasets"
+    )
+
+
+# Tokenizers.
+
+
+def test_the_tokenizer_is_the_one_that_mlx_lm_loads(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}'
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    tokenizer = read_tokenizer(tmp_path, False, eos=1)
+
+    assert tokenizer.encode("a b c") == [2, 3, 0]
+    assert tokenizer.eos_token_ids == {1}
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError) as error:
+        read_tokenizer(tmp_path, False, eos=1)
+    assert str(error.value).startswith(
+        f"{tmp_path} holds no tokenizer that transformers can read: "
+    )
+    assert "\n" not in str(error.value)

@@ -1,0 +1,140 @@
+"""What ``shardmlx.profile`` measures, and how its ranks wait for one another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx.utils import tree_flatten
+
+from shardmlx.common.environment import Blas
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.profile_file import read_profile
+from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.errors import UserError
+from shardmlx.profile import read_options
+from shardmlx.training import profiling
+from tests.helpers.fake_models import TINY, model_files, write
+from tests.helpers.models_and_batches import tiny_config
+
+PART = Seconds(1.0, 1.0, 1.0, 0.1)
+SAMPLE = Sample(rows=1, length=8, layer=PART, frozen=PART, embedding=PART, head=PART)
+
+
+def bits(**quantization: Any) -> dict[str, int]:
+    """Bits of each quantised matrix of the sample model, by path; ends and the layers between."""
+    config = tiny_config(
+        layers=8, hidden_size=64, intermediate_size=96, quantization=dict(quantization)
+    )
+    model = profiling.build_sample_model(config, "float32")
+    return {
+        path: module.bits
+        for path, module in tree_flatten(model.leaf_modules(), is_leaf=lambda m: "weight" in m)
+        if "scales" in module
+    }
+
+
+def test_settings_of_single_modules_are_followed() -> None:
+    found = bits(
+        group_size=64,
+        bits=4,
+        lm_head={"bits": 8, "group_size": 32},
+        **{
+            "model.embed_tokens": False,
+            "model.layers.0.self_attn.v_proj": {"bits": 8},
+            "model.layers.4.self_attn.q_proj": {"bits": 6},
+        },
+    )
+    last = max(int(path.split(".")[2]) for path in found if path.startswith("model.layers."))
+    assert found["lm_head"] == 8
+    assert "model.embed_tokens" not in found
+    for layer in (0, 1, last):
+        assert found[f"model.layers.{layer}.self_attn.q_proj"] == 6  # as in the middle of eight
+        assert found[f"model.layers.{layer}.self_attn.v_proj"] == 4
+
+
+def test_what_is_not_said_is_mlx_s_default_and_what_cannot_be_grouped_stays() -> None:
+    found = bits(bits=4)
+    assert found["model.layers.1.mlp.up_proj"] == 4
+    assert "model.layers.1.mlp.down_proj" not in found  # 96 columns in groups of 64
+    assert set(bits(mode="mxfp8").values()) == {8}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(tmp_path / "model", model_files(TINY))
+
+
+@contextmanager
+def seconds_of(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> Iterator[None]:
+    """``profiling.NAME`` takes as long on the highest rank, or wherever there is but one."""
+    original = getattr(profiling, name)
+
+    def slow(*arguments: Any) -> Any:
+        transport = next((each for each in arguments if isinstance(each, Transport)), None)
+        if transport is None or transport.rank == 1:
+            time.sleep(seconds)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, name, slow)
+        yield
+
+
+def measure(*arguments: Any) -> list[Sample]:
+    return [SAMPLE]
+
+
+def profile(model: Path, output: Path) -> None:
+    config = TrainConfig(model=str(model), num_layers=-1)
+    LocalNetwork(2, timeout=0.3).run(
+        lambda transport: profiling.run(config, [(1, 8)], output, transport, Blas("none", None))
+    )
+
+
+def test_reading_may_take_long_and_measuring_may_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "measure", measure)
+    with seconds_of(monkeypatch, "_read", 0.8):
+        profile(model, tmp_path / "p.json")
+    assert len(read_profile(tmp_path / "p.json").machines) == 2
+    with (
+        seconds_of(monkeypatch, "measure", 2.0),
+        pytest.raises(TransportTimeout, match="waiting for rank 1"),
+    ):
+        profile(model, tmp_path / "p.json")
+
+
+def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise UserError("cannot write p.json: No space left on device")
+
+    monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(profiling, "write_profile", full)
+    config = TrainConfig(model=str(model), num_layers=-1)
+
+    def rank(transport: Transport) -> None:
+        with pytest.raises(AgreedError, match="No space left"):
+            profiling.run(config, [(1, 8)], tmp_path / "p.json", transport, Blas("none", None))
+
+    LocalNetwork(2).run(rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_help_ends_every_rank_and_is_printed_by_rank_0(
+    rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_options(["--help"], rank)
+    assert ended.value.code == 0
+    assert ("usage: python -m shardmlx.profile" in capsys.readouterr().out) == (rank == 0)
