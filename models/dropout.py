@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from shardmlx.models.packed_positions import Places
+from shardmlx.models.packed_positions import PackedPositions
 
 
 class KeyedDropout(nn.Module):
@@ -27,7 +27,7 @@ class KeyedDropout(nn.Module):
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
     def set_key(
-        self, key: tuple[int, int], first_row: int = 0, places: Places | None = None
+        self, key: tuple[int, int], first_row: int = 0, places: PackedPositions | None = None
     ) -> None:
         """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch, or for
         one row of several texts, whose ``places`` count from there."""
@@ -131,7 +131,7 @@ def set_keys(
     dropouts: Sequence[KeyedDropout],
     *parts: int,
     first_row: int = 0,
-    places: Places | None = None,
+    places: PackedPositions | None = None,
 ) -> None:
     """Give each of ``dropouts`` a key of its own, out of ``parts``: seed, step and layer."""
     for index, dropout in enumerate(dropouts):

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models import ministral3
 from mlx_lm.models.base import create_attention_mask
 
-from shardmlx.models.packed_positions import Places
+from shardmlx.models.packed_positions import PackedPositions
 
 
 class LayerCall(Protocol):
@@ -44,12 +44,12 @@ class Family(Protocol):
         args: Any,
         hidden: mx.array,
         cached: Cached | None = None,
-        places: Places | None = None,
+        places: PackedPositions | None = None,
     ) -> LayerCall: ...
 
 
 def full_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
     """Every layer sees all positions before its own: qwen2, qwen3, mixtral."""
     mask = _mask(hidden, cached, places)
@@ -57,7 +57,7 @@ def full_attention(
 
 
 def sliding_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
     """Layers marked ``use_sliding`` see only a window: llama, mistral."""
     masks = _masks(args, hidden, cached, places)
@@ -65,7 +65,7 @@ def sliding_attention(
 
 
 def scaled_sliding_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: Places | None = None
+    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
     """As ``sliding_attention``, with queries scaled by position: ministral3."""
     masks = _masks(args, hidden, cached, places)
@@ -83,7 +83,7 @@ def scaled_sliding_attention(
 
 
 def _masks(
-    args: Any, hidden: mx.array, cached: Cached | None, places: Places | None
+    args: Any, hidden: mx.array, cached: Cached | None, places: PackedPositions | None
 ) -> dict[bool, Any]:
     full = _mask(hidden, cached, places)
     if "sliding_attention" not in args.layer_types:
@@ -92,7 +92,10 @@ def _masks(
 
 
 def _mask(
-    hidden: mx.array, cached: Cached | None, places: Places | None, window: int | None = None
+    hidden: mx.array,
+    cached: Cached | None,
+    places: PackedPositions | None,
+    window: int | None = None,
 ) -> Any:
     if places is not None:
         return mx.array(places.mask(window))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Places(NamedTuple):
+class PackedPositions(NamedTuple):
     """Of each position of a row that holds several texts, one after the other: the row of the
     batch that the text was, and the position in it. Both (T,), int32."""
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.families import FAMILIES, Cached, LayerCall
-from shardmlx.models.packed_positions import Places
+from shardmlx.models.packed_positions import PackedPositions
 
 EMBEDDING = "model.embed_tokens"
 
@@ -170,7 +170,7 @@ class Slice:
         *,
         key: tuple[int, ...] = (0,),
         first_row: int = 0,
-        places: Places | None = None,
+        places: PackedPositions | None = None,
         checkpoint: bool = False,
     ) -> mx.array:
         """Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, to
@@ -228,7 +228,7 @@ class Slice:
         call: LayerCall,
         key: tuple[int, ...],
         first_row: int,
-        places: Places | None,
+        places: PackedPositions | None,
         x: mx.array,
     ) -> mx.array:
         set_keys(self._dropouts[i], *key, first_row=first_row, places=places)

@@ -35,11 +35,11 @@ def memory(problem: Problem) -> StageMap:
 def evenly_full(problem: Problem) -> Partition:
     """The partition whose fullest machine is least full, whether it fits or not."""
     peak = peak_of(problem)
-    rooms = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
+    budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
     return evenest(
         problem.num_layers,
         problem.num_stages,
-        lambda stage, start, stop: peak(stage, start, stop) / rooms[stage],
+        lambda stage, start, stop: peak(stage, start, stop) / budgets[stage],
     )
 
 

@@ -10,17 +10,15 @@ class UserError(ValueError):
     A command that meets it prints that line on rank 0 and ends, on all ranks, with status 2.
     Whatever the offending value is, the line stays one, and readable: what does not print is
     escaped, and what is long left out in the middle.
+
+    ``problem`` names the value, ``remedy`` says what to do; the message is both, with a colon
+    between. Whoever needs one of them takes the field, and parses no message.
     """
 
-    def __init__(self, message: str) -> None:
-        if not message.isprintable():
-            message = "".join(
-                each if each.isprintable() else each.encode("unicode_escape").decode()
-                for each in message
-            )
-        if len(message) > _LONGEST:
-            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
-        super().__init__(message)
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = _readable(problem)
+        self.remedy = _readable(remedy)
+        super().__init__(f"{self.problem}: {self.remedy}" if remedy else self.problem)
 
 
 class Stopped(Exception):
@@ -34,9 +32,24 @@ class Stopped(Exception):
         self.signal = signal
 
 
+class EngineError(RuntimeError):
+    """An action failed; the message names rank, host, stage, action, and the peer if it waited."""
+
+
 class AgreedFailure(RuntimeError):
     """A failure that all ranks have found together, so that all leave in order: with status 1,
     after one line of rank 0."""
+
+
+def _readable(text: str) -> str:
+    """Return text that prints, on one line, and not too long."""
+    if not text.isprintable():
+        text = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        )
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return text
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""``shardmlx.pipeline.stage_map`` under the name that it had in 0.1; it goes with the next release."""
+"""Re-export ``shardmlx.pipeline.stage_map``, as version 0.1 named it, for one more release."""
 
 from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
 

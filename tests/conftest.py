@@ -9,6 +9,8 @@ from shardmlx.common.environment import prepare
 
 prepare()
 
+pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
+
 # A shell starts what it runs in the background without Ctrl-C; jobs of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -119,8 +119,8 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
 
     own_core(launched_rank())
     prepare()
-    from shardmlx.inference.pipeline import Follower, Leader
-    from shardmlx.inference.sampling_params import Choice
+    from shardmlx.inference.pipeline import FirstStage, LaterStage
+    from shardmlx.inference.sampling_params import SamplingParams
     from shardmlx.inference.scheduler import Scheduler
     from shardmlx.loading.build import build_to_generate
     from shardmlx.models.slice import Slice
@@ -138,10 +138,10 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     part.load()
     transport.barrier()
     if transport.rank > 0:
-        Follower(transport, part).run()
+        LaterStage(transport, part).run()
         transport.close()
         return
-    leader = Leader(transport, part, Scheduler(transport.size, BATCH, chunk))
+    first_stage = FirstStage(transport, part, Scheduler(transport.size, BATCH, chunk))
     numbers = iter(range(10**9))
 
     def work(rows: list[list[int]], tokens: int) -> Times:
@@ -150,19 +150,19 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
         for row in rows:
             number = next(numbers)
             counts[number] = 0
-            leader.add(number, row, Choice())
+            first_stage.add(number, row, SamplingParams())
         first = 0.0
-        while not leader.is_idle:
-            for number, _ in leader.step():
+        while not first_stage.is_idle:
+            for number, _ in first_stage.step():
                 counts[number] += 1
                 if counts[number] == tokens:
-                    leader.finish(number)
+                    first_stage.finish(number)
             if not first and all(counts.values()):
                 first = time.perf_counter() - begin
         return {"first": first, "all": time.perf_counter() - begin}
 
     serve(work, Turns(transport.rank))
-    leader.stop()
+    first_stage.stop()
     transport.close()
 
 

@@ -14,7 +14,7 @@ from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.distributed.agreement import AgreedError, together
+from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 
@@ -95,7 +95,7 @@ def prepare_resumption(
         if identity is not None:
             check_identity(identity, found.manifest.identity, where)
 
-    together(transport, "comparing the checkpoint with this run", compare)
+    on_all_ranks(transport, "comparing the checkpoint with this run", compare)
     if found.manifest.step > config.iters:
         raise AgreedError(
             f"{where} is of step {found.manifest.step}, beyond --iters {config.iters}: raise that, "
@@ -138,7 +138,7 @@ def _open(config: TrainConfig, transport: Transport, directory: Path, owners: in
     def lock() -> IO[bytes] | None:
         return store.lock() if transport.rank in storage.committers else None
 
-    return Place(store, storage, together(transport, "locking the checkpoints", lock))
+    return Place(store, storage, on_all_ranks(transport, "locking the checkpoints", lock))
 
 
 def _refuse_mixture(config: TrainConfig, transport: Transport, place: Place | None) -> None:
@@ -177,7 +177,7 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
         except OSError as error:
             raise UserError(f"cannot rename {error.filename}: {error.strerror}") from None
 
-    together(
+    on_all_ranks(
         transport,
         "setting newer checkpoints aside",
         lambda: rename() if _acts_for_disk(transport, place) else None,

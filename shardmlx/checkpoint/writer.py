@@ -139,7 +139,7 @@ class CheckpointWriter:
     def _run(self, manifest: Manifest | None, step: int, parts: list[Snapshot]) -> None:
         start = time.monotonic()
         try:
-            with self._transport.patient(SECONDS_TO_WRITE):
+            with self._transport.longer_timeout(SECONDS_TO_WRITE):
                 files = self._write(manifest, step, parts)
             if self._transport.rank == 0:
                 nbytes = sum(file.nbytes for file in files)

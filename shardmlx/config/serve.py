@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardmlx.config import options
 from shardmlx.config.inference import SAMPLING, InferenceConfig
 from shardmlx.config.options import OptionError, load_options, option
-from shardmlx.inference.prefix_cache import held
+from shardmlx.models.kv_cache import held
 
 _SERVER = "server"
 

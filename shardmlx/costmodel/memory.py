@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.costmodel.layer_memory import (
     BACKENDS,
     FLOAT32,
@@ -24,23 +25,13 @@ from shardmlx.costmodel.layer_memory import (
     TrainingSetup,
     layer_memory,
 )
+from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED
+from shardmlx.models import kv_cache
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.actions import Action, Kind
 
 __all__ = ["StageMemory", "TrainingSetup", "inference_memory", "rank_peak", "stage_memory"]
-
-PREPOSTED = 2
-"""Inputs that the engine receives ahead."""
-
-PREFILL = 2048
-"""Tokens of a prompt that mlx-lm computes at a time."""
-
-CACHE_STEP = 256
-"""Tokens by which mlx-lm's caches grow at a time."""
-
-BUCKET_BYTES = 32 << 20
-"""Replicas sum gradients in parts of this size."""
 
 STATES: Mapping[str, int] = MappingProxyType(
     {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
@@ -233,7 +224,7 @@ def inference_memory(
     context: int,
     dtype_bytes: int,
     *,
-    chunk: int = PREFILL,
+    chunk: int = WHOLE_CHUNK,
     max_kv_size: int | None = None,
     backend: str = BACKENDS[0],
     capacity: int | None = None,
@@ -270,7 +261,7 @@ def cache_memory(
 ) -> int:
     """Bytes of keys and values of one text of ``context`` tokens in layers ``start`` to ``stop``:
     those of a window in sliding layers, at most of ``max_kv_size`` tokens in all."""
-    limit = min(context + CACHE_STEP, max_kv_size or context + CACHE_STEP)
+    limit = min(context + kv_cache.STEP, max_kv_size or context + kv_cache.STEP)
     tokens = sum(min(limit, shape.windows[i] or limit) for i in range(start, stop))
     return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens
 

@@ -44,7 +44,7 @@ class PlannedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """Bytes that a rank may use: ``inf`` where the machine is not known; ``reason`` says why so
     many. ``most`` is all of its share of the machine, ``wirable`` what of it macOS lets the GPU
     wire; None where nothing is wired."""
@@ -77,18 +77,18 @@ class MemoryLimits:
         }
 
 
-def rooms_of(
+def budgets_of(
     cluster: Cluster,
     limit: int | None = None,
     working_sets: Sequence[int | None] = (),
-) -> tuple[Room, ...]:
+) -> tuple[MemoryBudget, ...]:
     """What each world rank may use: ``limit``, if one is given, but no more than its share of the
     machine; else the part of that on which plans count, or more where macOS wires more.
 
     ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
     """
     ranks = Counter(machine.host for machine in cluster.machines)
-    rooms = []
+    budgets = []
     for rank, machine in enumerate(cluster.machines):
         count = ranks[machine.host]
         most = math.inf if machine.memory is None else float(machine.memory)
@@ -105,44 +105,47 @@ def rooms_of(
         else:
             nbytes = cluster.capacity(rank)
             reason = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{shared}"
-        rooms.append(Room(machine.host, nbytes, reason, most, wirable))
-    return tuple(rooms)
+        budgets.append(MemoryBudget(machine.host, nbytes, reason, most, wirable))
+    return tuple(budgets)
 
 
-def within(cluster: Cluster, rooms: Sequence[Room]) -> Cluster:
+def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
     """The same machines with no more memory than these, all of which may be used."""
     machines = (
-        replace(machine, memory=None if math.isinf(room.nbytes) else max(1, int(room.nbytes)))
-        for machine, room in zip(cluster.machines, rooms, strict=True)
+        replace(machine, memory=None if math.isinf(budget.nbytes) else max(1, int(budget.nbytes)))
+        for machine, budget in zip(cluster.machines, budgets, strict=True)
     )
     return replace(cluster, machines=tuple(machines), memory_fraction=1.0)
 
 
 def limited(cluster: Cluster, limit: int | None) -> Cluster:
     """The machines of a plan, with no more memory than the user's ``limit`` for a rank."""
-    return cluster if limit is None else within(cluster, rooms_of(cluster, limit))
+    return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
-def check_rooms(rooms: Sequence[Room], planned: Sequence[PlannedMemory], remedy: str) -> None:
+def check_budgets(
+    budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], remedy: str
+) -> None:
     """``UserError`` for the first rank whose plan does not fit; ``remedy`` is how to need less."""
-    for rank, (room, plan) in enumerate(zip(rooms, planned, strict=True)):
-        if plan.peak > room.nbytes:
+    for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True)):
+        if plan.peak > budget.nbytes:
             raise UserError(
-                f"rank {rank} ({room.host}) would hold {gigabytes(plan.peak)} of its "
-                f"{gigabytes(room.nbytes)} ({room.reason}): {how_to_allow(room, plan.peak)}{remedy}"
+                f"rank {rank} ({budget.host}) would hold {gigabytes(plan.peak)} of its "
+                f"{gigabytes(budget.nbytes)} ({budget.reason}): "
+                f"{how_to_allow(budget, plan.peak)}{remedy}"
             )
 
 
-def how_to_allow(room: Room, nbytes: int) -> str:
+def how_to_allow(budget: MemoryBudget, nbytes: int) -> str:
     """The limit that would be enough, where the machine has as much; else nothing."""
-    if _rounded_up(nbytes) > room.most:
+    if _rounded_up(nbytes) > budget.most:
         return ""
     return f"give --memory-limit {limit_for(nbytes)} or more, "
 
 
-def how_to_allow_more(limit: int | None, rooms: Sequence[Room]) -> str:
+def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str:
     """As ``how_to_allow``, where nobody knows how much would be enough."""
-    can_be_raised = limit is not None and any(room.nbytes < room.most for room in rooms)
+    can_be_raised = limit is not None and any(budget.nbytes < budget.most for budget in budgets)
     return "raise --memory-limit, " * can_be_raised
 
 
@@ -159,14 +162,14 @@ def _rounded_up(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def memory_limits(room: Room, planned: PlannedMemory, backend: str) -> MemoryLimits:
-    """The limits of a rank whose plan fits: see ``check_rooms``.
+def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
+    """The limits of a rank whose plan fits: see ``check_budgets``.
 
     On a CPU nothing gives way, so that cache and plan together stay within the room. On Metal MLX
     sees to that, and the cache has room for what a step frees, so that none of it is allocated
     anew; were it larger it would fill with buffers of lengths that do not come again.
     """
-    memory = int(room.nbytes)
+    memory = int(budget.nbytes)
     of_a_step = planned.peak - planned.resident
     if backend == "cpu":
         cache = max(0, min(LEAST_CACHE, memory - planned.peak))
@@ -177,26 +180,26 @@ def memory_limits(room: Room, planned: PlannedMemory, backend: str) -> MemoryLim
         why_cache = "what a step frees, and a margin"
         if cache > memory - planned.resident:
             cache, why_cache = max(0, memory - planned.resident), "what the weights leave"
-        wired, why_wired = _wired(room, min(memory, planned.peak + cache))
-    return MemoryLimits(planned, memory, cache, wired, (room.reason, why_cache, why_wired))
+        wired, why_wired = _wired(budget, min(memory, planned.peak + cache))
+    return MemoryLimits(planned, memory, cache, wired, (budget.reason, why_cache, why_wired))
 
 
-def _wired(room: Room, wanted: int) -> tuple[int | None, str]:
-    if room.wirable is None:
+def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
+    if budget.wirable is None:
         return None, "macOS does not say how much may be wired"
-    if wanted > room.wirable:
-        return room.wirable, "this rank's share of what macOS wires for the GPU"
+    if wanted > budget.wirable:
+        return budget.wirable, "this rank's share of what macOS wires for the GPU"
     return wanted, "plan and cache"
 
 
-def unwired(rooms: Sequence[Room], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
+def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
     """A warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
     return tuple(
-        f"rank {rank} ({room.host}) plans {gigabytes(plan.peak)}, of which macOS keeps "
-        f"{gigabytes(room.wirable)} in memory: it may swap the rest out, which is slow; python -m "
-        "shardmlx.doctor prints the command that raises iogpu.wired_limit_mb"
-        for rank, (room, plan) in enumerate(zip(rooms, planned, strict=True))
-        if room.wirable is not None and plan.peak > room.wirable
+        f"rank {rank} ({budget.host}) plans {gigabytes(plan.peak)}, of which macOS keeps "
+        f"{gigabytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
+        "python -m shardmlx.doctor prints the command that raises iogpu.wired_limit_mb"
+        for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True))
+        if budget.wirable is not None and plan.peak > budget.wirable
     )
 
 

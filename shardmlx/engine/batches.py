@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from shardmlx.models.packed_positions import Places
+from shardmlx.models.packed_positions import PackedPositions
 
 PAD_TO = 32
 """Widths are one more than a multiple of this, as in mlx-lm."""
@@ -74,7 +74,7 @@ class MicroBatch:
     tokens: np.ndarray
     spans: np.ndarray
     first_row: int
-    places: Places | None = None
+    places: PackedPositions | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -240,7 +240,7 @@ def pack(batch: Batch, count: int) -> list[MicroBatch]:
     return [
         replace(
             batch,
-            places=Places(
+            places=PackedPositions(
                 np.repeat(np.array(rows, np.int32), lengths[rows]),
                 np.concatenate([np.arange(length, dtype=np.int32) for length in lengths[rows]]),
             ),

@@ -22,23 +22,17 @@ from shardmlx.distributed.transport import (
     new_buffer,
 )
 from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.buffers import PREPOSTED
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
-from shardmlx.errors import one_line
+from shardmlx.errors import EngineError, one_line
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.lowering import forward_only
 from shardmlx.pipeline.plan import Plan
 
-PREPOSTED = 2
-"""Inputs received ahead: one waited for, one on its way while the stage computes."""
-
 MAX_STAGES = 1024
 """Of one pipeline; keeps the tags of micro-batches apart."""
-
-
-class EngineError(RuntimeError):
-    """An action failed; the message names rank, host, stage, action, and the peer if it waited."""
 
 
 @dataclass(slots=True)

@@ -15,11 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.transport import Handle, Transport
+from shardmlx.engine.buffers import BUCKET_BYTES
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
-
-BUCKET_BYTES = 32 << 20
-"""Gradients are summed in parts of about this size: small enough to start early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import STDOUT, DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
-from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
@@ -56,10 +56,10 @@ class _Rank:
 
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``. Collective."""
-    prepared = by_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
+    prepared = on_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
     examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _hush)
     examination = examiner.examine(blas)
-    count = by_rank_0(transport, "reporting", lambda: _report(config, examination, prepared))
+    count = on_rank_0(transport, "reporting", lambda: _report(config, examination, prepared))
     count = transport.broadcast(count, what="warnings")
     if any(link.speed is None for link in examination.links):
         _leave_without_mpi(transport, 1 if config.strict else 0)
@@ -118,7 +118,7 @@ class Examiner:
         transport = self._transport
         self._say(f"asking {_count(len(self._ranks), 'host')}")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(transport.patient(SECONDS_FOR_FACTS))
+            stack.enter_context(transport.longer_timeout(SECONDS_FOR_FACTS))
             door = None
             if self._leads:
                 port = stack.enter_context(listen()).getsockname()[1]
@@ -183,7 +183,7 @@ class Examiner:
         if transport.rank in (first, second):
             mine = measure_link(transport, first, second, self._seconds)
         # The others wait while these two may each wait for a message that does not come.
-        with transport.patient(3 * transport.timeout + 10 * self._seconds):
+        with transport.longer_timeout(3 * transport.timeout + 10 * self._seconds):
             said = transport.all_gather(mine, "measuring links")
         found: LinkSpeed | str | None = said[first] or said[second]
         return found

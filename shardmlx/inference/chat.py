@@ -14,10 +14,10 @@ from shardmlx.inference.plan import Load
 from shardmlx.inference.prompt_reader import Message, PromptReader
 from shardmlx.inference.setup import (
     Prepared,
-    choice_of,
     new_prefixes,
     prepare,
     report_memory,
+    sampling_params_of,
     text_stream,
     typical_load,
 )
@@ -45,7 +45,7 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
 
     prepared = prepare(config, transport, reporter, read)
     if prepared.reader is None:
-        prepared.follower().run()
+        prepared.later_stage().run()
     else:
         chat = _Chat(config, prepared, prepared.reader, reporter)
         chat.hold()
@@ -70,7 +70,7 @@ class _Chat:
         self._reporter = reporter
         self._most = prepared.plan.load.context
         self._max_tokens = prepared.plan.load.answer
-        self._leader = prepared.leader(prefixes=new_prefixes(prepared))
+        self._first_stage = prepared.first_stage(prefixes=new_prefixes(prepared))
         self._lines = TypedLines()
         self._messages: list[Message] = []
         self._turns = 0
@@ -91,7 +91,7 @@ class _Chat:
                     self._reporter.say(HELP)
                 case said:
                     self._turn(said)
-        self._leader.stop()
+        self._first_stage.stop()
 
     def _ask(self) -> str | None:
         """The next line; None at the end."""
@@ -102,7 +102,7 @@ class _Chat:
             line = self._lines.next(SECONDS_BETWEEN_SIGNS)
             if line is not None:
                 return line
-            self._leader.rest()
+            self._first_stage.rest()
         if self._config.verbose:
             print(flush=True)
         return None
@@ -130,19 +130,21 @@ class _Chat:
         number, self._turns = self._turns, self._turns + 1
         tokenizer = self._reader.tokenizer
         answer = _Answer(text_stream(tokenizer, self._max_tokens), len(tokens))
-        self._leader.add(number, tokens, choice_of(self._config, tokenizer, number), context)
+        self._first_stage.add(
+            number, tokens, sampling_params_of(self._config, tokenizer, number), context
+        )
         is_stopped = False
         try:
-            while not self._leader.is_idle:
-                for _, chosen in self._leader.step():
+            while not self._first_stage.is_idle:
+                for _, chosen in self._first_stage.step():
                     segment = answer.stream.take(chosen.token)
-                    answer.cached = self._leader.cached(number)
+                    answer.cached = self._first_stage.cached(number)
                     if answer.stream.finish_reason is not None:
-                        self._leader.finish(number)
+                        self._first_stage.finish(number)
                     print(segment, end="", flush=True)
                 has_ended = is_stopped or answer.stream.finish_reason is not None
                 if not has_ended and self._lines.interrupts():
-                    self._leader.cancel(number)
+                    self._first_stage.cancel(number)
                     is_stopped = True
         finally:
             print(flush=True)  # what is said of a failure begins a line

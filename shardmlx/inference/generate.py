@@ -16,11 +16,17 @@ from shardmlx.config.generate import GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import TextStream
-from shardmlx.inference.pipeline import Leader
+from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompt_reader import PromptReader
 from shardmlx.inference.prompts import Request, read_prompts, read_stdin
-from shardmlx.inference.setup import Prepared, choice_of, prepare, report_memory, text_stream
+from shardmlx.inference.setup import (
+    Prepared,
+    prepare,
+    report_memory,
+    sampling_params_of,
+    text_stream,
+)
 
 RULE = "=" * 10
 """Around the text, as mlx-lm draws it."""
@@ -51,7 +57,7 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
 
     prepared = prepare(config, transport, reporter, read)
     if prepared.reader is None:
-        prepared.follower().run()
+        prepared.later_stage().run()
     else:
         _lead(config, prepared, prepared.reader, prompts, reporter)
     report_memory(prepared, reporter)
@@ -103,32 +109,34 @@ def _lead(
     reporter: Reporter,
 ) -> None:
     """On rank 0: generate all texts, and give them out."""
-    leader = prepared.leader()
+    first_stage = prepared.first_stage()
     texts = []
     for number, prompt in enumerate(prompts):
         texts.append(text_stream(reader.tokenizer, prompt.max_tokens))
-        leader.add(number, prompt.tokens, choice_of(config, reader.tokenizer, number))
+        first_stage.add(number, prompt.tokens, sampling_params_of(config, reader.tokenizer, number))
     if config.prompts is None:
-        _stream(texts[0], len(prompts[0].tokens), leader, reporter)
+        _stream(texts[0], len(prompts[0].tokens), first_stage, reporter)
     else:
         with (
             _answers(config) as answers,
             reporter.bar("generating", len(texts)) as bar,
         ):
-            _write(prompts, texts, leader, answers, bar)
+            _write(prompts, texts, first_stage, answers, bar)
         _summary(prompts, texts, reporter)
-    leader.stop()
+    first_stage.stop()
 
 
-def _stream(text: TextStream, prompt_tokens: int, leader: Leader, reporter: Reporter) -> None:
+def _stream(
+    text: TextStream, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
+) -> None:
     """One text, as it comes."""
     reporter.say(RULE)
     try:
-        while not leader.is_idle:
-            for number, chosen in leader.step():
+        while not first_stage.is_idle:
+            for number, chosen in first_stage.step():
                 segment = text.take(chosen.token)
                 if text.finish_reason is not None:
-                    leader.finish(number)
+                    first_stage.finish(number)
                 print(segment, end="", flush=True)
     finally:
         print(flush=True)  # what is said of a failure begins a line
@@ -147,19 +155,19 @@ def _stream(text: TextStream, prompt_tokens: int, leader: Leader, reporter: Repo
 def _write(
     prompts: Sequence[Prompt],
     texts: Sequence[TextStream],
-    leader: Leader,
+    first_stage: FirstStage,
     answers: IO[str],
     bar: Bar,
 ) -> None:
     """All texts, as lines in the order of their prompts."""
     written = 0
-    while not leader.is_idle:
-        for number, chosen in leader.step():
+    while not first_stage.is_idle:
+        for number, chosen in first_stage.step():
             text = texts[number]
             text.take(chosen.token)
             if text.finish_reason is None:
                 continue
-            leader.finish(number)
+            first_stage.finish(number)
             bar.advance()
             while written < len(texts) and texts[written].finish_reason is not None:
                 answer = _answer(prompts[written], texts[written])

@@ -25,10 +25,10 @@ from shardmlx.distributed.transport import (
     buffer_of,
     new_buffer,
 )
-from shardmlx.engine.engine import EngineError
+from shardmlx.errors import EngineError
 from shardmlx.inference.prefix_cache import Beginning, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
-from shardmlx.inference.sampling_params import Choice, Chosen
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, Kind, Scheduler
 from shardmlx.inference.stage import (
     ANNOUNCEMENT_BYTES,
@@ -52,7 +52,7 @@ class _Text:
     entered the pipeline, and those up to ``cached`` had before. ``awaits`` a token under way."""
 
     tokens: list[int]
-    choice: Choice
+    choice: SamplingParams
     position: int = 0
     cached: int = 0
     awaits: bool = False
@@ -68,7 +68,7 @@ class _Returning:
     handle: Handle
 
 
-class Leader(Pipeline):
+class FirstStage(Pipeline):
     """Rank 0: prompts come in here, and tokens come out.
 
     Texts that have ended are kept in ``prefixes``, if it is given, for prompts that begin like
@@ -104,7 +104,9 @@ class Leader(Pipeline):
         """Tokens that ``prefixes`` keeps room for."""
         return self._prefixes.tokens if self._prefixes is not None else 0
 
-    def add(self, text: int, tokens: Sequence[int], choice: Choice, context: int = 0) -> None:
+    def add(
+        self, text: int, tokens: Sequence[int], choice: SamplingParams, context: int = 0
+    ) -> None:
         """Take in a prompt, under a number of its own. It may become a text of ``context`` tokens:
         needed where the scheduler has a capacity."""
         self._texts[text] = _Text(list(tokens), choice)
@@ -141,7 +143,7 @@ class Leader(Pipeline):
         self._retract_foreseen()
         self._caches.hear(item)
 
-    def step(self) -> list[tuple[int, Chosen]]:
+    def step(self) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next; returns what has been chosen for which text.
 
         Raises ``EngineError`` and what transports raise, with rank, stage and item.
@@ -153,7 +155,7 @@ class Leader(Pipeline):
         except Exception as error:
             raise self._named(error) from error
 
-    def _step(self) -> list[tuple[int, Chosen]]:
+    def _step(self) -> list[tuple[int, SampledToken]]:
         if came := self._take():
             return came
         item = self._scheduler.next()
@@ -228,7 +230,7 @@ class Leader(Pipeline):
             text.position = end
             text.awaits = step.item.chooses
 
-    def _take(self) -> list[tuple[int, Chosen]]:
+    def _take(self) -> list[tuple[int, SampledToken]]:
         came = []
         while self._returning and self._has_come(self._returning[0].handle):
             done = self._returning.popleft()
@@ -256,7 +258,7 @@ class Leader(Pipeline):
         return beginning
 
 
-class Follower(Pipeline):
+class LaterStage(Pipeline):
     """Every other rank: does what is announced, until it is told to stop."""
 
     def __init__(
@@ -272,7 +274,7 @@ class Follower(Pipeline):
         self._next = self._post_announcement()
 
     def run(self) -> None:
-        """Returns when the leader has stopped; raises as ``Leader.step``."""
+        """Returns when the leader has stopped; raises as ``FirstStage.step``."""
         try:
             while (step := self._next_step()) is not None:
                 self._compute(step)

@@ -10,8 +10,8 @@ from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory import cache_memory, inference_memory, kept_memory
 from shardmlx.costmodel.memory_limits import (
+    MemoryBudget,
     PlannedMemory,
-    Room,
     how_to_allow,
     how_to_allow_more,
     within,
@@ -69,11 +69,11 @@ def plan_inference(
     load: Load,
     workload: Workload,
     cluster: Cluster,
-    rooms: Sequence[Room],
+    budgets: Sequence[MemoryBudget],
     model: str,
 ) -> InferencePlan:
-    """The plan of a run on the ranks of ``cluster``, which have ``rooms``, with the stage map that
-    is ``given``, if one is; ``model`` is the model's digest.
+    """The plan of a run on the ranks of ``cluster``, which have ``budgets``, with the stage map
+    that is ``given``, if one is; ``model`` is the model's digest.
 
     ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
     """
@@ -86,16 +86,16 @@ def plan_inference(
     memory = _Memory(workload, load, most, chunk, limit, cluster.backend)
     can_divide = given is None and size > 1 and config.partitioner != "memory"
     remedy = _how_to_need_less(memory, can_divide)
-    cluster = within(cluster, rooms)
+    cluster = within(cluster, budgets)
     if given is not None:
         _check_map(given, config, workload, cluster)
     rows = -(-most // groups)
-    remedy_of_all = how_to_allow_more(config.memory_limit, rooms) + remedy
+    remedy_of_all = how_to_allow_more(config.memory_limit, budgets) + remedy
     stage_map = given or _divided(
         config.partitioner, rows, load, workload, cluster, memory, remedy_of_all
     )
     plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
-    _check_memory(stage_map, rooms, memory, remedy)
+    _check_memory(stage_map, budgets, memory, remedy)
     return plan
 
 
@@ -230,16 +230,18 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
-def _check_memory(stage_map: StageMap, rooms: Sequence[Room], memory: _Memory, remedy: str) -> None:
+def _check_memory(
+    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _Memory, remedy: str
+) -> None:
     ranges: Sequence[tuple[int, int]] = stage_map.partition.ranges
-    for room, (rank, (start, stop)) in zip(rooms, enumerate(ranges), strict=True):
+    for budget, (rank, (start, stop)) in zip(budgets, enumerate(ranges), strict=True):
         needed = memory.total(start, stop)
-        if needed > room.nbytes:
+        if needed > budget.nbytes:
             raise UserError(
-                f"rank {rank} ({room.host}) would hold {gib(needed)} of its {gib(room.nbytes)} "
-                f"({room.reason}) for layers {start}-{stop - 1}, "
+                f"rank {rank} ({budget.host}) would hold {gib(needed)} of its {gib(budget.nbytes)} "
+                f"({budget.reason}) for layers {start}-{stop - 1}, "
                 f"{gib(memory.caches(start, stop))} of it keys and values of {_texts(memory)}: "
-                f"{how_to_allow(room, needed)}{remedy}"
+                f"{how_to_allow(budget, needed)}{remedy}"
             )
 
 

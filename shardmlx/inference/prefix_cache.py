@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardmlx.models.kv_cache import held
+
 SHORTEST = 16
 """Tokens; to compute fewer again is no trouble."""
-
-STEP = 256
-"""Caches grow by so many tokens at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,6 @@ class Beginning:
     text: int
     length: int
     is_whole: bool
-
-
-def held(tokens: int) -> int:
-    """Tokens that a cache of so many has room for."""
-    return -(-tokens // STEP) * STEP
 
 
 class PrefixCache:

@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
 
-from shardmlx.inference.sampling_params import Choice, Chosen
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """Of mlx-lm: tokens so far and logits (1, V), to logits."""
 
 
-def sampler_of(choice: Choice) -> Sampler:
+def sampler_of(choice: SamplingParams) -> Sampler:
     """Log-probabilities (1, V) to a token (1,)."""
     return make_sampler(
         choice.temp,
@@ -32,7 +32,7 @@ def sampler_of(choice: Choice) -> Sampler:
     )
 
 
-def processors_of(choice: Choice) -> Sequence[LogitsProcessor]:
+def processors_of(choice: SamplingParams) -> Sequence[LogitsProcessor]:
     """Biases and penalties."""
     made: Sequence[LogitsProcessor] = make_logits_processors(
         dict(choice.logit_bias) or None,
@@ -66,7 +66,7 @@ def _as_seed(key: mx.array) -> int:
 class _Text:
     """How a text's tokens are chosen. ``history`` only where a processor looks back at it."""
 
-    choice: Choice
+    choice: SamplingParams
     state: int
     sampler: Sampler | None
     processors: Sequence[LogitsProcessor]
@@ -81,7 +81,7 @@ class Chooser:
         self._start = start
         self._texts: dict[int, _Text] = {}
 
-    def open(self, text: int, choice: Choice) -> None:
+    def open(self, text: int, choice: SamplingParams) -> None:
         """A new text."""
         start = self._start if choice.seed is None else choice.seed
         self._texts[text] = _Text(
@@ -138,18 +138,18 @@ def _sampled(text: _Text, logprobs: mx.array) -> mx.array:
     return token
 
 
-def packed_width(choices: Sequence[Choice]) -> int:
+def packed_width(choices: Sequence[SamplingParams]) -> int:
     """How many numbers tell what was chosen for one of these texts: the token; then, if any of them
     wants log-probabilities, that of the token, and the likeliest tokens with theirs."""
     wanted = _most_logprobs(choices)
     return 1 if wanted is None else 2 + 2 * wanted
 
 
-def _most_logprobs(choices: Sequence[Choice]) -> int | None:
+def _most_logprobs(choices: Sequence[SamplingParams]) -> int | None:
     return max((c.logprobs for c in choices if c.logprobs is not None), default=None)
 
 
-def _pack(tokens: mx.array, logprobs: mx.array, choices: Sequence[Choice]) -> mx.array:
+def _pack(tokens: mx.array, logprobs: mx.array, choices: Sequence[SamplingParams]) -> mx.array:
     tokens = tokens[:, None]
     wanted = _most_logprobs(choices)
     if wanted is None:
@@ -163,17 +163,17 @@ def _pack(tokens: mx.array, logprobs: mx.array, choices: Sequence[Choice]) -> mx
     return mx.concatenate(parts, axis=-1)
 
 
-def unpack(row: np.ndarray, choice: Choice) -> Chosen:
+def unpack(row: np.ndarray, choice: SamplingParams) -> SampledToken:
     """What was chosen, out of a row of ``Chooser.choose``."""
     token = int(row[0])
     if choice.logprobs is None:
-        return Chosen(token)
+        return SampledToken(token)
     numbers = row[1:].copy()
     wanted = (len(numbers) - 1) // 2
     ids = numbers[1 : 1 + wanted].tolist()
     likeliest = zip(ids, numbers[1 + wanted :].view(np.float32).tolist(), strict=True)
     top = sorted(likeliest, key=lambda each: (-each[1], each[0]))[: choice.logprobs]
-    return Chosen(token, float(numbers[:1].view(np.float32)[0]), tuple(top))
+    return SampledToken(token, float(numbers[:1].view(np.float32)[0]), tuple(top))
 
 
 def _stream(start: int, number: int) -> int:

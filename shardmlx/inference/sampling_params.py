@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SamplingParams:
     """How the tokens of one text are chosen, in the words of ``mlx_lm.sample_utils``.
 
     ``stream`` numbers the random streams of one run, each with ``seed`` or else with the run's own.
@@ -40,9 +40,9 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """A token that was chosen. ``logprob`` and ``top``, the likeliest (token, log-probability)
-    first, only where the ``Choice`` wants them."""
+    first, only where the ``SamplingParams`` wants them."""
 
     token: int
     logprob: float | None = None

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shardmlx.inference.prefix_cache import Beginning, held
+from shardmlx.inference.prefix_cache import Beginning
+from shardmlx.models.kv_cache import held
 
 
 class Kind(Enum):

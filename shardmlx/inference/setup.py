@@ -17,11 +17,11 @@ from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded, memory_limits, unwired
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import by_rank_0, together
+from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import TextStream
-from shardmlx.inference.pipeline import Follower, Leader
+from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import (
     CHOOSE_CACHES,
     InferencePlan,
@@ -32,9 +32,9 @@ from shardmlx.inference.plan import (
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prompt_reader import PromptReader
 from shardmlx.inference.sampler import random_state
-from shardmlx.inference.sampling_params import Choice
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
-from shardmlx.loading.allocator import find_rooms, set_limits
+from shardmlx.loading.allocator import find_budgets, set_limits
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.rank_setup import (
@@ -72,19 +72,21 @@ class Prepared:
     random_state: int
     limits: tuple[MemoryLimits, ...]
 
-    def follower(self) -> Follower:
+    def later_stage(self) -> LaterStage:
         """On all ranks but the first."""
-        return Follower(
+        return LaterStage(
             self.transport,
             self.part,
             max_kv_size=self.config.max_kv_size,
             random_state=self.random_state,
         )
 
-    def leader(self, patience: int | None = None, prefixes: PrefixCache | None = None) -> Leader:
+    def first_stage(
+        self, patience: int | None = None, prefixes: PrefixCache | None = None
+    ) -> FirstStage:
         """On the first rank."""
         plan = self.plan
-        return Leader(
+        return FirstStage(
             self.transport,
             self.part,
             Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
@@ -107,7 +109,7 @@ def prepare(
     for what the user can mend, before weights are read.
     """
     transport.activity = "loading"
-    with transport.patient(SETUP_SECONDS):
+    with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(
             transport,
             reporter,
@@ -128,8 +130,8 @@ def _prepare(
     weights: Weights,
 ) -> Prepared:
     path = weights.path
-    model_config = together(transport, "reading config.json", lambda: read_config(path))
-    shape = together(
+    model_config = on_all_ranks(transport, "reading config.json", lambda: read_config(path))
+    shape = on_all_ranks(
         transport, "checking config.json", lambda: ModelShape.from_config(model_config)
     )
 
@@ -140,9 +142,9 @@ def _prepare(
         )
         return reader, read(reader, model_config.get("max_position_embeddings"))
 
-    found = by_rank_0(transport, "reading the prompts", read_prompts)
+    found = on_rank_0(transport, "reading the prompts", read_prompts)
     load = transport.broadcast(found and found[1], what="prompts")
-    workload = together(
+    workload = on_all_ranks(
         transport,
         "reading the headers",
         lambda: Workload.of(
@@ -151,17 +153,17 @@ def _prepare(
         ),
     )
     cluster = cluster_of(transport, config.hosts, None)
-    rooms = find_rooms(transport, cluster, config.memory_limit)
+    budgets = find_budgets(transport, cluster, config.memory_limit)
     digest = model_digest(model_config)
     given = given_stage_map(transport, config.stage_map)
-    plan = together(
+    plan = on_all_ranks(
         transport,
         "planning",
-        lambda: plan_inference(config, given, load, workload, cluster, rooms, digest),
+        lambda: plan_inference(config, given, load, workload, cluster, budgets, digest),
     )
     compare_plans(transport, plan.digest)
     start, stop = plan.stage_map.partition.ranges[transport.rank]
-    part, state = together(
+    part, state = on_all_ranks(
         transport, "building the model", lambda: _build(config, weights, start, stop)
     )
     reporter.say(_headline(config, plan))
@@ -171,11 +173,11 @@ def _prepare(
             f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
     planned = planned_memory(plan, workload, cluster.backend)
-    for warning in unwired(rooms, planned):
+    for warning in unwired(budgets, planned):
         reporter.warn(warning)
-    limits = tuple(map(memory_limits, rooms, planned, [cluster.backend] * len(rooms)))
+    limits = tuple(map(memory_limits, budgets, planned, [cluster.backend] * len(budgets)))
     set_limits(limits[transport.rank])
-    with transport.patient(SETUP_SECONDS):
+    with transport.longer_timeout(SETUP_SECONDS):
         weights.load([part], shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
@@ -211,9 +213,11 @@ def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
     )
 
 
-def choice_of(config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0) -> Choice:
+def sampling_params_of(
+    config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0
+) -> SamplingParams:
     """How the tokens of a text are chosen, with a random stream of its own."""
-    return Choice(
+    return SamplingParams(
         temp=config.temp,
         top_p=config.top_p,
         min_p=config.min_p,

@@ -16,8 +16,7 @@ from shardmlx.distributed.transport import (
     PeerLost,
     Transport,
 )
-from shardmlx.engine.engine import EngineError
-from shardmlx.errors import one_line
+from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.kv_caches import Snapshot, TextCaches
 from shardmlx.inference.sampler import Chooser
 from shardmlx.inference.scheduler import Item

@@ -5,13 +5,15 @@ from __future__ import annotations
 import mlx.core as mx
 
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory_limits import MemoryLimits, Room, rooms_of
+from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, budgets_of
 from shardmlx.distributed.transport import Transport
 
 
-def find_rooms(transport: Transport, cluster: Cluster, limit: int | None) -> tuple[Room, ...]:
+def find_budgets(
+    transport: Transport, cluster: Cluster, limit: int | None
+) -> tuple[MemoryBudget, ...]:
     """What each rank may use, ``limit`` being the user's; the same on all ranks. Collective."""
-    return rooms_of(cluster, limit, transport.all_gather(working_set(), "comparing memory"))
+    return budgets_of(cluster, limit, transport.all_gather(working_set(), "comparing memory"))
 
 
 def working_set() -> int | None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from shardmlx.checkpoint.placement import Disks, find_disks
 from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
-from shardmlx.distributed.agreement import AgreedError, by_rank_0, together
+from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.build import FILES_TO_DOWNLOAD, find_model
 from shardmlx.loading.hub_download import download_whole, open_repository, whole_snapshot
-from shardmlx.loading.manifest import TEXTS, Blueprint, fingerprint, read_blueprint
+from shardmlx.loading.manifest import TEXTS, ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Bundle, Layout, State, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
@@ -39,7 +39,7 @@ class _Found:
     path: Path | None = None
     commit: str | None = None
     repository: Repository | None = None
-    blueprint: Blueprint | None = None
+    blueprint: ModelManifest | None = None
     files: Sequence[str] = ()
     why: str = ""
 
@@ -74,8 +74,8 @@ def _find_model(
     is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
     if transport.size == 1 or (mode == "local" and not is_here):
         # From the hub every rank gets all, as mlx-lm does.
-        return Bundle(transport, together(transport, _LOOKING, lambda: find_model(model)))
-    first = by_rank_0(transport, _LOOKING, lambda: _look_first(model))
+        return Bundle(transport, on_all_ranks(transport, _LOOKING, lambda: find_model(model)))
+    first = on_rank_0(transport, _LOOKING, lambda: _look_first(model))
     identity, commit = transport.broadcast(first and (first.identity, first.commit), what=_LOOKING)
     found = first
     if found is None and mode == "rank0":
@@ -164,7 +164,7 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
         except (UserError, OSError):
             return None  # whoever builds the model says what is wrong with them
 
-    found = by_rank_0(transport, what, look_first)
+    found = on_rank_0(transport, what, look_first)
     identity = transport.broadcast(found and found.identity, what=what)
     if identity is None:
         return here
@@ -205,8 +205,8 @@ def _settle(
     for rank in lacking:
         if everyone[rank][1]:
             reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {everyone[rank][2]}")
-    blueprint: Blueprint = transport.broadcast(
-        by_rank_0(transport, _LOOKING, lambda: _blueprint(found)), what=_LOOKING
+    blueprint: ModelManifest = transport.broadcast(
+        on_rank_0(transport, _LOOKING, lambda: _blueprint(found)), what=_LOOKING
     )
     base, kept = _base(found.state, cache)
     disks = find_disks(transport, base, make=kept)
@@ -229,7 +229,7 @@ def _settle(
                 _fetch_small_files(found.repository, directory)
 
     try:
-        together(transport, "making room for the weights", make)
+        on_all_ranks(transport, "making room for the weights", make)
         places = transport.all_gather(None if copy is None else str(copy.directory), _LOOKING)
         place = found.path or Path(places[keepers[transport.rank]])
         return Bundle(
@@ -281,17 +281,17 @@ def _new_directory(base: Path) -> str:
         ) from None
 
 
-def _blueprint(found: _Found) -> Blueprint:
+def _blueprint(found: _Found) -> ModelManifest:
     if found.blueprint is not None or found.path is None:
         return found.blueprint  # type: ignore[return-value]  # of a repository there is one
-    return read_blueprint(found.path, found.files, found.identity)
+    return read_model_manifest(found.path, found.files, found.identity)
 
 
 def _weight_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob(MODEL_FILES))
 
 
-def _blueprint_of(repository: Repository) -> Blueprint:
+def _blueprint_of(repository: Repository) -> ModelManifest:
     """What a copy of a repository begins with. ``UserError``, ``NoRanges``."""
     files = read_model(repository)
     if files.faults:
@@ -302,7 +302,7 @@ def _blueprint_of(repository: Repository) -> Blueprint:
         digest.update(f" {file} {files.checksums.get(file)} ".encode() + heads[file])
     texts = {name: repository.read(name) for name in TEXTS if name in repository.files}
     sizes = {file: header.file_size for file, header in files.headers.items()}
-    return Blueprint(digest.hexdigest(), texts, heads, sizes)
+    return ModelManifest(digest.hexdigest(), texts, heads, sizes)
 
 
 def _fetch_small_files(repository: Repository, directory: Path) -> None:

@@ -41,7 +41,7 @@ SAMPLE_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class ModelManifest:
     """What a copy begins with: small files; of each weight file its head and how long it is.
 
     ``key`` names the content: other weights have another one.
@@ -99,7 +99,7 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def read_blueprint(directory: Path, files: Sequence[str], identity: str) -> Blueprint:
+def read_model_manifest(directory: Path, files: Sequence[str], identity: str) -> ModelManifest:
     """Of a directory that has all its weight ``files``; ``identity`` is its fingerprint.
 
     The key changes too when a file is written again, so that what was kept of another content is
@@ -116,7 +116,7 @@ def read_blueprint(directory: Path, files: Sequence[str], identity: str) -> Blue
     texts = {
         name: (directory / name).read_bytes() for name in TEXTS if (directory / name).is_file()
     }
-    return Blueprint(digest.hexdigest(), texts, heads, sizes)
+    return ModelManifest(digest.hexdigest(), texts, heads, sizes)
 
 
 def _canonical(text: bytes) -> bytes:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardmlx.common.durable_files import flush_directory
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.manifest import Blueprint
+from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
 
 RECORD = "complete-tensors.jsonl"
@@ -44,7 +44,7 @@ class PartialCopy:
     any other may read what is complete. ``UserError`` where the disk does not take it.
     """
 
-    def __init__(self, directory: Path, blueprint: Blueprint, *, kept: bool) -> None:
+    def __init__(self, directory: Path, blueprint: ModelManifest, *, kept: bool) -> None:
         self.directory = directory
         self._tensors = blueprint.tensors()
         self._kept = kept

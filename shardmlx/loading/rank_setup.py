@@ -14,7 +14,7 @@ import mlx.core as mx
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
 from shardmlx.costmodel.profile_file import Profile
-from shardmlx.distributed.agreement import AgreedError, by_rank_0
+from shardmlx.distributed.agreement import AgreedError, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
@@ -38,7 +38,7 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
         return machines, None if profiles is None else read_profiles(profiles)
 
     known, profile = transport.broadcast(
-        by_rank_0(transport, "reading what the machines have", read), what="machines"
+        on_rank_0(transport, "reading what the machines have", read), what="machines"
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     everyone = transport.all_gather(memory, "comparing machines")
@@ -55,7 +55,7 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
 
 def given_stage_map(transport: Transport, path: str | None) -> StageMap | None:
     """The stage map in rank 0's file, if there is one. Collective."""
-    given = by_rank_0(
+    given = on_rank_0(
         transport, "reading the stage map", lambda: None if path is None else read_stage_map(path)
     )
     stage_map: StageMap | None = transport.broadcast(given, what="stage map")

@@ -21,11 +21,11 @@ import numpy as np
 
 from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.distributed import byte_stream
-from shardmlx.distributed.agreement import together
+from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.byte_stream import incoming
 from shardmlx.distributed.transport import OBJECT_TAG, Handle, Transport
 from shardmlx.loading.hub_download import download
-from shardmlx.loading.manifest import Blueprint, Transfer, is_needed, plan_transfers
+from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
 from shardmlx.loading.partial_copy import (
     DIGEST_BYTES,
     PartialCopy,
@@ -56,7 +56,7 @@ class Layout:
 
     states: tuple[State, ...]
     keepers: tuple[int, ...]
-    blueprint: Blueprint
+    blueprint: ModelManifest
 
 
 @dataclass(slots=True)
@@ -192,10 +192,12 @@ class _Filling:
         loading = f"loading {self.what}"
         wanted = self._wanted(transport.all_gather(set(mine), loading))
         all_have_built()
-        sound, missing = together(transport, loading, lambda: self._compare(wanted.get(me, set())))
+        sound, missing = on_all_ranks(
+            transport, loading, lambda: self._compare(wanted.get(me, set()))
+        )
         if copy is not None and repository is not None:
             self.moved.downloaded = copy.nbytes(missing)
-        together(transport, loading, lambda: self._download(repository, missing, reporter))
+        on_all_ranks(transport, loading, lambda: self._download(repository, missing, reporter))
         if repository is not None:
             sound, missing = sound | missing, set()
         everyone = transport.all_gather((sound, missing), loading)

@@ -74,14 +74,14 @@ def rebalanced(
     present = plan.stage_map.partition
     problem = _problem(plan, workload, paced, length)
     # A rank that was beyond its memory as predicted, and ran, may stay as full.
-    rooms = [
+    budgets = [
         max(rank.capacity, rank.peak) for rank in outcome(present, config.max_seq_length).ranks
     ]
     best, now = present, outcome(present, length).step_seconds
     fastest = now
-    for partition in dict.fromkeys(_answers(problem, config.partitioner, rooms)):
+    for partition in dict.fromkeys(_answers(problem, config.partitioner, budgets)):
         full = outcome(partition, config.max_seq_length)
-        if any(rank.peak > room for rank, room in zip(full.ranks, rooms, strict=True)):
+        if any(rank.peak > room for rank, room in zip(full.ranks, budgets, strict=True)):
             continue
         seconds = outcome(partition, length).step_seconds
         if seconds < fastest:
@@ -108,7 +108,7 @@ def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> P
     return replace(problem, placement=stage_map.placement, is_measured=True)
 
 
-def _answers(problem: Problem, partitioner: str, rooms: Sequence[float]) -> Iterator[Partition]:
+def _answers(problem: Problem, partitioner: str, budgets: Sequence[float]) -> Iterator[Partition]:
     """What the run's partitioner says, if ranks keep their places; and balanced within memory."""
     try:
         answer = get_partitioner(partitioner)(problem)
@@ -122,7 +122,7 @@ def _answers(problem: Problem, partitioner: str, rooms: Sequence[float]) -> Iter
 
     def load(stage: int, start: int, stop: int) -> float:
         rank = placement[stage]
-        if peak(stage, start, stop) > rooms[rank] / len(problem.stages_of(rank)):
+        if peak(stage, start, stop) > budgets[rank] / len(problem.stages_of(rank)):
             return float("inf")
         return problem.costs[rank].total(start, stop)
 

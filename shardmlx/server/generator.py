@@ -16,7 +16,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import TextStream
-from shardmlx.inference.pipeline import Leader
+from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompt_reader import PromptReader
 from shardmlx.inference.setup import Prepared, text_stream, xtc_special_tokens
 from shardmlx.server.app import make_app
@@ -39,9 +39,9 @@ class PipelineGenerator:
     """
 
     def __init__(
-        self, leader: Leader, tokenizer: TokenizerWrapper, look_up: Callable[[], None]
+        self, first_stage: FirstStage, tokenizer: TokenizerWrapper, look_up: Callable[[], None]
     ) -> None:
-        self._leader = leader
+        self._first_stage = first_stage
         self._tokenizer = tokenizer
         self._look_up = look_up
         self._special = xtc_special_tokens(tokenizer)
@@ -49,17 +49,17 @@ class PipelineGenerator:
 
     @property
     def is_idle(self) -> bool:
-        return self._leader.is_idle
+        return self._first_stage.is_idle
 
     @property
     def kept_tokens(self) -> int:
-        return self._leader.kept_tokens
+        return self._first_stage.kept_tokens
 
     def add(self, number: int, request: TextRequest) -> None:
         self._texts[number] = text_stream(
             self._tokenizer, request.max_tokens, request.stop, request.continues
         )
-        self._leader.add(
+        self._first_stage.add(
             number,
             request.tokens,
             replace(request.choice, xtc_special_tokens=self._special),
@@ -68,19 +68,19 @@ class PipelineGenerator:
 
     def cancel(self, number: int) -> None:
         del self._texts[number]
-        self._leader.cancel(number)
+        self._first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Piece]]:
         self._look_up()
         pieces = []
-        for number, chosen in self._leader.step():
+        for number, chosen in self._first_stage.step():
             text = self._texts[number]
             segment = text.take(chosen.token)
             is_part = chosen.token not in text.eos
-            cached = self._leader.cached(number)
+            cached = self._first_stage.cached(number)
             if text.finish_reason is not None:
                 del self._texts[number]
-                self._leader.finish(number)
+                self._first_stage.finish(number)
             piece = Piece(
                 segment, (chosen,) if is_part else (), text.count, cached, text.finish_reason
             )
@@ -89,7 +89,7 @@ class PipelineGenerator:
 
     def rest(self) -> None:
         self._look_up()
-        self._leader.rest()
+        self._first_stage.rest()
 
 
 class RequestServer:
@@ -100,7 +100,7 @@ class RequestServer:
         config: ServeConfig,
         prepared: Prepared,
         reader: PromptReader,
-        leader: Leader,
+        first_stage: FirstStage,
         reporter: Reporter,
     ) -> None:
         self._config = config
@@ -111,7 +111,7 @@ class RequestServer:
         self._service = TextService(
             config.batch_size + config.max_queue, prepared.plan.load.context
         )
-        self._generator = PipelineGenerator(leader, reader.tokenizer, self._look_up)
+        self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._look_up)
         self._http_error: BaseException | None = None
 
     def run(self, listener: socket) -> None:

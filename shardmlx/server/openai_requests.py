@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from shardmlx.errors import UserError
-from shardmlx.inference.sampling_params import Choice
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.request_queue import TextRequest
 
@@ -407,7 +407,7 @@ def _order(
 
 def _choice(
     body: _Body, number: int, prompt: tuple[int, ...], logprobs: int | None, terms: Terms
-) -> Choice:
+) -> SamplingParams:
     """``number`` counts the texts of one prompt."""
     defaults = terms.defaults
 
@@ -430,7 +430,7 @@ def _choice(
         ),
         default=0,
     )
-    return Choice(
+    return SamplingParams(
         temp=temp if temp >= COLDEST else 0.0,
         top_p=given("top_p", defaults.top_p),
         min_p=given("min_p", defaults.min_p),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardmlx.inference.sampling_params import Chosen
+from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.openai_requests import Order
 from shardmlx.server.request_queue import FinishReason, Piece
 
@@ -200,7 +200,7 @@ class CompletionReply(Reply):
             "text_offset": offsets,
         }
 
-    def _likeliest(self, chosen: Chosen) -> Body:
+    def _likeliest(self, chosen: SampledToken) -> Body:
         """The chosen token is always one of them. Of tokens that read alike the likelier stays."""
         likeliest: Body = {}
         for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):

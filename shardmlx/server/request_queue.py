@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
-from shardmlx.inference.sampling_params import Choice, Chosen
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TextRequest:
 
     tokens: tuple[int, ...]
     max_tokens: int
-    choice: Choice = field(default_factory=Choice)
+    choice: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     continues: bool = False
 
@@ -42,7 +42,7 @@ class Piece:
     """
 
     text: str
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[SampledToken, ...]
     generated: int
     cached: int = 0
     finish_reason: FinishReason | None = None

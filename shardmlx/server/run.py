@@ -33,12 +33,14 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
 
     prepared = prepare(config, transport, reporter, read)
     if prepared.reader is None:
-        prepared.follower().run()
+        prepared.later_stage().run()
     else:
         from shardmlx.server.generator import RequestServer
 
-        leader = prepared.leader(PATIENCE, new_prefixes(prepared) if config.prefix_cache else None)
-        server = RequestServer(config, prepared, prepared.reader, leader, reporter)
+        first_stage = prepared.first_stage(
+            PATIENCE, new_prefixes(prepared) if config.prefix_cache else None
+        )
+        server = RequestServer(config, prepared, prepared.reader, first_stage, reporter)
         server.run(listeners[0])
-        leader.stop()
+        first_stage.stop()
     report_memory(prepared, reporter)

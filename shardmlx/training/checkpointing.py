@@ -120,7 +120,7 @@ class Checkpoints:
         All wait for it, so that a rank with a slow disk is not taken for one that is lost.
         """
         start = time.monotonic()
-        with self._transport.patient(SECONDS_TO_WRITE):
+        with self._transport.longer_timeout(SECONDS_TO_WRITE):
             wait()
             seconds = time.monotonic() - start
             longest: float = max(self._transport.all_gather(seconds, "waiting for the checkpoint"))

@@ -32,7 +32,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
@@ -226,8 +226,8 @@ def run(
 ) -> None:
     """Measure micro-batches of ``shapes`` on every rank; rank 0 writes ``output``. Collective."""
     reporter = Reporter(quiet=transport.rank != 0)
-    with transport.patient(SETUP_SECONDS):
-        read = by_rank_0(transport, "reading the model", lambda: _read(config, output))
+    with transport.longer_timeout(SETUP_SECONDS):
+        read = on_rank_0(transport, "reading the model", lambda: _read(config, output))
     model_config, workload = transport.broadcast(read, what="model")
     reporter.say(str(blas))
     with reporter.bar("measuring", len(shapes)) as bar:
@@ -245,7 +245,7 @@ def run(
     _show(reporter, machines)
     work = work_of(config, workload.shape, workload.dtype, model_config.get("quantization"))
     profile = Profile(work, tuple(machines))
-    by_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
+    on_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
     reporter.say(f"Wrote {output}")
 
 

@@ -21,22 +21,22 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
+    MemoryBudget,
     MemoryLimits,
-    Room,
-    check_rooms,
+    check_budgets,
     how_to_allow_more,
     memory_limits,
     unwired,
     within,
 )
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import by_rank_0, together
+from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError
-from shardmlx.loading.allocator import find_rooms, set_limits
+from shardmlx.loading.allocator import find_budgets, set_limits
 from shardmlx.loading.build import build_model, count_parameters
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.rank_setup import (
@@ -94,7 +94,7 @@ def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
     No weight is read before model, plan and data are known to be good on all ranks.
     """
-    with transport.patient(SETUP_SECONDS):
+    with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(
             transport,
             reporter,
@@ -129,19 +129,19 @@ def _prepare(
 ) -> Job:
     path = weights.path
     own = _with_adapters(config, weights.adapters)
-    model_config = together(transport, "reading config.json", lambda: read_config(path))
-    shape = together(
+    model_config = on_all_ranks(transport, "reading config.json", lambda: read_config(path))
+    shape = on_all_ranks(
         transport, "checking config.json", lambda: ModelShape.from_config(model_config)
     )
-    model = together(transport, "building the model", lambda: build_model(path, own))
-    workload = together(
+    model = on_all_ranks(transport, "building the model", lambda: build_model(path, own))
+    workload = on_all_ranks(
         transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
     )
     cluster = cluster_of(transport, config.hosts, config.profile)
-    rooms = find_rooms(transport, cluster, config.memory_limit)
-    cluster = within(cluster, rooms)
+    budgets = find_budgets(transport, cluster, config.memory_limit)
+    cluster = within(cluster, budgets)
     # A profile of other work or other machines is found before anything is loaded.
-    together(
+    on_all_ranks(
         transport,
         "checking the profile",
         lambda: [
@@ -149,14 +149,14 @@ def _prepare(
         ],
     )
     given = given_stage_map(transport, config.stage_map)
-    plan, slices = together(
+    plan, slices = on_all_ranks(
         transport,
         "planning",
-        lambda: _plan(config, given, rooms, workload, cluster, model, model_config),
+        lambda: _plan(config, given, budgets, workload, cluster, model, model_config),
     )
     compare_plans(transport, plan.digest)
-    optimizer = together(transport, "building the optimizer", lambda: optimizer_of(config))
-    by_rank_0(transport, "checking the output", lambda: _check_output(config, path))
+    optimizer = on_all_ranks(transport, "building the optimizer", lambda: optimizer_of(config))
+    on_rank_0(transport, "checking the output", lambda: _check_output(config, path))
     reporter.say(_headline(config, plan))
     if config.train:
         count = count_parameters(model)
@@ -164,20 +164,20 @@ def _prepare(
             f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
             f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
         )
-    with transport.patient(SETUP_SECONDS):
-        data = by_rank_0(
+    with transport.longer_timeout(SETUP_SECONDS):
+        data = on_rank_0(
             transport, "reading the data", lambda: _data(config, path, model_config, reporter)
         )
         sizes, lengths = transport.broadcast(
             None if data is None else (data.sizes(), _longest(config, data)), what="data"
         )
-        limits = together(
+        limits = on_all_ranks(
             transport,
             "planning memory",
-            lambda: _limits(config, plan, workload, cluster, rooms, lengths, reporter),
+            lambda: _limits(config, plan, workload, cluster, budgets, lengths, reporter),
         )
         set_limits(limits[transport.rank])
-        identity = together(
+        identity = on_all_ranks(
             transport,
             "reading which model it is",
             lambda: None if data is None else _identity(config, weights, data),
@@ -246,7 +246,7 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
 def _plan(
     config: TrainConfig,
     given: StageMap | None,
-    rooms: Sequence[Room],
+    budgets: Sequence[MemoryBudget],
     workload: Workload,
     cluster: Cluster,
     model: nn.Module,
@@ -258,12 +258,12 @@ def _plan(
     except DoesNotFitError as error:
         if config.memory_limit is None:
             raise
-        way = how_to_allow_more(config.memory_limit, rooms)
+        way = how_to_allow_more(config.memory_limit, budgets)
         raise UserError(
             f"{error.fact}: {way}lower --max-seq-length, or use more machines"
         ) from None
     _check_pack(config, model_config)
-    mesh = make_mesh(stage_map, len(rooms), [room.host for room in rooms])
+    mesh = make_mesh(stage_map, len(budgets), [room.host for room in budgets])
     rows, micro_batch_size = divide_batch(config, mesh)
     slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
     if config.train and not any(part.trainable for part in slices):
@@ -325,16 +325,16 @@ def _limits(
     plan: Plan,
     workload: Workload,
     cluster: Cluster,
-    rooms: Sequence[Room],
+    budgets: Sequence[MemoryBudget],
     lengths: tuple[int, int],
     reporter: Reporter,
 ) -> tuple[MemoryLimits, ...]:
     """Of every rank's memory, for the longest sequences; ``UserError`` without room."""
     planned = planned_memory(plan, workload, cluster, lengths, config.grad_checkpoint)
-    check_rooms(rooms, planned, _how_to_need_less(config, plan))
-    for warning in unwired(rooms, planned):
+    check_budgets(budgets, planned, _how_to_need_less(config, plan))
+    for warning in unwired(budgets, planned):
         reporter.warn(warning)
-    return tuple(map(memory_limits, rooms, planned, [cluster.backend] * len(rooms)))
+    return tuple(map(memory_limits, budgets, planned, [cluster.backend] * len(budgets)))
 
 
 def _how_to_need_less(config: TrainConfig, plan: Plan) -> str:

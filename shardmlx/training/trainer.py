@@ -20,7 +20,7 @@ from shardmlx.checkpoint.export import Collector, save_adapters, save_model, wri
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.distributed.agreement import by_rank_0
+from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batches, random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
@@ -41,7 +41,7 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     """
     metrics = Path(config.metrics_file) if config.metrics_file else None
     quiet = transport.rank != 0
-    reporter = by_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
+    reporter = on_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
     try:
         reporter.say(str(blas))
         transport.activity = "loading"
@@ -80,7 +80,7 @@ class Trainer:
     def train(self) -> None:
         """All iterations that are left, with validation, reports and saving in between."""
         config = self._config
-        by_rank_0(self._transport, "opening the output", self._open_output)
+        on_rank_0(self._transport, "opening the output", self._open_output)
         self._resume()
         how = self._transport.stop_command()
         if how is not None and self._job.resumption.place is not None:
@@ -143,7 +143,7 @@ class Trainer:
             return
         manifest = found.manifest
         state = manifest.state
-        with self._transport.patient(SETUP_SECONDS):
+        with self._transport.longer_timeout(SETUP_SECONDS):
             restore(found, self._transport, self._job.stages, self._updater)
         self._start = manifest.step
         self._meter.start_after(manifest.step)
@@ -301,7 +301,7 @@ class Trainer:
         """Write what was trained so far, under its final name and, for adapters, as a copy."""
         directory, rank = Path(self._config.adapter_path), self._transport.rank
         # A rank waits until rank 0 has written what comes before.
-        with self._transport.patient(SETUP_SECONDS):
+        with self._transport.longer_timeout(SETUP_SECONDS):
             if self._config.fine_tune_type == "full":
                 save_model(self._collector, self._job.model_path, directory, rank)
             else:

@@ -17,7 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.helpers.mpirun import ROOT, Running
-from tests.mpi.conftest import small_directory, tokenizer_directory
+from tests.helpers.small_models import small_directory, tokenizer_directory
 
 KEY = "a-secret"
 PATIENCE = 60.0

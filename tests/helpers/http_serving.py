@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.inference.sampling_params import Chosen
+from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.request_queue import FinishReason, Piece, TextRequest, TextService
 from shardmlx.server.uvicorn_thread import HttpServer, bind, trusted_hosts
@@ -106,10 +106,10 @@ class Parrot:
         if chr(token) == END or chr(token) in request.stop:
             return Piece("", (), text.generated, cached, "stop")
         most = request.choice.logprobs
-        chosen = Chosen(token)
+        chosen = SampledToken(token)
         if most is not None:
             top = tuple((token + place, -0.5 - place) for place in range(most))
-            chosen = Chosen(token, -0.5, top)
+            chosen = SampledToken(token, -0.5, top)
         reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
         return Piece(chr(token), (chosen,), text.generated, cached, reason)
 

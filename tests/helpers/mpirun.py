@@ -267,3 +267,16 @@ def verdict(errors: Mapping[str, str], name: str) -> None:
     error = errors.get(name, "not reached: an earlier check failed")
     if error:
         pytest.fail(error, pytrace=False)
+
+
+def mlx_lm(*args: str | Path) -> str:
+    """What mlx_lm.generate says, in one process."""
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "mlx_lm_generate.py", *args, "--verbose", "False"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout

@@ -21,7 +21,7 @@ from tests.helpers.hosts import TMP, Lab
 from tests.helpers.markdown import Block, anchors, blocks, links
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import ROOT, mpirun
-from tests.mpi.conftest import small_directory
+from tests.helpers.small_models import small_directory
 
 GUIDE = ROOT / "docs" / "guide.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

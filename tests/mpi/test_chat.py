@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import Job, mpirun
-from tests.mpi.test_generate import mlx_lm
+from tests.helpers.mpirun import Job, mlx_lm, mpirun
 
 
 def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:

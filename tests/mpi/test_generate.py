@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import PROGRAMS, ROOT, Job, mpirun, train_well
+from tests.helpers.mpirun import PROGRAMS, Job, mlx_lm, mpirun, train_well
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
@@ -26,19 +24,6 @@ def generate_well(n: int, *args: str | Path) -> str:
     job = generate(n, *args, "--no-verbose")
     assert job.returncode == 0, job.output
     return job.stdout
-
-
-def mlx_lm(*args: str | Path) -> str:
-    """What mlx_lm.generate says, in one process."""
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "mlx_lm_generate.py", *args, "--verbose", "False"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
 
 
 def refused(n: int, *args: str | Path) -> str:

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.mpirun import PROGRAMS, mpirun
-from tests.mpi.conftest import SMALL_VOCABULARY
+from tests.helpers.small_models import SMALL_VOCABULARY
 
 LAYERS = 8
 SLACK = 1_000_000

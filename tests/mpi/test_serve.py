@@ -14,8 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.mpirun import Running, mpirun
-from tests.mpi.test_generate import mlx_lm
+from tests.helpers.mpirun import Running, mlx_lm, mpirun
 
 SECONDS_TO_START = 60.0
 KEY = "a-key"
@@ -88,9 +87,9 @@ def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> Non
     sayings = [f"Tell me of the number {i}, and of {'ships ' * (i % 7)}." for i in range(MANY)]
     alone = [served.ask(said) for said in sayings[:6]]
     with ThreadPoolExecutor(MANY) as pool:
-        together = list(pool.map(served.ask, sayings))
-    assert together[:6] == alone
-    assert len(together) == MANY
+        on_all_ranks = list(pool.map(served.ask, sayings))
+    assert on_all_ranks[:6] == alone
+    assert len(on_all_ranks) == MANY
 
 
 def test_a_conversation_that_grows_does_not_pay_for_its_beginning_again(served: Served) -> None:

@@ -86,13 +86,13 @@ def test_train_goes_on_from_what_is_on_the_first_machine_alone(
 ) -> None:
     """Model, adapters, data, options and stage map."""
     start = adapters / "adapters.safetensors"
-    together, stage_map = tmp_path / "together.jsonl", tmp_path / "map.yaml"
+    on_all_ranks, stage_map = tmp_path / "together.jsonl", tmp_path / "map.yaml"
     stage_map.write_text("stages:\n  - num_layers: 3\n  - num_layers: 5\n")
     train_well(
         2,
         *("--model", small, "--data", pirate, "--resume-adapter-file", start, *TRAIN),
         *("--stage-map", stage_map),
-        *("--metrics-file", together, "--adapter-path", tmp_path / "out"),
+        *("--metrics-file", on_all_ranks, "--adapter-path", tmp_path / "out"),
     )
     group = machines(tmp_path, 2, small)
     shutil.copyfile(start, group.homes[0] / "start.safetensors")
@@ -107,7 +107,7 @@ def test_train_goes_on_from_what_is_on_the_first_machine_alone(
     )
     assert job.returncode == 0, job.output
     apart = events(group.homes[0] / "apart.jsonl", "train")
-    assert [e["loss"] for e in apart] == [e["loss"] for e in events(together, "train")]
+    assert [e["loss"] for e in apart] == [e["loss"] for e in events(on_all_ranks, "train")]
     assert len(list((group.homes[1] / "cache").iterdir())) == 1
     assert group.left() == []
 

@@ -16,13 +16,13 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import (
     LEAST_CACHE,
+    MemoryBudget,
     MemoryLimits,
     PlannedMemory,
-    Room,
-    check_rooms,
+    budgets_of,
+    check_budgets,
     exceeded,
     memory_limits,
-    rooms_of,
     unwired,
     within,
 )
@@ -30,7 +30,7 @@ from shardmlx.costmodel.predict import predict_memory
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
-from shardmlx.loading.allocator import find_rooms, set_limits, working_set
+from shardmlx.loading.allocator import find_budgets, set_limits, working_set
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.mesh import Mesh
@@ -55,34 +55,34 @@ ONE_MAC = cluster(("studio", 32 * GB), ("studio", 32 * GB))
 
 
 def test_a_rank_may_use_the_part_of_its_machine_that_plans_count_on() -> None:
-    assert rooms_of(MACS) == (
-        Room("studio", 48 * GB, "75% of the machine's memory", 64 * GB),
-        Room("mini", 12 * GB, "75% of the machine's memory", 16 * GB),
+    assert budgets_of(MACS) == (
+        MemoryBudget("studio", 48 * GB, "75% of the machine's memory", 64 * GB),
+        MemoryBudget("mini", 12 * GB, "75% of the machine's memory", 16 * GB),
     )
-    assert rooms_of(replace(MACS, memory_fraction=0.5))[1].nbytes == 8 * GB
+    assert budgets_of(replace(MACS, memory_fraction=0.5))[1].nbytes == 8 * GB
 
 
 def test_ranks_on_one_machine_share_its_memory_and_what_it_wires() -> None:
-    room, same = rooms_of(ONE_MAC, working_sets=(40 * GB, 40 * GB))
-    assert room == same
-    assert (room.nbytes, room.most, room.wirable) == (24 * GB, 32 * GB, 20 * GB)
-    assert room.reason == "75% of the machine's memory, shared by 2 ranks"
+    budget, same = budgets_of(ONE_MAC, working_sets=(40 * GB, 40 * GB))
+    assert budget == same
+    assert (budget.nbytes, budget.most, budget.wirable) == (24 * GB, 32 * GB, 20 * GB)
+    assert budget.reason == "75% of the machine's memory, shared by 2 ranks"
 
 
 def test_where_macos_was_told_to_wire_more_a_rank_may_use_more() -> None:
     # sudo sysctl iogpu.wired_limit_mb=56000
-    room, other = rooms_of(MACS, working_sets=(56 * GB, 11 * GB))
-    assert (room.nbytes, room.reason) == (56 * GB, "what macOS wires for the GPU")
+    budget, other = budgets_of(MACS, working_sets=(56 * GB, 11 * GB))
+    assert (budget.nbytes, budget.reason) == (56 * GB, "what macOS wires for the GPU")
     assert (other.nbytes, other.wirable) == (12 * GB, 11 * GB)
 
 
 def test_no_rank_uses_more_than_the_hostfile_says_whatever_macos_wires() -> None:
-    (room,) = rooms_of(cluster(("studio", 8 * GB)), working_sets=(48 * GB,))
-    assert room.nbytes == 8 * GB
+    (budget,) = budgets_of(cluster(("studio", 8 * GB)), working_sets=(48 * GB,))
+    assert budget.nbytes == 8 * GB
 
 
 def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
-    studio, mini = rooms_of(MACS, 20 * GB, working_sets=(48 * GB, 11 * GB))
+    studio, mini = budgets_of(MACS, 20 * GB, working_sets=(48 * GB, 11 * GB))
     assert (studio.nbytes, studio.reason) == (20 * GB, "--memory-limit")
     assert (mini.nbytes, mini.reason) == (
         16 * GB,
@@ -90,44 +90,44 @@ def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
     )
     assert mini.wirable == 11 * GB
     # More than plans count on, if the user says so.
-    assert rooms_of(MACS, 14 * GB)[1].nbytes == 14 * GB
+    assert budgets_of(MACS, 14 * GB)[1].nbytes == 14 * GB
 
 
 def test_the_layers_are_divided_for_what_each_rank_may_use() -> None:
-    limited = within(MACS, rooms_of(MACS, 20 * GB))
+    limited = within(MACS, budgets_of(MACS, 20 * GB))
     assert [limited.capacity(rank) for rank in range(2)] == [20 * GB, 16 * GB]
     unknown = cluster(("studio", None), ("mini", 16 * GB))
-    assert within(unknown, rooms_of(unknown)).capacity(0) == math.inf
-    assert within(unknown, rooms_of(unknown, 5 * GB)).capacity(0) == 5 * GB
+    assert within(unknown, budgets_of(unknown)).capacity(0) == math.inf
+    assert within(unknown, budgets_of(unknown, 5 * GB)).capacity(0) == 5 * GB
 
 
 # What is refused
 
 
-ROOMS = rooms_of(MACS)
+ROOMS = budgets_of(MACS)
 
 
 def planned(*peaks: float) -> list[PlannedMemory]:
     return [PlannedMemory(round(peak * GB), round(peak * GB / 2)) for peak in peaks]
 
 
-def refusal(rooms: tuple[Room, ...], *peaks: float) -> str:
+def refusal(budgets: tuple[MemoryBudget, ...], *peaks: float) -> str:
     with pytest.raises(UserError) as error:
-        check_rooms(rooms, planned(*peaks), "use more machines")
+        check_budgets(budgets, planned(*peaks), "use more machines")
     return str(error.value)
 
 
 def test_a_plan_that_fits_exactly_is_not_refused() -> None:
-    check_rooms(ROOMS, planned(48, 12), "use more machines")
+    check_budgets(ROOMS, planned(48, 12), "use more machines")
 
 
 def test_a_limit_below_the_plan_is_refused_with_numbers_and_the_limit_that_would_do() -> None:
-    assert refusal(rooms_of(MACS, 8 * GB), 7.9, 8.11) == (
+    assert refusal(budgets_of(MACS, 8 * GB), 7.9, 8.11) == (
         "rank 1 (mini) would hold 8.11 GB of its 8.00 GB (--memory-limit): give --memory-limit "
         "8.2GB or more, use more machines"
     )
-    check_rooms(rooms_of(MACS, 82 * GB // 10), planned(7.9, 8.11), "")
-    assert "give --memory-limit 124MB or more" in refusal(rooms_of(MACS, 10**8), 0.1235, 0.1)
+    check_budgets(budgets_of(MACS, 82 * GB // 10), planned(7.9, 8.11), "")
+    assert "give --memory-limit 124MB or more" in refusal(budgets_of(MACS, 10**8), 0.1235, 0.1)
 
 
 def test_no_limit_is_recommended_that_the_machine_does_not_have() -> None:
@@ -147,16 +147,18 @@ def test_no_limit_is_recommended_that_the_machine_does_not_have() -> None:
 PLAN = PlannedMemory(peak=10 * GB, resident=6 * GB)
 
 
-def limits(room: Room, backend: str = "metal", plan: PlannedMemory = PLAN) -> MemoryLimits:
-    return memory_limits(room, plan, backend)
+def limits(
+    budget: MemoryBudget, backend: str = "metal", plan: PlannedMemory = PLAN
+) -> MemoryLimits:
+    return memory_limits(budget, plan, backend)
 
 
-def room(nbytes: int, wirable: int | None = 24 * GB) -> Room:
-    return Room("studio", nbytes, "--memory-limit", 32 * GB, wirable)
+def budget(nbytes: int, wirable: int | None = 24 * GB) -> MemoryBudget:
+    return MemoryBudget("studio", nbytes, "--memory-limit", 32 * GB, wirable)
 
 
 def test_the_cache_holds_what_a_step_frees_and_the_gpu_keeps_plan_and_cache() -> None:
-    of_rank = limits(room(20 * GB))
+    of_rank = limits(budget(20 * GB))
     assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, 5 * GB, 15 * GB)
     assert of_rank.reasons == (
         "--memory-limit",
@@ -166,31 +168,31 @@ def test_the_cache_holds_what_a_step_frees_and_the_gpu_keeps_plan_and_cache() ->
 
 
 def test_cache_and_what_is_always_there_stay_within_the_limit() -> None:
-    of_rank = limits(room(10 * GB))
+    of_rank = limits(budget(10 * GB))
     assert (of_rank.memory, of_rank.cache, of_rank.wired) == (10 * GB, 4 * GB, 10 * GB)
     assert of_rank.reasons[1] == "what the weights leave"
 
 
 def test_together_the_ranks_of_a_machine_wire_no_more_than_it_can() -> None:
-    rooms = rooms_of(ONE_MAC, working_sets=(24 * GB, 24 * GB))
-    wired = [limits(each).wired for each in rooms]
+    budgets = budgets_of(ONE_MAC, working_sets=(24 * GB, 24 * GB))
+    wired = [limits(each).wired for each in budgets]
     assert wired == [12 * GB, 12 * GB]
-    assert limits(rooms[0]).reasons[2] == "this rank's share of what macOS wires for the GPU"
+    assert limits(budgets[0]).reasons[2] == "this rank's share of what macOS wires for the GPU"
 
 
 def test_a_little_model_has_a_cache_all_the_same() -> None:
-    assert limits(room(GB), plan=PlannedMemory(1000, 900)).cache == LEAST_CACHE
+    assert limits(budget(GB), plan=PlannedMemory(1000, 900)).cache == LEAST_CACHE
 
 
 def test_on_a_cpu_nothing_is_wired_and_plan_and_cache_stay_within_the_limit() -> None:
-    of_rank = limits(room(20 * GB, None), "cpu")
+    of_rank = limits(budget(20 * GB, None), "cpu")
     assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, LEAST_CACHE, None)
-    tight = limits(room(10 * GB + 5, None), "cpu")
+    tight = limits(budget(10 * GB + 5, None), "cpu")
     assert (tight.cache, tight.reasons[1]) == (5, "what the plan leaves")
 
 
 def test_metrics_have_the_limits_with_their_reasons() -> None:
-    assert limits(room(20 * GB)).as_json() == {
+    assert limits(budget(20 * GB)).as_json() == {
         "planned_peak_bytes": 10 * GB,
         "memory_limit_bytes": 20 * GB,
         "cache_limit_bytes": 5 * GB,
@@ -204,9 +206,9 @@ def test_metrics_have_the_limits_with_their_reasons() -> None:
 
 
 def test_a_plan_that_macos_cannot_keep_in_memory_is_warned_of() -> None:
-    rooms = rooms_of(MACS, working_sets=(48 * GB, 11 * GB))
-    assert unwired(rooms, planned(40, 11)) == ()
-    (warning,) = unwired(rooms, planned(40, 11.5))
+    budgets = budgets_of(MACS, working_sets=(48 * GB, 11 * GB))
+    assert unwired(budgets, planned(40, 11)) == ()
+    (warning,) = unwired(budgets, planned(40, 11.5))
     assert warning.startswith(
         "rank 1 (mini) plans 11.50 GB, of which macOS keeps 11.00 GB in memory: it may swap the "
         "rest out"
@@ -214,7 +216,7 @@ def test_a_plan_that_macos_cannot_keep_in_memory_is_warned_of() -> None:
 
 
 def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
-    of_ranks = [limits(room(20 * GB)), limits(room(11 * GB))]
+    of_ranks = [limits(budget(20 * GB)), limits(budget(11 * GB))]
     assert exceeded(of_ranks, ("a", "b"), (20 * GB, 11 * GB)) == ()
     assert exceeded(of_ranks, ("a", "b"), (20 * GB, 12 * GB)) == (
         "rank 1 (b) held 12.00 GB at its peak, more than its limit of 11.00 GB (--memory-limit), "
@@ -318,9 +320,9 @@ def mlx_limits() -> Iterator[None]:
 def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[int] = []
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    set_limits(limits(room(20 * GB)))
+    set_limits(limits(budget(20 * GB)))
     assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GB, 5 * GB, [15 * GB])
-    set_limits(limits(room(20 * GB, None), "cpu"))
+    set_limits(limits(budget(20 * GB, None), "cpu"))
     assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GB])
 
 
@@ -334,7 +336,7 @@ def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
 def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
     assert working_set() == 11 * GB
-    found = LocalNetwork(2).run(lambda transport: find_rooms(transport, ONE_MAC, None))
-    assert found == [rooms_of(ONE_MAC, None, (11 * GB, 11 * GB))] * 2
+    found = LocalNetwork(2).run(lambda transport: find_budgets(transport, ONE_MAC, None))
+    assert found == [budgets_of(ONE_MAC, None, (11 * GB, 11 * GB))] * 2
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert working_set() is None

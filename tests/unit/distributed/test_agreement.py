@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardmlx.distributed.agreement import by_rank_0, together
+from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.transport import TransportTimeout
 from shardmlx.errors import UserError
@@ -19,7 +19,7 @@ def error_on_each(ranks: int, failing: set[int]) -> list[str]:
                 raise UserError(f"no file on rank {transport.rank}")
 
         with pytest.raises(UserError) as error:
-            together(transport, "looking", step)
+            on_all_ranks(transport, "looking", step)
         return str(error.value)
 
     return LocalNetwork(ranks).run(work)
@@ -34,19 +34,19 @@ def test_what_one_rank_finds_reaches_all_with_its_name() -> None:
 
 
 def test_without_errors_every_rank_has_its_own_result() -> None:
-    results = LocalNetwork(3).run(lambda transport: together(transport, "x", lambda: 2))
+    results = LocalNetwork(3).run(lambda transport: on_all_ranks(transport, "x", lambda: 2))
     assert results == [2, 2, 2]
 
 
 def test_work_of_rank_0_is_done_there_alone() -> None:
-    results = LocalNetwork(2).run(lambda transport: by_rank_0(transport, "x", lambda: "done"))
+    results = LocalNetwork(2).run(lambda transport: on_rank_0(transport, "x", lambda: "done"))
     assert results == ["done", None]
 
 
 def late(transport: LocalTransport, seconds: float) -> None:
     """Rank 1 comes late; ``seconds`` is the patience of the others."""
-    with transport.patient(seconds):
-        together(transport, "loading", lambda: time.sleep(0.4 * transport.rank))
+    with transport.longer_timeout(seconds):
+        on_all_ranks(transport, "loading", lambda: time.sleep(0.4 * transport.rank))
 
 
 def test_a_rank_may_take_long_where_the_others_are_patient() -> None:

@@ -21,7 +21,7 @@ from shardmlx.distributed.heartbeat import (
     Verdict,
     silence_limit,
 )
-from shardmlx.distributed.shutdown import Ending
+from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.distributed.signals import Signals
 
 
@@ -273,7 +273,7 @@ def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> 
 
 
 def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
-    ending = Ending(1)
+    ending = JobShutdown(1)
     told: list[str] = []
     ending.announce = lambda: told.append("peers")
     assert ending.report(RuntimeError(f"{ending.name}, stage 1, 1F3: no memory"))
@@ -283,7 +283,7 @@ def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
-    ending = Ending(50)
+    ending = JobShutdown(50)
     threading.Timer(0.05, ending.hush).start()
     assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""

@@ -14,10 +14,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.transport import Transport, TransportTimeout
 from shardmlx.engine.batches import split
-from shardmlx.engine.engine import Engine, EngineError
+from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Span, rank_times
+from shardmlx.errors import EngineError
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.mesh import Mesh

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pack, split
 from shardmlx.models.families import FAMILIES
-from shardmlx.models.packed_positions import Places
+from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     Gradients,
@@ -100,7 +100,7 @@ def drawn(mask: np.ndarray) -> str:
     return "\n".join("".join("x" if seen else "." for seen in row) for row in mask)
 
 
-PLACES = Places(np.array([5, 5, 5, 5, 2, 2]), np.array([0, 1, 2, 3, 0, 1]))
+PLACES = PackedPositions(np.array([5, 5, 5, 5, 2, 2]), np.array([0, 1, 2, 3, 0, 1]))
 
 
 def test_a_position_sees_what_comes_before_it_in_its_own_text() -> None:

@@ -7,6 +7,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "shardmlx"
 
@@ -82,6 +84,12 @@ def own_imports(module: str) -> set[str]:
 
 def foreign_imports(module: str) -> set[str]:
     return {name.split(".")[0] for name in imports(SOURCES[module])} - {"shardmlx"}
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_imports_point_down(module: str) -> None:
+    upward = {name for name in own_imports(module) if name and height(name) > height(module)}
+    assert upward == set()
 
 
 def test_imports_go_in_no_circle() -> None:

@@ -18,9 +18,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport, TransportTimeout
 from shardmlx.engine.engine import EngineError
-from shardmlx.inference.pipeline import Follower, Leader
+from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.sampling_params import Choice, Chosen
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.slice import Slice
@@ -103,7 +103,7 @@ def generate(
     most: int = 8,
     groups: int | None = None,
     max_kv_size: int | None = None,
-    choices: Sequence[Choice] | None = None,
+    choices: Sequence[SamplingParams] | None = None,
     patience: int | None = None,
 ) -> list[list[int]]:
     """The tokens of each prompt, on as many ranks as ``cut`` has stages."""
@@ -113,19 +113,21 @@ def generate(
         rank = transport.rank
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
         if rank > 0:
-            Follower(transport, part, max_kv_size=max_kv_size, random_state=7).run()
+            LaterStage(transport, part, max_kv_size=max_kv_size, random_state=7).run()
             return []
         scheduler = Scheduler(groups or len(cut), most, chunk, patience)
-        leader = Leader(transport, part, scheduler, max_kv_size=max_kv_size, random_state=7)
+        first_stage = FirstStage(
+            transport, part, scheduler, max_kv_size=max_kv_size, random_state=7
+        )
         texts: list[list[int]] = [[] for _ in prompts]
         for number, tokens in enumerate(prompts):
-            leader.add(number, tokens, choices[number] if choices else Choice())
-        while not leader.is_idle:
-            for number, chosen in leader.step():
+            first_stage.add(number, tokens, choices[number] if choices else SamplingParams())
+        while not first_stage.is_idle:
+            for number, chosen in first_stage.step():
                 texts[number].append(chosen.token)
                 if len(texts[number]) == counts[number]:
-                    leader.finish(number)
-        leader.stop()
+                    first_stage.finish(number)
+        first_stage.stop()
         return texts
 
     texts: list[list[int]] = LocalNetwork(len(cut)).run(work)[0]
@@ -186,7 +188,7 @@ def test_a_cache_of_limited_size(variant: str, cut: list[int]) -> None:
 def serve(
     variant: str,
     cut: Sequence[int],
-    work: Callable[[Leader], Any],
+    work: Callable[[FirstStage], Any],
     *,
     capacity: int = 4096,
     trimmable: int | None = None,
@@ -199,27 +201,27 @@ def serve(
         rank = transport.rank
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
         if rank > 0:
-            return Follower(transport, part, random_state=7).run()
+            return LaterStage(transport, part, random_state=7).run()
         scheduler = Scheduler(
             len(cut), how.get("most", 8), how.get("chunk", 8), how.get("patience"), capacity
         )
         prefixes = PrefixCache(trimmable, shortest=4)
-        leader = Leader(transport, part, scheduler, random_state=7, prefixes=prefixes)
-        result = work(leader)
-        leader.stop()
+        first_stage = FirstStage(transport, part, scheduler, random_state=7, prefixes=prefixes)
+        result = work(first_stage)
+        first_stage.stop()
         return result
 
     return LocalNetwork(len(cut)).run(run)[0]
 
 
-def finish_all(leader: Leader, counts: dict[int, int]) -> dict[int, list[int]]:
+def finish_all(first_stage: FirstStage, counts: dict[int, int]) -> dict[int, list[int]]:
     """The tokens of texts that end after so many."""
     texts: dict[int, list[int]] = {number: [] for number in counts}
-    while not leader.is_idle:
-        for number, chosen in leader.step():
+    while not first_stage.is_idle:
+        for number, chosen in first_stage.step():
             texts[number].append(chosen.token)
             if len(texts[number]) == counts[number]:
-                leader.finish(number)
+                first_stage.finish(number)
     return texts
 
 
@@ -228,18 +230,18 @@ def finish_all(leader: Leader, counts: dict[int, int]) -> dict[int, list[int]]:
 def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: list[int]) -> None:
     first, more = prompt(20), prompt(9)
 
-    def work(leader: Leader) -> tuple[list[int], list[int], int]:
-        leader.add(0, first, Choice(), context=40)
-        answer = finish_all(leader, {0: 6})[0]
-        leader.add(1, [*first, *answer, *more], Choice(), context=60)
+    def work(first_stage: FirstStage) -> tuple[list[int], list[int], int]:
+        first_stage.add(0, first, SamplingParams(), context=40)
+        answer = finish_all(first_stage, {0: 6})[0]
+        first_stage.add(1, [*first, *answer, *more], SamplingParams(), context=60)
         cached = 0
         texts: list[int] = []
-        while not leader.is_idle:
-            for _, chosen in leader.step():
+        while not first_stage.is_idle:
+            for _, chosen in first_stage.step():
                 texts.append(chosen.token)
-                cached = leader.cached(1)
+                cached = first_stage.cached(1)
                 if len(texts) == 5:
-                    leader.finish(1)
+                    first_stage.finish(1)
         return answer, texts, cached
 
     answer, second, cached = serve(variant, cut, work, trimmable=WINDOW)
@@ -255,21 +257,21 @@ def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
     common = prompt(30)
     prompts = [[*common, *prompt(3 + i, seed=i)] for i in range(5)]
 
-    def work(leader: Leader) -> tuple[dict[int, list[int]], list[int]]:
-        leader.add(0, prompts[0], Choice(), context=64)
-        texts = finish_all(leader, {0: 4})
+    def work(first_stage: FirstStage) -> tuple[dict[int, list[int]], list[int]]:
+        first_stage.add(0, prompts[0], SamplingParams(), context=64)
+        texts = finish_all(first_stage, {0: 4})
         for number in range(1, 5):
-            leader.add(number, prompts[number], Choice(), context=64)
+            first_stage.add(number, prompts[number], SamplingParams(), context=64)
         cached: dict[int, int] = {}
         counts = {1: 3, 2: 9, 3: 5, 4: 7}
         texts |= {number: [] for number in counts}
-        while not leader.is_idle:
-            for number, chosen in leader.step():
-                cached[number] = leader.cached(number)
+        while not first_stage.is_idle:
+            for number, chosen in first_stage.step():
+                cached[number] = first_stage.cached(number)
                 texts[number].append(chosen.token)
                 if len(texts[number]) == counts[number]:
-                    leader.finish(number)
-        leader.rest()
+                    first_stage.finish(number)
+        first_stage.rest()
         return texts, [cached[number] for number in counts]
 
     texts, cached = serve("llama", cut, work)
@@ -283,24 +285,24 @@ def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> 
     """A kept text is there until the prompt that begins like it has its turn."""
     first = [prompt(20, seed=i) for i in range(3)]
 
-    def work(leader: Leader) -> dict[int, list[int]]:
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
         for number, tokens in enumerate(first):
-            leader.add(number, tokens, Choice(), context=64)
-        texts = finish_all(leader, {0: 3, 1: 4, 2: 5})
-        leader.add(9, prompt(7), Choice(), context=64)
+            first_stage.add(number, tokens, SamplingParams(), context=64)
+        texts = finish_all(first_stage, {0: 3, 1: 4, 2: 5})
+        first_stage.add(9, prompt(7), SamplingParams(), context=64)
         texts[9] = []
         while len(texts[9]) < 2:
-            texts[9] += [chosen.token for _, chosen in leader.step()]
+            texts[9] += [chosen.token for _, chosen in first_stage.step()]
         counts = {10: 6, 11: 6, 12: 6, 9: 30}
         for number in (10, 11, 12):
             texts[number] = []
             more = [*first[number - 10], *texts[number - 10], *prompt(12)]
-            leader.add(number, more, Choice(), context=64)
-        while not leader.is_idle:
-            for number, chosen in leader.step():
+            first_stage.add(number, more, SamplingParams(), context=64)
+        while not first_stage.is_idle:
+            for number, chosen in first_stage.step():
                 texts[number].append(chosen.token)
                 if len(texts[number]) == counts[number]:
-                    leader.finish(number)
+                    first_stage.finish(number)
         return texts
 
     texts = serve("llama", cut, work, patience=1, chunk=4)
@@ -312,13 +314,13 @@ def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> 
 def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
     long, short = prompt(600), prompt(5)
 
-    def work(leader: Leader) -> int:
-        leader.add(0, long, Choice(), context=700)
-        finish_all(leader, {0: 2})
-        leader.add(1, [*long[:20], *short], Choice(), context=64)
-        finish_all(leader, {1: 2})
-        leader.rest()
-        return int(leader._caches._alone[1][0].keys.shape[2])
+    def work(first_stage: FirstStage) -> int:
+        first_stage.add(0, long, SamplingParams(), context=700)
+        finish_all(first_stage, {0: 2})
+        first_stage.add(1, [*long[:20], *short], SamplingParams(), context=64)
+        finish_all(first_stage, {1: 2})
+        first_stage.rest()
+        return int(first_stage._caches._alone[1][0].keys.shape[2])
 
     assert serve("llama", [6], work) <= 20 + 256
 
@@ -326,12 +328,12 @@ def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
 def test_kept_texts_make_room_for_new_ones() -> None:
     prompts = [prompt(20, seed=i) for i in range(4)]
 
-    def work(leader: Leader) -> list[int]:
+    def work(first_stage: FirstStage) -> list[int]:
         kept = []
         for number, tokens in enumerate(prompts):
-            leader.add(number, tokens, Choice(), context=256)
-            assert finish_all(leader, {number: 3})[number] == expected("llama", tokens, 3)
-            kept.append(leader.kept_tokens)
+            first_stage.add(number, tokens, SamplingParams(), context=256)
+            assert finish_all(first_stage, {number: 3})[number] == expected("llama", tokens, 3)
+            kept.append(first_stage.kept_tokens)
         return kept
 
     assert serve("llama", [3, 3], work, capacity=768) == [256, 512, 768, 768]
@@ -343,31 +345,31 @@ def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
     what had been computed is kept."""
     prompts = [prompt(length) for length in (5, 40, 9, 12)]
 
-    def work(leader: Leader) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
+    def work(first_stage: FirstStage) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
         came: list[tuple[int, int]] = []
         texts: dict[int, list[int]] = {}
         for after in range(14):
             base = 10 * after
             for i, tokens in enumerate(prompts):
-                leader.add(base + i, tokens, Choice(), context=64)
+                first_stage.add(base + i, tokens, SamplingParams(), context=64)
             counts = {base: 6, base + 3: 8}
             texts |= {number: [] for number in counts}
             steps = 0
             cancelled = False
-            while not leader.is_idle:
+            while not first_stage.is_idle:
                 if steps >= after and not cancelled:
-                    leader.cancel(base + 1)
-                    leader.cancel(base + 2)
+                    first_stage.cancel(base + 1)
+                    first_stage.cancel(base + 2)
                     cancelled = True
                 steps += 1
-                for number, chosen in leader.step():
+                for number, chosen in first_stage.step():
                     if number in counts:
                         texts[number].append(chosen.token)
                         if len(texts[number]) == counts[number]:
-                            leader.finish(number)
+                            first_stage.finish(number)
                     elif cancelled:
                         came.append((after, number))
-            leader.rest()
+            first_stage.rest()
         return came, texts
 
     came, texts = serve("qwen2", cut, work, most=3)
@@ -383,16 +385,16 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
     steps = generate_step(mx.array(tokens), models("llama")[-1], max_tokens=4)
     wanted = [(token, np.array(logprobs)) for token, logprobs in steps]
 
-    def work(leader: Leader) -> dict[int, list[Chosen]]:
-        leader.add(0, tokens, Choice(logprobs=3), context=64)
-        leader.add(1, tokens, Choice(), context=64)
-        leader.add(2, tokens, Choice(logprobs=0), context=64)
-        texts: dict[int, list[Chosen]] = {0: [], 1: [], 2: []}
-        while not leader.is_idle:
-            for number, chosen in leader.step():
+    def work(first_stage: FirstStage) -> dict[int, list[SampledToken]]:
+        first_stage.add(0, tokens, SamplingParams(logprobs=3), context=64)
+        first_stage.add(1, tokens, SamplingParams(), context=64)
+        first_stage.add(2, tokens, SamplingParams(logprobs=0), context=64)
+        texts: dict[int, list[SampledToken]] = {0: [], 1: [], 2: []}
+        while not first_stage.is_idle:
+            for number, chosen in first_stage.step():
                 texts[number].append(chosen)
                 if len(texts[number]) == 4:
-                    leader.finish(number)
+                    first_stage.finish(number)
         return texts
 
     texts = serve("llama", [3, 3], work)
@@ -402,7 +404,7 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
         best = np.argsort(-logprobs)[:3]
         assert [each for each, _ in chosen.top] == best.tolist()
         assert [p for _, p in chosen.top] == pytest.approx(logprobs[best].tolist(), abs=1e-4)
-    assert texts[1] == [Chosen(token) for token, _ in wanted]
+    assert texts[1] == [SampledToken(token) for token, _ in wanted]
     assert [(each.logprob, each.top) for each in texts[2]] == [
         (each.logprob, ()) for each in texts[0]
     ]
@@ -422,8 +424,8 @@ def test_biases_and_penalties_are_those_of_mlx_lm() -> None:
         mx.array(tokens), models("llama")[-1], max_tokens=12, logits_processors=processors
     )
     wanted = [token for token, _ in steps]
-    choice = Choice(logit_bias=tuple(bias.items()), context=tuple(tokens), **how)
-    choices = [choice, Choice(stream=1)]
+    choice = SamplingParams(logit_bias=tuple(bias.items()), context=tuple(tokens), **how)
+    choices = [choice, SamplingParams(stream=1)]
     texts = generate("llama", [3, 3], [tokens, tokens], [12, 12], choices=choices)
     assert texts == [wanted, greedy]
     assert wanted != greedy
@@ -433,10 +435,10 @@ def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
     prompts = [prompt(length) for length in (5, 12, 9, 20)]
     counts = [15] * 4
     choices = [
-        Choice(temp=0.8),
-        Choice(temp=1.0, top_p=0.9, stream=1),
-        Choice(stream=2),
-        Choice(temp=0.7, top_k=20, min_p=0.01, xtc_probability=0.3, stream=3),
+        SamplingParams(temp=0.8),
+        SamplingParams(temp=1.0, top_p=0.9, stream=1),
+        SamplingParams(stream=2),
+        SamplingParams(temp=0.7, top_k=20, min_p=0.01, xtc_probability=0.3, stream=3),
     ]
     layouts = [
         generate("llama", cut, prompts, counts, most=most, choices=choices)
@@ -446,7 +448,7 @@ def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
     assert layouts[0][2] == expected("llama", prompts[2], 15)
     greedy = [expected("llama", tokens, 15) for tokens in prompts]
     assert all(layouts[0][i] != greedy[i] for i in (0, 1, 3))
-    again = [Choice(temp=0.8, seed=11, stream=5), *choices[1:]]
+    again = [SamplingParams(temp=0.8, seed=11, stream=5), *choices[1:]]
     assert generate("llama", [3, 3], prompts, counts, choices=again)[0] != layouts[0][0]
 
 
@@ -465,7 +467,7 @@ def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wait_names_the_peer() -> None:
     def work(transport: Transport) -> None:
         if transport.rank == 1:
-            Follower(transport, Slice(models("llama")[1], 3, 6)).run()
+            LaterStage(transport, Slice(models("llama")[1], 3, 6)).run()
 
     with pytest.raises(
         TransportTimeout, match=r"^rank 1 on localhost, stage 1, waiting for rank 0 on localhost"

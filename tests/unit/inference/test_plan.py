@@ -11,7 +11,7 @@ from shardmlx.config.generate import GenerateConfig, load_config
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import rooms_of
+from shardmlx.costmodel.memory_limits import budgets_of
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import (
@@ -52,8 +52,8 @@ def plan(load: Load, *memories: int, family: str = "llama", **options: object) -
     config = GenerateConfig(model="m", **options)  # type: ignore[arg-type]
     given = None if config.stage_map is None else read_stage_map(config.stage_map)
     machines = cluster(*memories)
-    rooms = rooms_of(machines, config.memory_limit)
-    return plan_inference(config, given, load, workload(family), machines, rooms, "digest")
+    budgets = budgets_of(machines, config.memory_limit)
+    return plan_inference(config, given, load, workload(family), machines, budgets, "digest")
 
 
 ONE = Load(texts=1, prompt=500, answer=100, context=600)

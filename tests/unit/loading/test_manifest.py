@@ -13,7 +13,7 @@ from shardmlx.loading.manifest import (
     fingerprint,
     is_needed,
     plan_transfers,
-    read_blueprint,
+    read_model_manifest,
 )
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.models.shape import ModelShape
@@ -71,14 +71,14 @@ def test_another_number_makes_another_model(tmp_path: Path, offset: int) -> None
     with (two / FILES[1]).open("rb+") as file:
         file.seek(offset, os.SEEK_END)
         file.write(b"\1")
-    own = [read_blueprint(path, FILES, fingerprint(path, FILES)).key for path in (one, two)]
+    own = [read_model_manifest(path, FILES, fingerprint(path, FILES)).key for path in (one, two)]
     assert own[0] != own[1]
     assert (fingerprint(one, FILES) == fingerprint(two, FILES)) == (offset == -3000)
 
 
 def test_a_blueprint_says_where_all_tensors_lie(tmp_path: Path) -> None:
     path = write(tmp_path, model_files(TINY, shards=2))
-    blueprint = read_blueprint(path, FILES, "")
+    blueprint = read_model_manifest(path, FILES, "")
     assert set(blueprint.texts) == {"config.json", "model.safetensors.index.json"}
     assert blueprint.sizes == {file: (path / file).stat().st_size for file in FILES}
     assert sum(place.nbytes for place in blueprint.tensors().values()) == sum(

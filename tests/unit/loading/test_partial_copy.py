@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.loading.manifest import Blueprint, read_blueprint
+from shardmlx.loading.manifest import ModelManifest, read_model_manifest
 from shardmlx.loading.partial_copy import RECORD, PartialCopy
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from tests.helpers.fake_models import MISTRAL_7B, TINY, model_files, write
@@ -19,11 +19,11 @@ OTHER = "model.layers.2.mlp.up_proj.weight"
 
 
 @pytest.fixture
-def blueprint(tmp_path: Path) -> Blueprint:
-    return read_blueprint(write(tmp_path / "model", model_files(TINY)), [FILE], "")
+def blueprint(tmp_path: Path) -> ModelManifest:
+    return read_model_manifest(write(tmp_path / "model", model_files(TINY)), [FILE], "")
 
 
-def fill(copy: PartialCopy, blueprint: Blueprint, name: str) -> bytes:
+def fill(copy: PartialCopy, blueprint: ModelManifest, name: str) -> bytes:
     place = blueprint.tensors()[name]
     data = bytes(range(256)) * (place.nbytes // 256)
     copy.write(place.file, place.start, data)
@@ -35,7 +35,7 @@ def test_a_copy_looks_like_the_model_and_takes_no_room(tmp_path: Path) -> None:
     """A 7B model, of 14.5 GB."""
     source = write(tmp_path / "model", model_files(MISTRAL_7B, shards=3))
     files = sorted(path.name for path in source.glob("*.safetensors"))
-    blueprint = read_blueprint(source, files, "")
+    blueprint = read_model_manifest(source, files, "")
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
     assert check_model_files(tmp_path / "copy").keys() == check_model_files(source).keys()
     used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "copy").iterdir())
@@ -43,7 +43,7 @@ def test_a_copy_looks_like_the_model_and_takes_no_room(tmp_path: Path) -> None:
     copy.close()
 
 
-def test_what_was_added_is_there_and_nothing_else(tmp_path: Path, blueprint: Blueprint) -> None:
+def test_what_was_added_is_there_and_nothing_else(tmp_path: Path, blueprint: ModelManifest) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
     data = fill(copy, blueprint, NAME)
     copy.flush()
@@ -59,7 +59,7 @@ def test_what_was_added_is_there_and_nothing_else(tmp_path: Path, blueprint: Blu
 
 
 def test_what_was_written_but_not_added_does_not_count(
-    tmp_path: Path, blueprint: Blueprint
+    tmp_path: Path, blueprint: ModelManifest
 ) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
     copy.write(FILE, blueprint.tensors()[NAME].start, b"\1" * 100)
@@ -69,7 +69,7 @@ def test_what_was_written_but_not_added_does_not_count(
     again.close()
 
 
-def test_a_copy_that_is_not_kept_has_no_record(tmp_path: Path, blueprint: Blueprint) -> None:
+def test_a_copy_that_is_not_kept_has_no_record(tmp_path: Path, blueprint: ModelManifest) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
     fill(copy, blueprint, NAME)
     copy.flush()
@@ -79,7 +79,7 @@ def test_a_copy_that_is_not_kept_has_no_record(tmp_path: Path, blueprint: Bluepr
 
 @pytest.mark.parametrize("spoil", [b"", b"12345"])
 def test_a_file_that_was_cut_off_is_begun_again(
-    tmp_path: Path, blueprint: Blueprint, spoil: bytes
+    tmp_path: Path, blueprint: ModelManifest, spoil: bytes
 ) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
     fill(copy, blueprint, NAME)
@@ -96,7 +96,7 @@ def test_more_than_fits_is_refused_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "model", model_files(MISTRAL_7B))
-    blueprint = read_blueprint(source, [FILE], "")
+    blueprint = read_model_manifest(source, [FILE], "")
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_210_000_000))
@@ -109,7 +109,7 @@ def test_more_than_fits_is_refused_with_numbers(
     copy.close()
 
 
-def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: Blueprint) -> None:
+def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: ModelManifest) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
     with pytest.raises(
         UserError, match=r"^another run is filling .*copy: wait until it has loaded"

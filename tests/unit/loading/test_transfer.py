@@ -23,7 +23,7 @@ from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy, transfer
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
-from shardmlx.loading.manifest import read_blueprint
+from shardmlx.loading.manifest import read_model_manifest
 from shardmlx.loading.partial_copy import RECORD
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
@@ -257,7 +257,7 @@ def test_a_tensor_that_was_damaged_since_is_sent_again(
     llama: Path, kept: Path, traffic: Traffic, tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    where = read_blueprint(llama, ["model.safetensors"], "").tensors()[name]
+    where = read_model_manifest(llama, ["model.safetensors"], "").tensors()[name]
     with (kept / where.file).open("rb+") as file:
         file.seek(where.start + 40)
         file.write(b"\x00\x01")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.inference.sampling_params import Choice
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import Defaults, Order, Terms, read_chat, read_completion
 from shardmlx.server.request_queue import TextRequest
@@ -58,7 +58,7 @@ def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
             TextRequest(
                 tokens=HELLO,
                 max_tokens=99,
-                choice=Choice(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
+                choice=SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
             ),
         ),
         n=1,
@@ -123,7 +123,7 @@ def test_all_that_is_understood() -> None:
         tokens=HELLO,
         max_tokens=7,
         stop=("a", "b"),
-        choice=Choice(
+        choice=SamplingParams(
             temp=1.0,
             top_p=0.5,
             min_p=0.25,

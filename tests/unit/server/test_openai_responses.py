@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.inference.sampling_params import Chosen
+from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.openai_requests import Order
 from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
 from shardmlx.server.request_queue import Piece, TextRequest
@@ -150,7 +150,7 @@ def test_whole_replies() -> None:
 
 def test_logprobs_of_a_chat() -> None:
     reply = chat(logprobs=2)
-    chosen = Chosen(1, -0.25, ((1, -0.25), (4, -1.5)))
+    chosen = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
     (chunk,) = reply.add(0, Piece("Hi", (chosen,), 1))
     expected = {
         "content": [
@@ -172,7 +172,7 @@ def test_logprobs_of_a_chat() -> None:
 
 def test_a_part_of_a_character_has_no_bytes_and_still_its_logprob() -> None:
     """Although there is no text yet."""
-    (chunk,) = chat(logprobs=0).add(0, Piece("", (Chosen(3, -1.0),), 1))
+    (chunk,) = chat(logprobs=0).add(0, Piece("", (SampledToken(3, -1.0),), 1))
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert token == {
         "token": "\N{REPLACEMENT CHARACTER}",
@@ -184,8 +184,8 @@ def test_a_part_of_a_character_has_no_bytes_and_still_its_logprob() -> None:
 
 def test_logprobs_of_a_completion() -> None:
     reply = completion(logprobs=1)
-    list(reply.add(0, Piece("Hi", (Chosen(1, -0.5, ((1, -0.5),)),), 1)))
-    both = (Chosen(2, -1.0, ((4, -0.75),)), Chosen(4, -2.0, ((5, -0.125),)))
+    list(reply.add(0, Piece("Hi", (SampledToken(1, -0.5, ((1, -0.5),)),), 1)))
+    both = (SampledToken(2, -1.0, ((4, -0.75),)), SampledToken(4, -2.0, ((5, -0.125),)))
     list(reply.add(0, Piece(" thereé", both, 3, 0, "length")))
     assert reply.whole["choices"][0]["logprobs"] == {
         "tokens": ["Hi", " there", "é"],
@@ -201,14 +201,14 @@ def test_logprobs_of_a_completion() -> None:
 
 def test_of_tokens_that_read_alike_the_likelier_is_shown() -> None:
     reply = completion(logprobs=2)
-    list(reply.add(0, Piece("Hi", (Chosen(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
+    list(reply.add(0, Piece("Hi", (SampledToken(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
     (top,) = reply.texts[0].logprobs["top_logprobs"]
     assert top == {"Hi": -0.5}
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, math.nan])
 def test_json_has_no_infinity(impossible: float) -> None:
-    (chunk,) = chat(logprobs=1).add(0, Piece("Hi", (Chosen(1, -0.5, ((4, impossible),)),), 1))
+    (chunk,) = chat(logprobs=1).add(0, Piece("Hi", (SampledToken(1, -0.5, ((4, impossible),)),), 1))
     json.dumps(chunk, allow_nan=False)
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert token["top_logprobs"][0]["logprob"] == -9999.0

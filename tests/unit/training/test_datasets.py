@@ -1,7 +1,7 @@
 """Data sets: rows as mlx-lm reads them, and errors that name file and line."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +16,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import shardmlx.training.datasets
 from shardmlx.config.train import TrainConfig
-from shardmlx.engine.batches import Batches, Sample
+from shardmlx.engine.batches import Batches
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data, read_tokenizer
-
-EOS = 1
-
-
-class Letters:
-    """A tokenizer of one token a letter: as much of one as mlx-lm's data sets ask for."""
-
-    eos_token_id = EOS
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        tools: object = None,
-        add_generation_prompt: bool = False,
-        return_dict: bool = False,
-    ) -> list[int]:
-        text = "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
-        return self.encode(text + ("<a>" if add_generation_prompt else ""))
-
-
-def write(directory: Path, **sets: Sequence[Any]) -> str:
-    """Write sets of rows; a text is written as it is."""
-    directory.mkdir(exist_ok=True)
-    for name, rows in sets.items():
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        text = "".join(line + "\n" for line in lines)
-        (directory / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
-    return str(directory)
+from tests.helpers.letters import CHAT, EOS, Letters, listed, write
 
 
 def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:
@@ -65,15 +35,8 @@ def error_of(data: str, max_positions: int | None = None, **options: Any) -> str
     return message
 
 
-def listed(samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
-    return [(list(tokens), start) for tokens, start in samples]
-
-
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
-
-
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 # Rows.

@@ -20,7 +20,7 @@ from shardmlx.errors import UserError
 from shardmlx.training import token_cache
 from shardmlx.training.datasets import DataSets, read_data
 from shardmlx.training.token_cache import DataCache, open_cache, recipe_of
-from tests.unit.training.test_datasets import CHAT, Letters, listed, write
+from tests.helpers.letters import CHAT, Letters, listed, write
 
 TRAIN = [{"messages": CHAT, "id": 1}, {"messages": CHAT[:1]}, {"messages": [*CHAT, *CHAT]}]
 VALID = [{"messages": CHAT}]

@@ -1,4 +1,4 @@
-"""Two hosts, and what tests in ``tests/mpi`` have too: a small model, and data."""
+"""Two hosts, for the tests that need them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import Lab, two_hosts
-from tests.mpi.conftest import pirate, small, small_tokenizer
-
-__all__ = ["lab", "pirate", "small", "small_tokenizer"]
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""Chat data, and a tokenizer of one token a letter to read them with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardmlx.engine.batches import Sample
+
+EOS = 1
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+class Letters:
+    """A tokenizer of one token a letter: as much of one as mlx-lm's data sets ask for."""
+
+    eos_token_id = EOS
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tools: object = None,
+        add_generation_prompt: bool = False,
+        return_dict: bool = False,
+    ) -> list[int]:
+        text = "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
+        return self.encode(text + ("<a>" if add_generation_prompt else ""))
+
+
+def write(directory: Path, **sets: Sequence[Any]) -> str:
+    """Write sets of rows; a text is written as it is."""
+    directory.mkdir(exist_ok=True)
+    for name, rows in sets.items():
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        text = "".join(line + "\n" for line in lines)
+        (directory / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+    return str(directory)
+
+
+def listed(samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+    return [(list(tokens), start) for tokens, start in samples]
