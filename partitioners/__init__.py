@@ -1,4 +1,4 @@
-"""How layers are divided into pipeline stages: one idea a file, found by name.
+"""Divides layers among pipeline stages: one idea a file, found by name.
 
 Others' partitioners are found too, by the entry point group ``shardmlx.partitioners`` of the
 package that brings them::

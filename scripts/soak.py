@@ -32,11 +32,11 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
+from tests.mpi.conftest import pirate_directory, small_directory, tokenizer_directory  # noqa: E402
 
 from shardmlx.checkpoint.store import Store  # noqa: E402
 from shardmlx.errors import UserError  # noqa: E402
 from tests.helpers.mpirun import Running, events  # noqa: E402
-from tests.mpi.conftest import pirate_directory, small_directory, tokenizer_directory  # noqa: E402
 
 STEPS = 12
 ATTEMPTS = 3

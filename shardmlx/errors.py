@@ -1,4 +1,4 @@
-"""Exceptions that are no faults of the program: what the user can mend, and what he asked for."""
+"""Exceptions that a user or a caller can meet."""
 
 _LONGEST = 1500
 """Characters of a message: whoever reads it, reads it in a terminal."""

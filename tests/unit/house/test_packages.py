@@ -1,68 +1,52 @@
-"""Imports point down only, package by package, and the package starts with neither MLX nor MPI."""
+"""Imports point down only, as docs/architecture.md has it; no part loads more than it says."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.fake_models import TINY, model_files, write
+
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "shardmlx"
+MLX_OR_MPI = {"mlx", "mlx_lm", "mpi4py"}
+ROW = re.compile(r"^\| `?(\w+)`? \| (.+) \| ([\w, ]*)\|$", re.MULTILINE)
 
-PACKAGES = (
-    "errors",
-    "models",
-    "common",
-    "modelfiles",
-    "distributed",
-    "pipeline",
-    "partitioners",
-    "config",
-    "engine",
-    "costmodel",
-    "checkpoint",
-    "planning",
-    "loading",
-    "training",
-    "hosts",
-    "inference",
-    "server",
-)
-"""From the bottom. What stands in none of them is a command, above all."""
-
-NEITHER = {"mlx", "mlx_lm", "mpi4py"}
+TABLE = [
+    row for row in ROW.findall((ROOT / "docs/architecture.md").read_text()) if row[0] != "package"
+]
+PACKAGES = [name for name, _, _ in reversed(TABLE)]
+"""From the bottom; ``commands`` are all modules at the top that have no row of their own."""
+NEEDS = {name: needs.strip() for name, _, needs in TABLE}
 
 
-def sources() -> dict[str, Path]:
-    """Module name without the leading ``shardmlx.`` -> file; ``""`` is the package itself."""
+def find_sources() -> dict[str, Path]:
+    """Return the file of every module, by its name without ``shardmlx.``; "" is the package."""
     files = {}
-    for path in (
-        PACKAGE.rglob("*.py", recurse_symlinks=True)
-        if sys.version_info >= (3, 13)
-        else (
-            *PACKAGE.rglob("*.py"),
-            *PACKAGE.glob("models/*.py"),
-            *PACKAGE.glob("partitioners/*.py"),
-        )
-    ):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        files[".".join(part for part in parts if part != "__init__")] = path
+    for pattern in ("**/*.py", "models/*.py", "partitioners/*.py"):  # ** follows no links
+        for path in PACKAGE.glob(pattern):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            files[".".join(part for part in parts if part != "__init__")] = path
     return files
 
 
-SOURCES = sources()
+SOURCES = find_sources()
+MODULES = sorted(SOURCES.keys() - {""})
 
 
-def height(module: str) -> int:
-    package = module.split(".")[0]
-    return PACKAGES.index(package) if package in PACKAGES else len(PACKAGES)
+def package_of(module: str) -> str:
+    top = module.split(".")[0]
+    return top if top in NEEDS else "commands"
 
 
 def imports(path: Path) -> set[str]:
-    """All modules that a file imports, anywhere in it, by their full names."""
+    """Return all modules that a file imports, anywhere in it, by their full names."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -79,24 +63,105 @@ def imports(path: Path) -> set[str]:
 
 def own_imports(module: str) -> set[str]:
     names = {name for name in imports(SOURCES[module]) if name.split(".")[0] == "shardmlx"}
-    return {name.removeprefix("shardmlx").removeprefix(".") for name in names}
+    return {name.removeprefix("shardmlx").removeprefix(".") for name in names} - {""}
 
 
 def foreign_imports(module: str) -> set[str]:
     return {name.split(".")[0] for name in imports(SOURCES[module])} - {"shardmlx"}
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_the_table_names_every_package() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= set(PACKAGES)
+    assert len(PACKAGES) == len(set(PACKAGES))
+
+
+@pytest.mark.parametrize(("name", "purpose", "needs"), TABLE)
+def test_a_package_says_what_the_table_says(name: str, purpose: str, needs: str) -> None:
+    if name == "commands":
+        return
+    text = ast.get_docstring(ast.parse(SOURCES[name].read_text()))
+    assert text is not None
+    assert text.split("\n\n")[0].replace("\n", " ") == purpose
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.glob("*/__init__.py")), ids=lambda path: path.parent.name
+)
+def test_a_package_imports_nothing_by_itself(path: Path) -> None:
+    """``partitioners`` is a registry, which plugins import from."""
+    if path.parent.name != "partitioners":
+        assert imports(path) == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
-    upward = {name for name in own_imports(module) if name and height(name) > height(module)}
+    height = PACKAGES.index(package_of(module))
+    upward = {name for name in own_imports(module) if PACKAGES.index(package_of(name)) > height}
     assert upward == set()
 
 
 def test_imports_go_in_no_circle() -> None:
-    order = TopologicalSorter({module: own_imports(module) - {module} for module in SOURCES})
+    order = TopologicalSorter({module: own_imports(module) for module in MODULES})
     order.prepare()  # raises CycleError
 
 
 def test_only_the_mpi_transport_imports_mpi4py() -> None:
     users = [module for module in SOURCES if "mpi4py" in foreign_imports(module)]
     assert users == ["distributed.mpi"]
+
+
+@pytest.mark.parametrize(
+    "module", [each for each in MODULES if NEEDS[package_of(each)] == "neither"]
+)
+def test_a_part_that_needs_neither_imports_neither(module: str) -> None:
+    assert foreign_imports(module) & MLX_OR_MPI == set()
+
+
+def run_without_mlx_and_mpi(program: str) -> subprocess.CompletedProcess[str]:
+    block = f"import sys; sys.modules.update(dict.fromkeys({sorted(MLX_OR_MPI)}))"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{block}\n{program}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_parts_that_need_neither_and_the_commands_load_without_them() -> None:
+    """A command must set up the process before MLX and MPI come in."""
+    light = ("neither", "")
+    names = [f"shardmlx.{each}" for each in MODULES if NEEDS[package_of(each)] in light]
+    done = run_without_mlx_and_mpi(
+        f"import importlib\nfor name in {names}: importlib.import_module(name)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SCHEDULE = ["--schedule", "zb-v", "--pipeline-stages", "2", "--micro-batches", "4"]
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "status"),
+    [
+        ("plan", SCHEDULE, 0),
+        ("plan", ["MODEL", "--hosts", "hostfiles/two-macs", "--num-layers", "-1"], 0),
+        ("inspect", ["MODEL"], 0),
+        ("launch", ["--hostfile", "/nowhere", "train"], 2),
+        ("doctor", ["--ssh", "--hostfile", "HOSTS"], 0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_commands_for_a_laptop_run_without_them(
+    command: str, argv: list[str], status: int, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "model", model_files(TINY))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    places = {"MODEL": str(model), "HOSTS": str(hosts)}
+    given = [places.get(each, each) for each in argv]
+    done = run_without_mlx_and_mpi(
+        f"from shardmlx.{command} import main\nraise SystemExit(main({given}))"
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
