@@ -1,85 +1,12 @@
-"""On whose disks the parts of a checkpoint lie.
-
-Ranks need not see the same directory. Which do is found out by looking: each writes a file there,
-and all see whose they find.
-"""
+"""On whose disks the parts of a checkpoint lie. No MLX, no MPI."""
 
 from __future__ import annotations
 
-import contextlib
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from shardmlx.checkpoint.store import MARK
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.transport import Transport
-from shardmlx.errors import one_line
-
-
-@dataclass(frozen=True, slots=True)
-class Disks:
-    """``groups[i]`` are the ranks that see disk i, each rank once; in order of their lowest.
-
-    ``problems[r]`` is why rank r cannot write there, None if it can.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    problems: tuple[str | None, ...]
-
-    def __post_init__(self) -> None:
-        if sorted(rank for group in self.groups for rank in group) != list(
-            range(len(self.problems))
-        ):
-            raise ValueError(f"{self.groups} are not {len(self.problems)} ranks, each once")
-
-    def of(self, rank: int) -> int:
-        """The disk that a rank sees."""
-        return next(i for i, group in enumerate(self.groups) if rank in group)
-
-    def leader(self, rank: int) -> int:
-        """The rank that acts for all that see the same disk."""
-        return self.groups[self.of(rank)][0]
-
-
-def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:
-    """Which ranks see the same ``directory``; with ``make`` it is made where it is missing.
-
-    Collective.
-    """
-    what = f"looking who sees {directory}"
-    run = transport.broadcast(uuid.uuid4().hex, what=what)
-
-    def mark(rank: int) -> Path:
-        return directory / f"{MARK}{rank}-{run}"
-
-    problem = None
-    try:
-        if make:
-            directory.mkdir(parents=True, exist_ok=True)
-        mark(transport.rank).touch()
-    except OSError as error:
-        problem = error.strerror or one_line(error)
-    problems = transport.all_gather(problem, what)
-    # By name, not by listing: a network disk may keep an old listing for a minute.
-    seen = [rank for rank in range(transport.size) if _exists(mark(rank))]
-    everyone = transport.all_gather(seen, what)
-    with contextlib.suppress(OSError):
-        mark(transport.rank).unlink()
-    # Who cannot write is seen by nobody, but may see others.
-    groups: list[set[int]] = []
-    for rank, others in enumerate(everyone):
-        joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))
-        groups = [group for group in groups if not group & joined] + [joined]
-    return Disks(tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(problems))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+from shardmlx.distributed.shared_disks import Disks
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from shardmlx.checkpoint.placement import Storage, choose_storage, find_disks
+from shardmlx.checkpoint.placement import Storage, choose_storage
 from shardmlx.checkpoint.reader import Found, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
+from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 

@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.durable_files import flush_directory, write_durably
+from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 
 MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
 LOCK = ".lock"
-MARK = ".rank-"
-"""Begins the names of the files by which ranks see that they see the same directory."""
 
 FORMAT = 1
 """Of the manifest; a program refuses what is newer than itself."""
@@ -167,7 +166,7 @@ class Store:
         self._finish_replacing()
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
             shutil.rmtree(path)
-        for path in self.directory.glob(f"{MARK}*"):
+        for path in self.directory.glob(f"{PROBE}*"):
             path.unlink()
         partial = self.partial(step)
         partial.mkdir()

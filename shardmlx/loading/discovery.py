@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from shardmlx.checkpoint.placement import Disks, find_disks
 from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
+from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.build import FILES_TO_DOWNLOAD, find_model

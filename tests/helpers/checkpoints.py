@@ -12,12 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.placement import Storage, choose_storage, find_disks
+from shardmlx.checkpoint.placement import Storage, choose_storage
 from shardmlx.checkpoint.reader import CheckpointReader, Search, find_checkpoint
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.distributed.transport import Transport, buffer_of
 
 Tensors = dict[str, mx.array]

@@ -291,7 +291,7 @@ def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixtu
 
 def ends_late(program: str) -> subprocess.CompletedProcess[str]:
     """Of a process whose MPI is given a tenth of a second."""
-    setup = "import atexit, time; from shardmlx.distributed.shutdown import Ending"
+    setup = "import atexit, time; from shardmlx.distributed.shutdown import JobShutdown"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{setup}\n{program}"],
         capture_output=True,
@@ -301,14 +301,14 @@ def ends_late(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
-    done = ends_late("with Ending(0).bounded(0.1, 'starting MPI'): time.sleep(60)")
+    done = ends_late("with JobShutdown(0).bounded(0.1, 'starting MPI'): time.sleep(60)")
     assert done.returncode == 1
     assert done.stderr.endswith(": starting MPI: not all ranks came within 0.1 s (see --timeout)\n")
 
 
 def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
     done = ends_late(
-        "ending = Ending(8)\n"
+        "ending = JobShutdown(8)\n"
         "with ending.bounded(0.1, 'starting MPI'): time.sleep(0.3)\n"
         "ending.hush(); time.sleep(0.5); print('goes on')"
     )
@@ -319,7 +319,7 @@ def test_the_end_of_mpi_is_bounded_when_python_starts_no_more_threads() -> None:
     done = ends_late(
         "def finish(deadline):\n"
         "    with deadline: time.sleep(60)\n"
-        "atexit.register(finish, Ending(0).bounded(0.1, 'ending MPI'))"
+        "atexit.register(finish, JobShutdown(0).bounded(0.1, 'ending MPI'))"
     )
     assert done.returncode == 1
     assert "ending MPI: not all ranks came within 0.1 s" in done.stderr

@@ -1,0 +1,85 @@
+"""Find out which ranks see the same disk.
+
+Ranks need not see the same directory. Each writes a file there, and all look whose they find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardmlx.errors import one_line
+
+if TYPE_CHECKING:
+    from shardmlx.distributed.transport import Transport
+
+PROBE = ".rank-"
+"""Beginning of the names of the files by which ranks find out who sees the same directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """Groups of ranks that see the same disk.
+
+    ``groups[i]`` are the ranks that see disk i, each rank once; in order of their lowest.
+    ``problems[r]`` is why rank r cannot write there, None if it can.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    problems: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(rank for group in self.groups for rank in group) != list(
+            range(len(self.problems))
+        ):
+            raise ValueError(f"{self.groups} are not {len(self.problems)} ranks, each once")
+
+    def of(self, rank: int) -> int:
+        """Return the index of the disk that a rank sees."""
+        return next(i for i, group in enumerate(self.groups) if rank in group)
+
+    def leader(self, rank: int) -> int:
+        """Return the rank that acts for all that see the same disk."""
+        return self.groups[self.of(rank)][0]
+
+
+def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:
+    """Find out which ranks see the same ``directory``; ``make`` it where it is missing.
+
+    All ranks must call it.
+    """
+    what = f"looking who sees {directory}"
+    run = transport.broadcast(uuid.uuid4().hex, what=what)
+
+    def mark(rank: int) -> Path:
+        return directory / f"{PROBE}{rank}-{run}"
+
+    problem = None
+    try:
+        if make:
+            directory.mkdir(parents=True, exist_ok=True)
+        mark(transport.rank).touch()
+    except OSError as error:
+        problem = error.strerror or one_line(error)
+    problems = transport.all_gather(problem, what)
+    # By name, not by listing: a network disk may keep an old listing for a minute.
+    seen = [rank for rank in range(transport.size) if _exists(mark(rank))]
+    everyone = transport.all_gather(seen, what)
+    with contextlib.suppress(OSError):
+        mark(transport.rank).unlink()
+    # Who cannot write is seen by nobody, but may see others.
+    groups: list[set[int]] = []
+    for rank, others in enumerate(everyone):
+        joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))
+        groups = [group for group in groups if not group & joined] + [joined]
+    return Disks(tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(problems))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
