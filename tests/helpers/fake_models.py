@@ -14,7 +14,7 @@ from tests.helpers.hub_server import File, safetensors_file, text_file
 
 ROOT = Path(__file__).parents[2]
 
-TINY = {
+TINY: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 4,
     "hidden_size": 64,

@@ -49,7 +49,7 @@ def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset, of util-linux")
 def test_strict_json_on_stdout_of_two_ranks_on_one_core() -> None:
     core = str(min(os.sched_getaffinity(0)))
-    command = [
+    command: list[str | Path] = [
         *("taskset", "-c", core, Path(sys.executable).with_name("mpirun"), "-n", "2"),
         *("--oversubscribe", "--bind-to", "none", sys.executable),
         *(*DOCTOR, "--json", "-", "--strict"),

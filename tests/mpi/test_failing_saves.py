@@ -31,7 +31,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small file system is mounted by root on Linux only")
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "shardmlx", path]
+    mount: list[str | Path] = ["mount", "-t", "tmpfs", "-o", "size=2m", "shardmlx", path]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no small file system: {done.stderr.strip()}")

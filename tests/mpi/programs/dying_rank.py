@@ -12,7 +12,7 @@ from shardmlx import generate  # noqa: E402 - argv first
 
 def failing() -> Any:
     from shardmlx.inference.generate import run
-    from shardmlx.inference.pipeline import Pipeline
+    from shardmlx.inference.stage import Pipeline
 
     compute = Pipeline._compute
     seen = []

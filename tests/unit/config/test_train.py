@@ -93,7 +93,7 @@ def test_every_flag_of_mlx_lm_keeps_its_spelling() -> None:
     def flags(parser: argparse.ArgumentParser) -> set[str]:
         return {flag for action in parser._actions for flag in action.option_strings}
 
-    theirs = build_mlx_lm_parser()  # type: ignore[no-untyped-call]
+    theirs = build_mlx_lm_parser()
     assert flags(theirs) <= flags(build_parser())
 
 

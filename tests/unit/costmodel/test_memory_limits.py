@@ -280,8 +280,8 @@ def test_long_sequences_that_only_pass_forward_count_too() -> None:
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
     machines = cluster(*[("studio", 8 * GB)] * 2)
 
-    def peaks(*lengths: int) -> list[int]:
-        return [p.peak for p in planned_memory(plan, work, machines, (64, *lengths), False)]
+    def peaks(length: int) -> list[int]:
+        return [p.peak for p in planned_memory(plan, work, machines, (64, length), False)]
 
     assert peaks(32) == peaks(0)
     assert peaks(0) < peaks(2048)

@@ -16,9 +16,11 @@ from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pa
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
+from shardmlx.pipeline.plan import Plan
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,
+    Outcome,
     largest_difference,
     random_batch,
     run_engine,
@@ -158,7 +160,9 @@ def test_a_packed_step_is_the_step_of_its_rows(
 
 @pytest.mark.parametrize("how", ["dora", "quantised", "bfloat16"])
 def test_a_packed_step_of_other_weights(how: str) -> None:
-    special = {"quantization": {"group_size": 32, "bits": 4}} if how == "quantised" else {}
+    special: dict[str, Any] = (
+        {"quantization": {"group_size": 32, "bits": 4}} if how == "quantised" else {}
+    )
     model = tiny_model(layers=4, **special)
     if how == "bfloat16":
         model.set_dtype(mx.bfloat16)
@@ -200,12 +204,13 @@ def test_texts_do_not_see_each_other_to_the_bit() -> None:
 def test_packed_in_every_layout(layout: Layout) -> None:
     plain, packed = (layout.plan(8, 6, 2, pack=way) for way in (False, True))
     batch = random_batch(6 * layout.dp)
-    outcomes = [
-        LocalNetwork(layout.ranks).run(
-            lambda transport, plan=plan: run_engine(transport, plan, tiny_model(), batch)
+
+    def outcome(plan: Plan) -> list[Outcome]:
+        return LocalNetwork(layout.ranks).run(
+            lambda transport: run_engine(transport, plan, tiny_model(), batch)
         )
-        for plan in (plain, packed)
-    ]
+
+    outcomes = [outcome(plan) for plan in (plain, packed)]
     for losses in ("losses", "evaluated"):
         totals = [
             sum(sum(getattr(outcome, losses).values()) for outcome in ranks) for ranks in outcomes

@@ -281,7 +281,7 @@ def test_a_machine_without_any_tool_has_unknown_facts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(host_facts, "_said", lambda *command: None)
     monkeypatch.setattr(host_facts, "_text", lambda path: None)
     for platform in ("darwin", "linux"):
-        monkeypatch.setattr(host_facts.sys, "platform", platform)
+        monkeypatch.setattr("sys.platform", platform)
         facts = host_facts.collect()
         assert facts.is_mac == (platform == "darwin")
         assert facts.memory_free is None
@@ -299,7 +299,7 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
         "route": ROUTE,
         "socketfilterfw": "Firewall is enabled. (State = 1)",
     }
-    monkeypatch.setattr(host_facts.sys, "platform", "darwin")
+    monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(host_facts, "_said", lambda *command: answers[Path(command[0]).name])
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"

@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport, TransportTimeout
-from shardmlx.engine.engine import EngineError
+from shardmlx.errors import EngineError
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams

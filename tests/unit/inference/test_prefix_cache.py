@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardmlx.inference.prefix_cache import Beginning, PrefixCache, held
+from shardmlx.inference.prefix_cache import Beginning, PrefixCache
+from shardmlx.models.kv_cache import held
 
 
 def test_caches_have_room_for_whole_steps() -> None:

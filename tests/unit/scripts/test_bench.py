@@ -41,8 +41,13 @@ def test_every_script_says_what_it_measures(
 
 def test_contenders_take_turns() -> None:
     order: list[str] = []
+
+    def noted(name: str, result: int) -> int:
+        order.append(name)
+        return result
+
     results = load("_compare").by_turns(
-        {"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or 2}, rounds=3
+        {"a": lambda: noted("a", 1), "b": lambda: noted("b", 2)}, rounds=3
     )
     assert order == ["a", "b", "a", "b", "a", "b"]
     assert results == {"a": [1, 1, 1], "b": [2, 2, 2]}
