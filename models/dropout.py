@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from shardmlx.compat import keep_probability
 from shardmlx.models.packed_positions import PackedPositions
 
 
@@ -110,8 +111,8 @@ def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
     found = []
     for _, module in sorted(layer.named_modules(), key=lambda item: item[0]):
         for name, child in sorted(module.children().items()):
-            if isinstance(child, nn.Dropout) and child._p_1 < 1:
-                module[name] = KeyedDropout(child._p_1)
+            if isinstance(child, nn.Dropout) and keep_probability(child) < 1:
+                module[name] = KeyedDropout(keep_probability(child))
                 module[name].train(child.training)
             if isinstance(module[name], KeyedDropout):
                 found.append(module[name])
@@ -122,7 +123,8 @@ def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
 
 def _has_dropout(module: nn.Module) -> bool:
     return any(
-        isinstance(each, KeyedDropout) or (isinstance(each, nn.Dropout) and each._p_1 < 1)
+        isinstance(each, KeyedDropout)
+        or (isinstance(each, nn.Dropout) and keep_probability(each) < 1)
         for each in module.modules()
     )
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import ministral3
 from mlx_lm.models.base import create_attention_mask
 
+from shardmlx.compat import query_scale
 from shardmlx.models.packed_positions import PackedPositions
 
 
@@ -74,7 +74,7 @@ def scaled_sliding_attention(
     if places is not None:
         # As if each position were a text of one token, so many tokens on.
         length, offset = 1, mx.array(places.positions)
-    scale = ministral3._get_llama_4_attn_scale(
+    scale = query_scale(
         length, offset, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
     ).astype(hidden.dtype)
     if places is not None:

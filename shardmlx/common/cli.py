@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from shardmlx.compat import QuietParser
 from shardmlx.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 
-class OneLineParser(argparse.ArgumentParser):
+class OneLineParser(QuietParser):
     """Raises ``UserError`` where argparse prints its usage and exits.
 
     ``--help`` and ``--version`` end every rank, and only rank 0 prints.
@@ -25,15 +22,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *, rank: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._rank = rank
+        self.prints = rank == 0
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())} (see --help)")
-
-    # All that argparse prints, help and version alike, passes through here.
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if self._rank == 0:
-            super()._print_message(message, file)
 
 
 def run_command(main: Callable[[], int]) -> int:

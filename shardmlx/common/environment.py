@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.compat import hide_mpi_from_mlx
 from shardmlx.errors import UserError
 
 _MALLOC_OPTIONS = {
@@ -46,7 +47,7 @@ class Blas:
 
 def prepare() -> Blas:
     """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``."""
-    os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
+    hide_mpi_from_mlx()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if launched_rank() != 0:

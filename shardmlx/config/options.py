@@ -97,13 +97,11 @@ def build_parser(
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
-    groups: dict[str | None, argparse._ArgumentGroup] = {}
-    for each in fields(cls):
+    flags = [each for each in fields(cls) if _rules(each).flag]
+    names_of_groups = dict.fromkeys(_rules(each).group for each in flags)
+    groups = {name: parser.add_argument_group(name) for name in names_of_groups}
+    for each in flags:
         rules = _rules(each)
-        if not rules.flag:
-            continue
-        if rules.group not in groups:
-            groups[rules.group] = parser.add_argument_group(rules.group)
         names = [rules.short] if rules.short else []
         names.append(_flag(each.name))
         kinds = _alternatives(hints[each.name])

@@ -23,6 +23,7 @@ import mlx.core as mx
 import mpi4py
 
 from shardmlx.common.environment import LAUNCHED, launched_rank
+from shardmlx.compat import mpi_handle
 from shardmlx.distributed.heartbeat import (
     HURRY,
     OWN_SLEEP,
@@ -421,7 +422,7 @@ def abort(code: int, ending: JobShutdown) -> None:
     _keep_in_touch(seconds)
     ending.see_off_launcher()
     if is_up:
-        world = ctypes.c_void_p(MPI._handleof(MPI.COMM_WORLD))
+        world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)
     os._exit(code)
 

@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.compat import view_of
+
 Array = mx.array | np.ndarray
 """What can be sent: only its buffer counts."""
 
@@ -62,7 +64,7 @@ class Handle:
 
 def buffer_of(array: Array) -> memoryview:
     """The bytes of an evaluated, row-contiguous array: no copy, writable."""
-    view = memoryview(array)  # type: ignore[arg-type]  # the stub leaves out __buffer__
+    view = view_of(array)
     if array.size == 0:
         return memoryview(bytearray())
     if not view.c_contiguous:
@@ -72,7 +74,7 @@ def buffer_of(array: Array) -> memoryview:
 
 def in_a_row(array: mx.array) -> mx.array:
     """An evaluated array as it can be sent: itself if it is contiguous, which takes no time."""
-    if not memoryview(array).c_contiguous:  # type: ignore[arg-type]  # see buffer_of
+    if not view_of(array).c_contiguous:
         array = mx.contiguous(array)
         mx.eval(array)
     return array

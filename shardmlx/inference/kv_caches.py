@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from shardmlx.compat import cache_state
 from shardmlx.inference.prefix_cache import Beginning
 from shardmlx.inference.scheduler import Item, Kind
 
@@ -42,13 +43,15 @@ class Snapshot:
 
     def restore(self) -> None:
         for cache, state in zip(self.caches, self.states, strict=True):
-            vars(cache).update(state)
+            cache_state(cache).update(state)
 
 
 def _state(cache: Any) -> dict[str, Any]:
     # Assigning to a part of an array changes what its name means, not what a copy of it means;
     # MLX copies the numbers themselves only where both are still used.
-    return {k: copy.copy(v) if isinstance(v, mx.array) else v for k, v in vars(cache).items()}
+    return {
+        k: copy.copy(v) if isinstance(v, mx.array) else v for k, v in cache_state(cache).items()
+    }
 
 
 def _cut(cache: Any, length: int) -> None:
@@ -94,7 +97,7 @@ class TextCaches:
         caches = []
         for kept in self._alone[beginning.text]:
             cache = copy.copy(kept)
-            vars(cache).update(_state(kept))
+            cache_state(cache).update(_state(kept))
             _cut(cache, beginning.length)
             caches.append(cache)
         self._alone[text] = caches

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
 
+from shardmlx.compat import random_key
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -48,13 +48,7 @@ def processors_of(choice: SamplingParams) -> Sequence[LogitsProcessor]:
 
 def random_state() -> int:
     """MLX's random state on this thread, as ``mx.random.seed`` takes it."""
-    return _as_seed(_key())
-
-
-def _key() -> mx.array:
-    state: Any = mx.random.state  # a list of one key, to MLX's stub an object
-    key: mx.array = state[0]
-    return key
+    return _as_seed(random_key())
 
 
 def _as_seed(key: mx.array) -> int:
@@ -134,7 +128,7 @@ def _sampled(text: _Text, logprobs: mx.array) -> mx.array:
         return mx.argmax(logprobs, axis=-1)
     mx.random.seed(text.state)
     token: mx.array = text.sampler(logprobs)
-    text.after = _key()
+    text.after = random_key()
     return token
 
 

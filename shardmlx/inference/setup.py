@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gigabytes
 from shardmlx.common.reporter import Reporter
+from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded, memory_limits, unwired
@@ -261,7 +262,7 @@ def text_stream(
     """For one more text. One that ``continues`` another keeps a space at its beginning, which
     mlx-lm's detokenizers take away."""
     detokenizer = tokenizer.detokenizer
-    trims = getattr(detokenizer, "trim_space", isinstance(detokenizer, BPEStreamingDetokenizer))
+    trims = trims_first_space(detokenizer)
     return TextStream(
         detokenizer,
         frozenset(tokenizer.eos_token_ids),

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmlx.compat import hub_transport_error
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
@@ -295,8 +296,6 @@ def _errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface-hub raises into one line that names the remedy."""
     from huggingface_hub import constants, errors
 
-    # httpx.HTTPError, or that of httpx2 in later versions.
-    transport_error: Any = errors.HfHubHTTPError.__bases__[0]
     endpoint = constants.ENDPOINT
     log_in = "log in with 'hf auth login', or set HF_TOKEN"
     try:
@@ -330,7 +329,7 @@ def _errors(name: str, revision: str | None) -> Iterator[None]:
         reason = f"{endpoint} answers with status {status} for {name}"
         kind = Unreachable if status >= 500 or status == 429 else UserError
         raise kind(f"{reason}: try again later, or set HF_ENDPOINT to a mirror") from None
-    except transport_error as error:
+    except hub_transport_error() as error:
         raise Unreachable(
             f"{endpoint} does not answer ({_first_line(error)}): check the network, or HF_ENDPOINT"
         ) from None

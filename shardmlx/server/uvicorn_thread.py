@@ -8,15 +8,13 @@ import logging
 import socket
 import sys
 import threading
-from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from shardmlx.compat import abort_connections, http_protocol
 from shardmlx.errors import UserError, one_line
 
 SECONDS_FOR_HEAD = 20.0
@@ -106,7 +104,7 @@ class HttpServer:
             _log_access()
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=http_protocol(SECONDS_FOR_HEAD),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -160,44 +158,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn would cancel what is left, and log a traceback for each.
-        asyncio.get_running_loop().call_later(self.grace, self._abort)
+        asyncio.get_running_loop().call_later(self.grace, abort_connections, self)
         await super().shutdown(sockets)
-
-    def _abort(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-
-
-class _Protocol(H11Protocol):
-    """Closes a connection on which the head of a request comes too slowly."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._deadline: TimerHandle | None = None
-
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._forget()
-
-    def _watch(self) -> None:
-        # Also over a body that goes on after its request was refused.
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(SECONDS_FOR_HEAD, self.transport.close)
-
-    def _forget(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 def _log_access() -> None:

@@ -1,0 +1,176 @@
+"""Private and undocumented parts of the libraries we build on: touched here, and nowhere else.
+
+An update of a library may change any of them without a word. Each function names the library, the
+version it was tried with, and what to do when it breaks; ``tests/unit/test_compat.py`` fails first,
+and says the same. Libraries are imported inside the functions: whoever imports this module loads
+neither MLX nor MPI nor uvicorn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncio import TimerHandle, Transport
+
+    import mlx.core as mx
+    from _typeshed import SupportsWrite
+
+
+class QuietParser(argparse.ArgumentParser):
+    """An argument parser that prints nothing unless ``prints``, and exits all the same.
+
+    argparse of Python 3.11 to 3.14: help, usage and version all pass through ``_print_message``.
+    When it breaks: override ``print_help``, ``print_usage`` and the version action one by one.
+    """
+
+    prints = True
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if self.prints:
+            super()._print_message(message, file)
+
+
+def hide_mpi_from_mlx() -> None:
+    """Keep MLX from loading MPI, where ``mlx.core`` has not been imported yet.
+
+    mlx 0.32.4: the variable is ``MLX_MPI_LIBNAME``; its documentation calls it ``MPI_LIBNAME``.
+    When it breaks: look for ``getenv`` in mlx/distributed/mpi/mpi.cpp.
+    """
+    os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
+
+
+def view_of(array: Any) -> memoryview:
+    """Return the memory of an evaluated MLX or NumPy array: no copy, writable.
+
+    mlx 0.32.4: the stub of ``mx.array`` leaves out ``__buffer__``, and nothing promises that the
+    memory may be written to. When it breaks: receive into NumPy arrays, and copy them into MLX's.
+    """
+    return memoryview(array)
+
+
+def random_key() -> mx.array:
+    """Return the key that MLX's random stream on this thread draws from next: uint32 (2,).
+
+    mlx 0.32.4: ``mx.random.state`` is a list of one key, to MLX's stub an object. When it breaks:
+    give each sampler a key of its own, and split it at each token.
+    """
+    import mlx.core as mx
+
+    state: Any = mx.random.state
+    key: mx.array = state[0]
+    return key
+
+
+def keep_probability(dropout: Any) -> float:
+    """Return the probability with which an ``mlx.nn.Dropout`` keeps an element.
+
+    mlx 0.32.4: kept as ``_p_1``. When it breaks: read it from ``repr``, which says ``p=``.
+    """
+    return float(dropout._p_1)
+
+
+def query_scale(length: int, offset: Any, beta: float, positions: int) -> mx.array:
+    """Return the factors of ministral3's queries at ``length`` positions from ``offset``.
+
+    mlx-lm 0.32.2: ``ministral3._get_llama_4_attn_scale``. When it breaks: write the formula here,
+    ``1 + beta * log(1 + floor(position / positions))``, one row for each position.
+    """
+    from mlx_lm.models import ministral3
+
+    scale: mx.array = ministral3._get_llama_4_attn_scale(length, offset, beta, positions)
+    return scale
+
+
+def cache_state(cache: Any) -> dict[str, Any]:
+    """Return the live attributes of one layer's KV cache of mlx-lm: change them to change it.
+
+    mlx-lm 0.32.2: a cache is its ``__dict__``, of arrays and plain numbers. When it breaks, as
+    with ``__slots__``: collect the names of all its attributes instead.
+    """
+    attributes: dict[str, Any] = vars(cache)
+    return attributes
+
+
+def trims_first_space(detokenizer: Any) -> bool:
+    """Return whether a detokenizer of mlx-lm takes away the space with which a text begins.
+
+    mlx-lm 0.32.2: SentencePiece's has ``trim_space``, the byte-level one always does, others never.
+    When it breaks: feed a detokenizer one token that begins with a space, and see.
+    """
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+
+    is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
+    return bool(getattr(detokenizer, "trim_space", is_byte_level))
+
+
+def mpi_handle(mpi: Any, communicator: Any) -> int:
+    """Return a communicator of mpi4py as C calls take it; ``mpi`` is the module ``mpi4py.MPI``.
+
+    mpi4py 4.1.2: ``MPI._handleof``. When it breaks: ``communicator.handle``, if there is one.
+    """
+    return int(mpi._handleof(communicator))
+
+
+def hub_transport_error() -> type[Exception]:
+    """Return what huggingface-hub raises where no answer comes at all.
+
+    huggingface-hub 1.0 to 2.4: ``HTTPError`` of httpx, or in later versions of httpx2, of which
+    ``HfHubHTTPError`` is made. When it breaks: name the class of whichever is installed.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base: Any = HfHubHTTPError.__bases__[0]
+    kind: type[Exception] = base
+    return kind
+
+
+def http_protocol(seconds_for_head: float) -> type[Any]:
+    """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
+    takes longer than ``seconds_for_head``.
+
+    uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop`` and
+    ``transport``. When it breaks: serve without a deadline for heads, behind a proxy that has one.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class HeadDeadline(H11Protocol):
+        _deadline: TimerHandle | None = None
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._forget()
+
+        def _watch(self) -> None:
+            # Also over a body that goes on after its request was refused.
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._forget()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(seconds_for_head, self.transport.close)
+
+        def _forget(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return HeadDeadline
+
+
+def abort_connections(server: Any) -> None:
+    """Cut all connections of a ``uvicorn.Server``, whatever is still being sent on them.
+
+    uvicorn 0.54.0: ``server_state.connections``, each with its ``transport``. When it breaks:
+    set ``timeout_graceful_shutdown``, which logs a traceback for each request that is left.
+    """
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()

@@ -1,0 +1,225 @@
+"""What ``shardmlx.compat`` takes from other libraries is still there, and still means the same.
+
+A test that fails here says that an update of a library changed a part that is private to it, or
+that its documentation does not speak of: which library, and what to do, stands in the failure.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from shardmlx import compat
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def contract(function: Callable[..., Any], library: str) -> Iterator[None]:
+    """Fail, whatever goes wrong inside, with the library, its version and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        remedy = " ".join(inspect.getdoc(function).split())  # type: ignore[union-attr]
+        pytest.fail(
+            f"{library} {version(library)} broke compat.{function.__name__} ({error!r}): {remedy}"
+        )
+
+
+def run_alone(program: str) -> str:
+    """What a Python of its own prints."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout.strip()
+
+
+def test_importing_compat_loads_none_of_the_libraries() -> None:
+    names = "mlx", "mlx_lm", "mpi4py", "uvicorn", "huggingface_hub"
+    program = f"import sys, shardmlx.compat; print(*(set(sys.modules) & set({names})))"
+    assert run_alone(program) == ""
+
+
+def test_private_parts_of_libraries_are_touched_in_compat_alone() -> None:
+    """A name with an underscore is touched only on ``self``, ``cls`` or something of our own."""
+    files = [path for name in ("shardmlx", "models", "partitioners") for path in sources(name)]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    ours = {name for tree in trees.values() for name in defined(tree)}
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[^_]", node.attr)
+        and node.attr not in ours | {"_exit"}  # os._exit is documented
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and path != ROOT / "shardmlx" / "compat.py"
+    ]
+    assert found == []
+
+
+def sources(directory: str) -> Iterator[Path]:
+    return (ROOT / directory).rglob("*.py")
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names with an underscore that a file of ours gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_argparse_prints_through_one_method() -> None:
+    output = io.StringIO()
+    for prints in (True, False):
+        parser = compat.QuietParser(prog="it")
+        parser.add_argument("--version", action="version", version="it 1")
+        parser.prints = prints
+        for flag in ("--help", "--version"):
+            with redirect_stdout(output), pytest.raises(SystemExit):
+                parser.parse_args([flag])
+    assert output.getvalue().count("usage: it") == output.getvalue().count("it 1") == 1, (
+        f"argparse of Python {sys.version} broke compat.QuietParser: {compat.QuietParser.__doc__}"
+    )
+
+
+def test_mlx_finds_no_mpi() -> None:
+    with contract(compat.hide_mpi_from_mlx, "mlx"):
+        program = (
+            "from shardmlx import compat; compat.hide_mpi_from_mlx(); import mlx.core as mx; "
+            "print(mx.distributed.is_available('mpi'))"
+        )
+        assert run_alone(program) == "False"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.int32])
+def test_the_memory_of_an_mlx_array_may_be_written_to(dtype: mx.Dtype) -> None:
+    with contract(compat.view_of, "mlx"):
+        array = mx.zeros((2, 3), dtype)
+        mx.eval(array)
+        view = compat.view_of(array)
+        assert view.c_contiguous
+        assert not view.readonly
+        ones = mx.ones((2, 3), dtype)
+        mx.eval(ones)
+        view.cast("B")[:] = compat.view_of(ones).cast("B")
+        assert mx.array_equal(array, ones)
+        assert not compat.view_of(ones.T).c_contiguous
+
+
+def test_mlx_draws_from_one_key_that_can_be_seen() -> None:
+    with contract(compat.random_key, "mlx"):
+        mx.random.seed((7 << 32) | 9)
+        assert np.array(compat.random_key()).tolist() == [7, 9]
+        first = mx.random.uniform(shape=(4,))
+        after = np.array(compat.random_key()).tolist()
+        second = mx.random.uniform(shape=(4,))
+        mx.random.seed((after[0] << 32) | after[1])
+        assert mx.array_equal(mx.random.uniform(shape=(4,)), second)
+        assert not mx.array_equal(first, second)
+
+
+def test_a_dropout_tells_how_much_it_keeps() -> None:
+    with contract(compat.keep_probability, "mlx"):
+        assert compat.keep_probability(nn.Dropout(0.25)) == 0.75
+        assert compat.keep_probability(nn.Dropout(0.0)) == 1
+
+
+def test_queries_of_ministral3_are_scaled_by_position() -> None:
+    with contract(compat.query_scale, "mlx-lm"):
+        expected = 1 + 0.1 * np.log(1 + np.floor(np.arange(6, 10) / 4))
+        assert np.allclose(compat.query_scale(4, 6, 0.1, 4), expected[:, None])
+        # And, as packed rows need it, at positions of any order.
+        positions = mx.array([9, 6])
+        scale = compat.query_scale(1, positions, 0.1, 4)
+        assert np.allclose(scale.reshape(-1), expected[[3, 0]])
+
+
+def test_a_kv_cache_is_its_attributes() -> None:
+    from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
+
+    def tokens(value: float) -> mx.array:
+        return mx.full((1, 2, 3, 4), value)
+
+    with contract(compat.cache_state, "mlx-lm"):
+        for cache in (KVCache(), RotatingKVCache(max_size=8), BatchKVCache([0])):
+            cache.update_and_fetch(tokens(1), tokens(2))
+            before = {
+                name: value + 0 if isinstance(value, mx.array) else value
+                for name, value in compat.cache_state(cache).items()
+            }
+            first = [mx.array(each) for each in cache.update_and_fetch(tokens(3), tokens(4))]
+            compat.cache_state(cache).update(before)
+            again = cache.update_and_fetch(tokens(3), tokens(4))
+            assert all(map(mx.array_equal, first, again))
+
+
+def test_detokenizers_say_whether_they_trim() -> None:
+    from mlx_lm.tokenizer_utils import (
+        BPEStreamingDetokenizer,
+        NaiveStreamingDetokenizer,
+        SPMStreamingDetokenizer,
+    )
+
+    with contract(compat.trims_first_space, "mlx-lm"):
+        made = [kind.__new__(kind) for kind in (BPEStreamingDetokenizer, NaiveStreamingDetokenizer)]
+        assert [*map(compat.trims_first_space, made)] == [True, False]
+        assert "trim_space" in inspect.signature(SPMStreamingDetokenizer).parameters
+        assert "self.trim_space = " in inspect.getsource(SPMStreamingDetokenizer.__init__)
+
+
+def test_mpi4py_gives_the_handle_of_a_communicator() -> None:
+    program = (
+        "import ctypes; from mpi4py import MPI; from shardmlx.compat import mpi_handle; "
+        "size = ctypes.c_int(); world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD)); "
+        "ctypes.CDLL(MPI.__file__).MPI_Comm_size(world, ctypes.byref(size)); print(size.value)"
+    )
+    with contract(compat.mpi_handle, "mpi4py"):
+        assert run_alone(program) == "1"
+
+
+def test_the_hubs_errors_are_made_of_its_http_librarys() -> None:
+    with contract(compat.hub_transport_error, "huggingface_hub"):
+        kind = compat.hub_transport_error()
+        library = sys.modules[kind.__module__.split(".")[0]]
+        assert library.__name__ in ("httpx", "httpx2")
+        assert issubclass(library.ConnectError, kind)
+        assert issubclass(library.ReadTimeout, kind)
+
+
+def test_uvicorns_protocol_tells_when_a_request_is_answered() -> None:
+    import uvicorn
+    from uvicorn.protocols.http import h11_impl
+
+    with contract(compat.http_protocol, "uvicorn"):
+        kind = compat.http_protocol(1.0)
+        assert issubclass(kind, h11_impl.H11Protocol)
+        made = inspect.getsource(h11_impl.H11Protocol.__init__)
+        assert all(f"self.{name}" in made for name in ("cycle", "loop", "transport"))
+        cycle = inspect.getsource(h11_impl.RequestResponseCycle.__init__)
+        assert "self.response_complete = False" in cycle
+    with contract(compat.abort_connections, "uvicorn"):
+        server = uvicorn.Server(uvicorn.Config(lambda: None))
+        assert server.server_state.connections == set()
+        for name in ("startup", "shutdown"):  # as uvicorn_thread extends them
+            function = getattr(uvicorn.Server, name)
+            assert inspect.iscoroutinefunction(function)
+            assert list(inspect.signature(function).parameters) == ["self", "sockets"]
