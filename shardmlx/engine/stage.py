@@ -16,7 +16,7 @@ NaN: what was computed too early would be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -28,6 +28,8 @@ import mlx.nn as nn
 from shardmlx.distributed.transport import buffer_of, in_a_row
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.models.slice import Slice
+from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.lowering import gradient_kinds
 
 
 def answers_of(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
@@ -53,6 +55,33 @@ class _Pending:
     cotangent: mx.array
     input_gradient: mx.array | None
     weight_gradients: Sequence[mx.array]
+
+
+def build_stages(
+    slices: Sequence[Slice],
+    own: Iterable[int] | None = None,
+    *,
+    checkpoint: bool = False,
+    compiled: bool | None = None,
+) -> list[Stage]:
+    """Build the stages of one rank out of the slices of all stages.
+
+    ``slices[s]`` is the slice of stage s, the whole model in pipeline order: which of them are
+    trained decides which stages need the gradient of their input. ``own`` are the stages to build,
+    for a plan ``plan.stages_of(rank)``; by default all. ``checkpoint`` and ``compiled`` are as for
+    ``Stage``.
+    """
+    gradients = gradient_kinds([bool(part.trainable) for part in slices])
+    return [
+        Stage(
+            index,
+            slices[index],
+            needs_input_gradient=Kind.I in gradients[index],
+            checkpoint=checkpoint,
+            compiled=compiled,
+        )
+        for index in (range(len(slices)) if own is None else own)
+    ]
 
 
 class Stage:

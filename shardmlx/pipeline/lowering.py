@@ -22,10 +22,11 @@ class ScheduleError(ValueError):
 
 
 def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
-    """Which of I and W each stage computes: the frozen rule.
+    """Return which of I and W each stage computes, given whether it has trained weights.
 
-    The gradient of its input only when a stage below has trained weights, the gradient of its
-    weights only when it has some itself. Stage 0 reads token ids, which have no gradient.
+    The rule of frozen stages, for engine and cost model: a stage computes the gradient of its input
+    (I) only if a stage below it has trained weights, and the gradient of its weights (W) only if it
+    has trained weights itself. Stage 0 reads token ids, which have no gradient.
     """
     first = next((stage for stage, trained in enumerate(trainable) if trained), len(trainable))
     return tuple(

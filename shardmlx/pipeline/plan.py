@@ -57,6 +57,11 @@ class Plan:
         placed = tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
         return lower(placed, self.stage_map.placement, self.trainable)
 
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a world rank runs, ascending."""
+        _, pipeline_rank = self.mesh.coordinates(rank)
+        return self.stage_map.stages_of(pipeline_rank)
+
     @property
     def digest(self) -> str:
         """Equal on two ranks if and only if they plan the same run."""

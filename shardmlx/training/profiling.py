@@ -36,7 +36,7 @@ from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
-from shardmlx.engine.stage import Stage
+from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.loading.build import unfreeze
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
@@ -168,12 +168,8 @@ def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
 def _stages(model: nn.Module) -> list[Stage]:
     """The first layer with the embedding, the middle, the last layer with the head."""
     count = len(model.layers)
-    slices = [Slice(model, *ends) for ends in ((0, 1), (1, count - 1), (count - 1, count))]
-    trains = any(part.trainable for part in slices)
-    return [
-        Stage(index, part, needs_input_gradient=trains and index > 0)
-        for index, part in enumerate(slices)
-    ]
+    ranges = ((0, 1), (1, count - 1), (count - 1, count))
+    return build_stages([Slice(model, start, stop) for start, stop in ranges])
 
 
 def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:

@@ -34,7 +34,7 @@ from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import build_optimizer
-from shardmlx.engine.stage import Stage
+from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.errors import UserError
 from shardmlx.loading.allocator import find_budgets, set_limits
 from shardmlx.loading.build import build_model, count_parameters
@@ -360,19 +360,10 @@ def _load(
     shape: ModelShape,
     limits: Sequence[MemoryLimits],
 ) -> list[Stage]:
-    _, pipeline_rank = plan.mesh.coordinates(transport.rank)
     start = time.monotonic()
-    indices = plan.stage_map.stages_of(pipeline_rank)
-    weights.load([slices[index] for index in indices], shape, reporter)
-    stages = [
-        Stage(
-            index,
-            slices[index],
-            needs_input_gradient=any(plan.trainable[:index]),
-            checkpoint=config.grad_checkpoint,
-        )
-        for index in indices
-    ]
+    own = plan.stages_of(transport.rank)
+    weights.load([slices[index] for index in own], shape, reporter)
+    stages = build_stages(slices, own, checkpoint=config.grad_checkpoint)
     nbytes = sum(stage.part.nbytes for stage in stages)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather(
@@ -404,8 +395,7 @@ def _load(
 
 def _describe(plan: Plan, rank: int) -> str:
     """The layers of a rank's stages: ``layers 0-11``."""
-    _, pipeline_rank = plan.mesh.coordinates(rank)
-    ranges = [plan.stage_map.partition.ranges[s] for s in plan.stage_map.stages_of(pipeline_rank)]
+    ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
     text = ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)
     ends = []
     if ranges[0][0] == 0:

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
-from shardmlx.engine.stage import Stage, answers_of, token_loss
+from shardmlx.engine.stage import Stage, answers_of, build_stages, token_loss
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -212,15 +212,7 @@ def through_stages(
     """(summed loss of each micro-batch, gradients by name), through stages of these layers in one
     process, one micro-batch after the other."""
     slices = [Slice(model, start, stop) for start, stop in ranges]
-    stages = [
-        Stage(
-            i,
-            part,
-            needs_input_gradient=any(below.trainable for below in slices[:i]),
-            checkpoint=checkpoint,
-        )
-        for i, part in enumerate(slices)
-    ]
+    stages = build_stages(slices, checkpoint=checkpoint)
     losses = []
     for j, microbatch in enumerate(microbatches):
         out = None
@@ -240,6 +232,14 @@ def through_stages(
     return losses, gradients
 
 
+def stages_of(
+    transport: Transport, plan: Plan, model: nn.Module, *, checkpoint: bool = False
+) -> list[Stage]:
+    """The stages of ``model`` that this rank runs."""
+    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
+    return build_stages(slices, plan.stages_of(transport.rank), checkpoint=checkpoint)
+
+
 def run_engine(
     transport: Transport,
     plan: Plan,
@@ -249,17 +249,8 @@ def run_engine(
     checkpoint: bool = False,
 ) -> Outcome:
     """One training step of the engine on this rank, then an evaluation of the same batch."""
-    replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
-    ranges = plan.stage_map.partition.ranges
-    stages = [
-        Stage(
-            index,
-            Slice(model, *ranges[index]),
-            needs_input_gradient=any(plan.trainable[:index]),
-            checkpoint=checkpoint,
-        )
-        for index in plan.stage_map.stages_of(pipeline_rank)
-    ]
+    replica, _ = plan.mesh.coordinates(transport.rank)
+    stages = stages_of(transport, plan, model, checkpoint=checkpoint)
     engine = Engine(plan, transport, stages)
     if plan.pack:
         microbatches = pack(

@@ -12,14 +12,12 @@ import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.distributed.transport import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Span, rank_times
 from shardmlx.errors import EngineError
-from shardmlx.models.slice import Slice
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -32,6 +30,7 @@ from tests.helpers.models_and_batches import (
     random_batch,
     reference,
     run_engine,
+    stages_of,
     tiny_model,
 )
 
@@ -135,15 +134,6 @@ def test_frozen_stages_compute_no_backward_and_receive_no_gradient(layout: Layou
                 assert action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)
             if action.stage == lowest:
                 assert action.kind not in (Kind.I, Kind.SEND_B)
-
-
-def stages_of(transport: Transport, plan: Plan, model: nn.Module) -> list[Stage]:
-    _, rank = plan.mesh.coordinates(transport.rank)
-    ranges = plan.stage_map.partition.ranges
-    return [
-        Stage(i, Slice(model, *ranges[i]), needs_input_gradient=any(plan.trainable[:i]))
-        for i in plan.stage_map.stages_of(rank)
-    ]
 
 
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("1f1b", 2, 1, 2)], ids=str)

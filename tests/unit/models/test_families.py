@@ -19,7 +19,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.stage import Stage
+from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.errors import UserError
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import SUPPORTED, ModelShape
@@ -125,11 +125,7 @@ def whole_model(case: Case, batch: MicroBatch) -> tuple[float, Gradients]:
 
 
 def stages_of(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Stage]:
-    slices = [Slice(model, start, stop) for start, stop in ranges]
-    return [
-        Stage(i, part, needs_input_gradient=any(below.trainable for below in slices[:i]))
-        for i, part in enumerate(slices)
-    ]
+    return build_stages([Slice(model, start, stop) for start, stop in ranges])
 
 
 def run_stages(
