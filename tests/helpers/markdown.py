@@ -12,7 +12,7 @@ _FENCE = "```"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What stands between two fences, with the words behind the first: ``sh``, ``run``."""
+    """A fenced block: its text, and the words behind its first fence, such as ``sh``, ``run``."""
 
     where: str
     info: tuple[str, ...]
@@ -20,7 +20,7 @@ class Block:
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """In order. Fences that are indented are passed over."""
+    """Yield the fenced blocks in order. Indented fences are passed over."""
     lines = iter(enumerate(path.read_text(encoding="utf-8").splitlines(), start=1))
     for number, line in lines:
         if line.startswith(_FENCE):
@@ -34,12 +34,13 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def links(path: Path) -> list[str]:
-    """Those to files of this repository, and to headings."""
+    """Return the links to files of this repository, and to headings."""
     found = re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
     return [link for link in found if "://" not in link]
 
 
 def anchors(path: Path) -> set[str]:
-    """How GitHub lets one link to the headings of a file."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    """Return the anchors that GitHub gives to the headings of a file."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.casefold()).replace(" ", "-") for heading in headings}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import TMP, Lab
-from tests.helpers.markdown import Block, anchors, blocks, links
+from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import ROOT, mpirun
 from tests.helpers.small_models import small_directory
@@ -213,15 +213,6 @@ def test_what_needs_a_mac_is_said_not_to_be_tried() -> None:
         for section in re.split(r"^#+ ", path.read_text(), flags=re.MULTILINE):
             if "```sh mac" in section:
                 assert "n a Mac, not tried" in " ".join(section.split()), section[:40]
-
-
-def test_links_lead_somewhere() -> None:
-    for path in (GUIDE, TROUBLESHOOTING):
-        for link in links(path):
-            file, _, anchor = link.partition("#")
-            target = (path.parent / file).resolve() if file else path
-            assert target.exists(), link
-            assert not anchor or anchor in anchors(target), link
 
 
 def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer: Path) -> None:
