@@ -9,16 +9,16 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.chat import ChatConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompt_reader import Message, PromptReader
 from shardmlx.inference.setup import (
     Prepared,
-    new_prefixes,
+    new_detokenizer,
+    new_prefix_cache,
     prepare,
     report_memory,
     sampling_params_of,
-    text_stream,
     typical_load,
 )
 from shardmlx.inference.stdin_lines import TypedLines
@@ -54,7 +54,7 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
 
 @dataclass(slots=True)
 class _Answer:
-    stream: TextStream
+    stream: IncrementalDetokenizer
     prompt_tokens: int
     cached: int = 0
 
@@ -70,7 +70,7 @@ class _Chat:
         self._reporter = reporter
         self._most = prepared.plan.load.context
         self._max_tokens = prepared.plan.load.answer
-        self._first_stage = prepared.first_stage(prefixes=new_prefixes(prepared))
+        self._first_stage = prepared.first_stage(prefix_cache=new_prefix_cache(prepared))
         self._lines = TypedLines()
         self._messages: list[Message] = []
         self._turns = 0
@@ -129,15 +129,15 @@ class _Chat:
     def _generate(self, tokens: tuple[int, ...], context: int) -> _Answer:
         number, self._turns = self._turns, self._turns + 1
         tokenizer = self._reader.tokenizer
-        answer = _Answer(text_stream(tokenizer, self._max_tokens), len(tokens))
+        answer = _Answer(new_detokenizer(tokenizer, self._max_tokens), len(tokens))
         self._first_stage.add(
             number, tokens, sampling_params_of(self._config, tokenizer, number), context
         )
         is_stopped = False
         try:
             while not self._first_stage.is_idle:
-                for _, chosen in self._first_stage.step():
-                    segment = answer.stream.take(chosen.token)
+                for _, sampled in self._first_stage.step():
+                    segment = answer.stream.take(sampled.token)
                     answer.cached = self._first_stage.cached(number)
                     if answer.stream.finish_reason is not None:
                         self._first_stage.finish(number)

@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(slots=True)
-class TextStream:
+class IncrementalDetokenizer:
     """An answer of at most ``max_tokens``. It ends with a token of ``eos``, or before any of the
     strings ``stop``. ``finish_reason`` is None until it is complete.
 

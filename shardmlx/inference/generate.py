@@ -15,17 +15,17 @@ from shardmlx.common.reporter import Bar, Reporter, check_writable
 from shardmlx.config.generate import GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompt_reader import PromptReader
 from shardmlx.inference.prompts import Request, read_prompts, read_stdin
 from shardmlx.inference.setup import (
     Prepared,
+    new_detokenizer,
     prepare,
     report_memory,
     sampling_params_of,
-    text_stream,
 )
 
 RULE = "=" * 10
@@ -94,7 +94,7 @@ def _tokens(config: GenerateConfig, reader: PromptReader, request: Request) -> t
 def load_of(prompts: Sequence[Prompt]) -> Load:
     """How much there is to do."""
     return Load(
-        texts=len(prompts),
+        sequences=len(prompts),
         prompt=max(len(each.tokens) for each in prompts),
         answer=max(each.max_tokens for each in prompts),
         context=max(len(each.tokens) + each.max_tokens for each in prompts),
@@ -112,7 +112,7 @@ def _lead(
     first_stage = prepared.first_stage()
     texts = []
     for number, prompt in enumerate(prompts):
-        texts.append(text_stream(reader.tokenizer, prompt.max_tokens))
+        texts.append(new_detokenizer(reader.tokenizer, prompt.max_tokens))
         first_stage.add(number, prompt.tokens, sampling_params_of(config, reader.tokenizer, number))
     if config.prompts is None:
         _stream(texts[0], len(prompts[0].tokens), first_stage, reporter)
@@ -127,14 +127,14 @@ def _lead(
 
 
 def _stream(
-    text: TextStream, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
+    text: IncrementalDetokenizer, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
 ) -> None:
     """One text, as it comes."""
     reporter.say(RULE)
     try:
         while not first_stage.is_idle:
-            for number, chosen in first_stage.step():
-                segment = text.take(chosen.token)
+            for number, sampled in first_stage.step():
+                segment = text.take(sampled.token)
                 if text.finish_reason is not None:
                     first_stage.finish(number)
                 print(segment, end="", flush=True)
@@ -154,7 +154,7 @@ def _stream(
 
 def _write(
     prompts: Sequence[Prompt],
-    texts: Sequence[TextStream],
+    texts: Sequence[IncrementalDetokenizer],
     first_stage: FirstStage,
     answers: IO[str],
     bar: Bar,
@@ -162,9 +162,9 @@ def _write(
     """All texts, as lines in the order of their prompts."""
     written = 0
     while not first_stage.is_idle:
-        for number, chosen in first_stage.step():
+        for number, sampled in first_stage.step():
             text = texts[number]
-            text.take(chosen.token)
+            text.take(sampled.token)
             if text.finish_reason is None:
                 continue
             first_stage.finish(number)
@@ -176,7 +176,7 @@ def _write(
                 written += 1
 
 
-def _answer(prompt: Prompt, text: TextStream) -> dict[str, Any]:
+def _answer(prompt: Prompt, text: IncrementalDetokenizer) -> dict[str, Any]:
     """The line of ``--output``."""
     return {
         "text": text.text,
@@ -199,7 +199,9 @@ def _answers(config: GenerateConfig) -> Iterator[IO[str]]:
         yield file
 
 
-def _summary(prompts: Sequence[Prompt], texts: Sequence[TextStream], reporter: Reporter) -> None:
+def _summary(
+    prompts: Sequence[Prompt], texts: Sequence[IncrementalDetokenizer], reporter: Reporter
+) -> None:
     seconds = max(max(t.last for t in texts) - min(t.started for t in texts), 1e-9)
     read = sum(len(prompt.tokens) for prompt in prompts)
     generated = sum(text.count for text in texts)

@@ -1,47 +1,46 @@
-"""Keys and values of the texts that are under way, on one stage.
+"""KV caches of the sequences under way, on one stage.
 
-A text has caches of its own while its prompt is computed; those of a group are merged, with
-mlx-lm's means, and texts join and leave them. A text that is alone keeps its plain caches, which
-need no masks. One that has ended may be kept, for texts that begin like it.
+A sequence has caches of its own during prefill. For decode the caches of a group are merged, a row
+for each sequence, by mlx-lm's own functions; sequences join and leave them. A sequence that is
+alone in its group keeps its plain caches, which need no masks. Caches of an ended sequence may be
+kept, for prompts that begin like it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from shardmlx.compat import cache_state
-from shardmlx.inference.prefix_cache import Beginning
-from shardmlx.inference.scheduler import Item, Kind
+from shardmlx.inference.prefix_cache import CachedPrefix
+from shardmlx.inference.scheduler import Item, ItemKind
 
 Caches = list[Any]
 """mlx-lm's cache of each layer."""
 
 
-@dataclass(slots=True)
-class _Group:
-    texts: tuple[int, ...]
-    caches: Caches
-
-
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What caches were before a step that may not count."""
+class CacheBackup:
+    """A copy of the state of caches, with which a step can be taken back."""
 
     caches: Sequence[Any]
     states: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, caches: Sequence[Any]) -> Snapshot:
-        """To be forgotten before the step is evaluated: MLX writes only into an array that nobody
-        else holds, and copies it otherwise."""
+    def of(cls, caches: Sequence[Any]) -> CacheBackup:
+        """Copy the state of ``caches``, but not the arrays themselves.
+
+        Drop the backup before the step is evaluated: MLX writes in place only into an array that
+        nobody else holds, and copies it otherwise.
+        """
         return cls(caches, [_state(cache) for cache in caches])
 
     def restore(self) -> None:
+        """Set the caches back to the copied state."""
         for cache, state in zip(self.caches, self.states, strict=True):
             cache_state(cache).update(state)
 
@@ -55,105 +54,117 @@ def _state(cache: Any) -> dict[str, Any]:
 
 
 def _cut(cache: Any, length: int) -> None:
-    """Leave the first so many tokens, and room for no more: what is shared is copied at the next
-    write, with all the room it has."""
+    """Trim a cache to its first ``length`` tokens, without room for more: a shared array is copied
+    at the next write, with all the room it has."""
     if cache.trim(cache.offset - length):
         cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
 
 
-class TextCaches:
-    """Finds, for each item, the caches of its texts. ``new`` makes those of one new text."""
+@dataclass(slots=True)
+class _BatchedCaches:
+    """The merged caches of a group, one row for each of its ``sequences``."""
+
+    sequences: tuple[int, ...] = ()
+    caches: Caches = field(default_factory=list)
+
+    def join(self, sequences: tuple[int, ...], caches: Sequence[Caches]) -> None:
+        """Add a row for each of ``sequences``, which had ``caches`` of their own."""
+        parts = [self.caches, *caches] if self.sequences else caches
+        first_is_batch = len(self.sequences) > 1
+        layers = zip(*map(_taken, parts), strict=True)
+        self.caches = [_joined(layer, first_is_batch) for layer in layers]
+        self.sequences += sequences
+
+    def remove(self, ended: Collection[int], kept: Collection[int]) -> dict[int, Caches]:
+        """Take out the rows of ``ended`` sequences, and return the caches of those ``kept``."""
+        count = len(self.sequences)
+        staying = [row for row, sequence in enumerate(self.sequences) if sequence not in ended]
+        if len(staying) == count:
+            return {}
+        moving = {row: sequence for row, sequence in enumerate(self.sequences) if sequence in kept}
+        moved: dict[int, Caches] = {sequence: [] for sequence in moving.values()}
+        caches = []
+        for layer in _taken(self.caches):
+            for row, sequence in moving.items():
+                moved[sequence].append(_row(layer, row, count))
+            if len(staying) > 1:
+                layer.filter(staying)
+                caches.append(_evaluated(layer))
+            elif staying:
+                caches.append(_row(layer, staying[0], count))
+        self.sequences = tuple(self.sequences[row] for row in staying)
+        self.caches = caches
+        return moved
+
+
+class KVCaches:
+    """The caches of all sequences on this stage; ``new`` makes those of one new sequence."""
 
     def __init__(self, new: Callable[[], Caches]) -> None:
         self._new = new
         self._alone: dict[int, Caches] = {}
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _BatchedCaches] = {}
 
     def of(self, item: Item) -> Caches:
-        """The caches that the item's tokens enter, one row for each of its texts, in order."""
-        self.hear(item)
-        if item.kind is Kind.PROMPT or item.group is None:
-            (text,) = item.texts
-            return self._alone.setdefault(text, self._new())
-        group = self._groups.get(item.group, _Group((), []))
-        if group.texts != item.texts:
-            group = self._regroup(group, item.texts)
-            self._groups[item.group] = group
+        """Return the caches that an item's tokens enter, one row for each of its sequences."""
+        self.update(item)
+        if item.kind is ItemKind.PREFILL or item.group is None:
+            (sequence,) = item.sequences
+            return self._alone.setdefault(sequence, self._new())
+        group = self._groups.setdefault(item.group, _BatchedCaches())
+        known = len(group.sequences)
+        if group.sequences != item.sequences[:known]:
+            raise ValueError(
+                f"sequences {item.sequences} of a group of {group.sequences}: "
+                "those that join come last"
+            )
+        if joining := item.sequences[known:]:
+            group.join(joining, [self._alone.pop(sequence) for sequence in joining])
         return group.caches
 
-    def hear(self, item: Item) -> None:
-        """What an item says of texts that have ended, and of one that begins like one of them."""
-        self._groups = {
-            number: rest
-            for number, group in self._groups.items()
-            if (rest := self._without(group, {*item.kept, *item.dropped}, item.kept)) is not None
-        }
-        if item.begins is not None:
-            self._begin(item.texts[0], item.begins)
-        for text in item.dropped:
-            self._alone.pop(text, None)
+    def update(self, item: Item) -> None:
+        """Keep, copy and drop caches as an item says of the sequences that have ended."""
+        ended = {*item.kept, *item.dropped}
+        for number, group in list(self._groups.items()):
+            self._alone |= group.remove(ended, item.kept)
+            if not group.sequences:
+                del self._groups[number]
+        if item.prefix is not None:
+            self._copy_prefix(item.sequences[0], item.prefix)
+        for sequence in item.dropped:
+            self._alone.pop(sequence, None)
 
-    def _begin(self, text: int, beginning: Beginning) -> None:
+    def _copy_prefix(self, sequence: int, prefix: CachedPrefix) -> None:
         caches = []
-        for kept in self._alone[beginning.text]:
+        for kept in self._alone[prefix.sequence]:
             cache = copy.copy(kept)
             cache_state(cache).update(_state(kept))
-            _cut(cache, beginning.length)
+            _cut(cache, prefix.length)
             caches.append(cache)
-        self._alone[text] = caches
-
-    def _without(
-        self, group: _Group, ended: Collection[int], keep: Collection[int]
-    ) -> _Group | None:
-        """A group without the texts that have ended, of which some get caches of their own."""
-        rows = [row for row, text in enumerate(group.texts) if text not in ended]
-        if len(rows) == len(group.texts):
-            return group
-        kept = [row for row, text in enumerate(group.texts) if text in keep]
-        for row in kept:
-            self._alone[group.texts[row]] = []
-        caches = []
-        for cache in _taken(group.caches):
-            for row in kept:
-                self._alone[group.texts[row]].append(_row(cache, row, len(group.texts)))
-            if len(rows) > 1:
-                cache.filter(rows)
-                caches.append(_evaluated(cache))
-            elif rows:
-                caches.append(_row(cache, rows[0], len(group.texts)))
-        return _Group(tuple(group.texts[row] for row in rows), caches) if rows else None
-
-    def _regroup(self, group: _Group, texts: tuple[int, ...]) -> _Group:
-        joining = texts[len(group.texts) :]
-        if group.texts + joining != texts:
-            raise ValueError(
-                f"texts {texts} of a group of {group.texts}: those that join come last"
-            )
-        parts = [self._alone.pop(text) for text in joining]
-        if group.texts:
-            parts.insert(0, group.caches)
-        layers = zip(*map(_taken, parts), strict=True)
-        return _Group(texts, [_joined(layer, len(group.texts) > 1) for layer in layers])
+        self._alone[sequence] = caches
 
 
-# A copy of all keys and values at once might not fit. So what follows is evaluated for each layer
-# before the next, and what a layer was made of is forgotten.
+# A copy of all keys and values at once might not fit into memory. So the functions below work layer
+# by layer: each is evaluated, and its old caches dropped, before the next is begun.
 
 
 def _taken(caches: Caches) -> Iterator[Any]:
-    """The layers; ``caches`` are of no use any more."""
+    """Yield each layer's cache and drop it from ``caches``, which end empty."""
     caches.reverse()
     while caches:
         yield caches.pop()
 
 
 def _row(cache: Any, row: int, count: int) -> Any:
-    """One layer's cache of one text of ``count``."""
+    """Return one layer's cache of the sequence in ``row`` of ``count``."""
     return _evaluated(cache.extract(row)) if count > 1 else cache
 
 
 def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
-    """One layer's cache of several texts. All ``parts`` are of one text, but perhaps the first."""
+    """Return one layer's cache of all sequences in ``parts``.
+
+    Each part is the cache of one sequence; the first may be that of a group.
+    """
     first, *others = parts
     if not others:
         return first

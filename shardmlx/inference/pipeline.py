@@ -1,9 +1,25 @@
-"""Generating text through pipeline stages, one rank each.
+"""Generation through pipeline stages, one rank each.
 
-The first rank knows the prompts and decides what is computed next. It announces each item to the
-next rank, which passes it on at once: the announcement runs ahead of the hidden states, so that a
-stage has posted its receive, and built its graph, when they come. Hidden states go forward, chosen
-tokens go back from the last rank to the first; logits never travel.
+The first rank knows the prompts and decides what is computed next. A token's way, with three
+stages and a group of sequences that makes a decode step::
+
+    rank 0  FirstStage         rank 1  LaterStage        rank 2  LaterStage, has the lm_head
+    ------------------         ------------------        -----------------------------------
+    Scheduler.next: an Item
+        | -- announcement ------> | -- announcement ------> |
+        |                         posts its receive,        posts its receive,
+        |                         builds its graph          builds its graph
+    token ids in, layers
+        | -- hidden states -----> layers
+        |                         | -- hidden states -----> layers, logits of the last position,
+        |                                                   BatchSampler: the next token ids
+        | <------------------------- token ids ------------ |
+    Scheduler.returned: the group may take its next turn
+
+The announcement runs ahead of the hidden states, so that a stage has posted its receive and built
+its graph when they come. Logits never travel. While this group's token is on its way, rank 0 issues
+the items of the other groups, and chunks of prompts: scheduler.py has the clock table. A chunk goes
+the same way, but no token ids come back.
 """
 
 from __future__ import annotations
@@ -26,10 +42,10 @@ from shardmlx.distributed.transport import (
     new_buffer,
 )
 from shardmlx.errors import EngineError
-from shardmlx.inference.prefix_cache import Beginning, PrefixCache
+from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.inference.scheduler import Item, Kind, Scheduler
+from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 from shardmlx.inference.stage import (
     ANNOUNCEMENT_BYTES,
     ANNOUNCEMENT_TAG,
@@ -37,22 +53,25 @@ from shardmlx.inference.stage import (
     LENGTH_BYTES,
     TOKENS_TAG,
     UNSENT,
-    Pipeline,
-    Step,
+    InferenceStage,
+    ItemGraph,
 )
 from shardmlx.models.slice import Slice
 
 AHEAD = 2
-"""Announcements that are received, and passed on, before their time."""
+"""Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
 
 
 @dataclass(slots=True)
-class _Text:
-    """What the first rank knows of a text: its tokens, of which those up to ``position`` have
-    entered the pipeline, and those up to ``cached`` had before. ``awaits`` a token under way."""
+class _Sequence:
+    """A sequence as the first rank knows it.
+
+    Of its ``tokens`` those up to ``position`` have entered the pipeline; those up to ``cached``
+    came from the prefix cache. ``awaits`` says that a token of it is under way.
+    """
 
     tokens: list[int]
-    choice: SamplingParams
+    params: SamplingParams
     position: int = 0
     cached: int = 0
     awaits: bool = False
@@ -61,18 +80,18 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Returning:
-    """Tokens that the last rank will choose, a row for each text."""
+    """A receive of the tokens that the last rank will sample, a row for each sequence."""
 
     item: Item
-    chosen: np.ndarray
+    tokens: np.ndarray
     handle: Handle
 
 
-class FirstStage(Pipeline):
+class FirstStage(InferenceStage):
     """Rank 0: prompts come in here, and tokens come out.
 
-    Texts that have ended are kept in ``prefixes``, if it is given, for prompts that begin like
-    them, as far as the scheduler's capacity goes.
+    With a ``prefix_cache`` the KV caches of ended sequences are kept for prompts that begin like
+    them, within the scheduler's capacity.
     """
 
     def __init__(
@@ -83,57 +102,64 @@ class FirstStage(Pipeline):
         *,
         max_kv_size: int | None = None,
         random_state: int = 0,
-        prefixes: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         super().__init__(transport, part, max_kv_size=max_kv_size, random_state=random_state)
         self._scheduler = scheduler
-        self._prefixes = prefixes
-        if prefixes is not None:
-            scheduler.begin = self._find_beginning
-        self._texts: dict[int, _Text] = {}
+        self._prefix_cache = prefix_cache
+        if prefix_cache is not None:
+            scheduler.find_prefix = self._find_prefix
+        self._sequences: dict[int, _Sequence] = {}
         self._returning: deque[_Returning] = deque()
-        self._foreseen: Step | None = None
+        self._foreseen: ItemGraph | None = None
 
     @property
     def is_idle(self) -> bool:
-        """No text is under way or waits."""
+        """Whether no sequence is under way, and none waits."""
         return self._scheduler.is_idle
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens that ``prefixes`` keeps room for."""
-        return self._prefixes.tokens if self._prefixes is not None else 0
+        """Tokens for which the prefix cache holds room."""
+        return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
-        self, text: int, tokens: Sequence[int], choice: SamplingParams, context: int = 0
+        self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
     ) -> None:
-        """Take in a prompt, under a number of its own. It may become a text of ``context`` tokens:
-        needed where the scheduler has a capacity."""
-        self._texts[text] = _Text(list(tokens), choice)
-        self._scheduler.add(text, len(tokens), choice, context)
+        """Take in a prompt; ``sequence`` is a number that no other has had.
 
-    def cached(self, text: int) -> int:
-        """How many tokens of a prompt were there already, once its first token has come."""
-        return self._texts[text].cached
+        ``context`` is the most tokens that the sequence may have; it is needed where the scheduler
+        has a capacity. Raises ``ValueError`` as ``Scheduler.add``.
+        """
+        self._sequences[sequence] = _Sequence(list(tokens), params)
+        self._scheduler.add(sequence, len(tokens), params, context)
 
-    def finish(self, text: int) -> None:
-        """A text is at its end: called with the last of its tokens that ``step`` returned."""
-        known = self._texts.pop(text)
-        keep = self._prefixes is not None and known.position > 0
-        if self._prefixes is not None and keep:
-            self._prefixes.keep(text, known.tokens[: known.position])
-        self._scheduler.finish(text, keep=keep)
+    def cached(self, sequence: int) -> int:
+        """Return how many tokens of the prompt came from the prefix cache. It is known once the
+        sequence's first token has come."""
+        return self._sequences[sequence].cached
 
-    def cancel(self, text: int) -> None:
-        """Give up a text at any time before its end: ``step`` returns no more tokens of it."""
-        if self._texts[text].awaits:
-            self._texts[text].is_cancelled = True
+    def finish(self, sequence: int) -> None:
+        """End a sequence: to be called when ``step`` has returned its last token."""
+        known = self._sequences.pop(sequence)
+        keep = self._prefix_cache is not None and known.position > 0
+        if self._prefix_cache is not None and keep:
+            self._prefix_cache.keep(sequence, known.tokens[: known.position])
+        self._scheduler.finish(sequence, keep=keep)
+
+    def cancel(self, sequence: int) -> None:
+        """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
+        if self._sequences[sequence].awaits:
+            self._sequences[sequence].is_cancelled = True
         else:
-            self.finish(text)
+            self.finish(sequence)
 
     def rest(self) -> None:
-        """To be called every now and then while there is nothing to do: it tells the other ranks
-        that all is well, and raises if one is lost."""
+        """Tell the other ranks that all is well, and take in that they are.
+
+        To be called every now and then while nothing is generated. Raises what transports raise if
+        a rank is lost.
+        """
         self._begin(None)
         item = self._scheduler.rest()
         if self._stage < self._last:
@@ -141,10 +167,10 @@ class FirstStage(Pipeline):
             self._outbox.drain(UNSENT)
         self._close_ended(item)
         self._retract_foreseen()
-        self._caches.hear(item)
+        self._caches.update(item)
 
     def step(self) -> list[tuple[int, SampledToken]]:
-        """Do what is to be done next; returns what has been chosen for which text.
+        """Do what is to be done next, and return pairs of (sequence, token) that have come.
 
         Raises ``EngineError`` and what transports raise, with rank, stage and item.
         """
@@ -171,95 +197,98 @@ class FirstStage(Pipeline):
         return self._take()
 
     def stop(self) -> None:
-        """Let all ranks leave."""
+        """Have all ranks return from ``LaterStage.run``."""
         if self._stage < self._last:
-            self._announce(Item(Kind.STOP))
+            self._announce(Item(ItemKind.STOP))
             self._outbox.drain(0)
         self._begin(None)
 
     def _issue(self, item: Item) -> None:
         self._begin(item)
         self._close_ended(item)
-        if item.begins is not None:
-            text = self._texts[item.texts[0]]
-            text.position = text.cached = item.begins.length
+        if item.prefix is not None:
+            sequence = self._sequences[item.sequences[0]]
+            sequence.position = sequence.cached = item.prefix.length
         if self._stage < self._last:
             self._announce(item)
-            if item.chooses:
-                width = packed_width([self._texts[number].choice for number in item.texts])
-                chosen = np.zeros((len(item.texts), width), np.int32)
-                handle = self.transport.receive(chosen, self._last, TOKENS_TAG)
-                self._returning.append(_Returning(item, chosen, handle))
-        step = self._prepared(item)
-        self._fill(step)
-        self._compute(step)
+            if item.samples:
+                width = packed_width([self._sequences[number].params for number in item.sequences])
+                tokens = np.zeros((len(item.sequences), width), np.int32)
+                handle = self.transport.receive(tokens, self._last, TOKENS_TAG)
+                self._returning.append(_Returning(item, tokens, handle))
+        graph = self._prepared(item)
+        self._fill(graph)
+        self._compute(graph)
         if self._stage < self._last:
-            self._pass_on(step)
-        elif item.chooses:
-            chosen = np.array(step.outputs)
-            self._returning.append(_Returning(item, chosen, Handle(chosen, done=True)))
+            self._pass_on(graph)
+        elif item.samples:
+            tokens = np.array(graph.outputs)
+            self._returning.append(_Returning(item, tokens, Handle(tokens, done=True)))
 
-    def _prepared(self, item: Item) -> Step:
-        """The graph of the item, if it was foreseen or not."""
-        step = self._foreseen
-        if step is not None and (step.item.group, step.item.texts) == (item.group, item.texts):
+    def _prepared(self, item: Item) -> ItemGraph:
+        """Return the graph of the item: the foreseen one, or a new one."""
+        graph = self._foreseen
+        if graph is not None and (graph.item.group, graph.item.sequences) == (
+            item.group,
+            item.sequences,
+        ):
             self._foreseen = None
-            self._caches.hear(item)
-            return step
+            self._caches.update(item)
+            return graph
         self._retract_foreseen()
-        return self._build(item, new_buffer((len(item.texts), item.length), mx.int32))
+        return self._build(item, new_buffer((len(item.sequences), item.length), mx.int32))
 
     def _foresee(self) -> None:
-        """Build the next graph while there is nothing else to do."""
+        """Build the graph of the likely next item while there is nothing else to do."""
         if self._foreseen is None and (item := self._scheduler.foreseen()) is not None:
-            inputs = new_buffer((len(item.texts), 1), mx.int32)
+            inputs = new_buffer((len(item.sequences), 1), mx.int32)
             self._foreseen = self._build(item, inputs, may_fail=True)
 
     def _retract_foreseen(self) -> None:
-        step, self._foreseen = self._foreseen, None
-        if step is not None and step.snapshot is not None:
-            step.snapshot.restore()
+        graph, self._foreseen = self._foreseen, None
+        if graph is not None and graph.backup is not None:
+            graph.backup.restore()
 
-    def _fill(self, step: Step) -> None:
-        """Write the tokens that enter into the inputs of the graph."""
-        rows = np.frombuffer(buffer_of(step.inputs), np.int32).reshape(step.inputs.shape)
-        for row, number in zip(rows, step.item.texts, strict=True):
-            text = self._texts[number]
-            end = text.position + step.item.length
-            row[:] = text.tokens[text.position : end]
-            text.position = end
-            text.awaits = step.item.chooses
+    def _fill(self, graph: ItemGraph) -> None:
+        """Write the tokens that enter into the inputs of the graph, and count them."""
+        rows = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
+        for row, number in zip(rows, graph.item.sequences, strict=True):
+            sequence = self._sequences[number]
+            end = sequence.position + graph.item.length
+            row[:] = sequence.tokens[sequence.position : end]
+            sequence.position = end
+            sequence.awaits = graph.item.samples
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came = []
         while self._returning and self._has_come(self._returning[0].handle):
             done = self._returning.popleft()
             self._scheduler.returned(done.item)
-            for number, row in zip(done.item.texts, done.chosen, strict=True):
-                text = self._texts[number]
-                text.awaits = False
-                if text.is_cancelled:
+            for number, row in zip(done.item.sequences, done.tokens, strict=True):
+                sequence = self._sequences[number]
+                sequence.awaits = False
+                if sequence.is_cancelled:
                     self.finish(number)
                     continue
-                chosen = unpack(row, text.choice)
-                text.tokens.append(chosen.token)
-                came.append((number, chosen))
+                sampled = unpack(row, sequence.params)
+                sequence.tokens.append(sampled.token)
+                came.append((number, sampled))
         return came
 
-    def _find_beginning(self, number: int) -> Beginning | None:
-        """What of a prompt is kept; and makes room for the text."""
-        prefixes, capacity = self._prefixes, self._scheduler.capacity
-        assert prefixes is not None
-        beginning = prefixes.take(self._texts[number].tokens)
-        if beginning is not None and beginning.is_whole:
-            self._scheduler.forget([beginning.text])
+    def _find_prefix(self, number: int) -> CachedPrefix | None:
+        """Look up a prompt in the prefix cache, and make room for the sequence."""
+        prefix_cache, capacity = self._prefix_cache, self._scheduler.capacity
+        assert prefix_cache is not None
+        prefix = prefix_cache.take(self._sequences[number].tokens)
+        if prefix is not None and prefix.is_whole:
+            self._scheduler.forget([prefix.sequence])
         if capacity is not None:
-            self._scheduler.forget(prefixes.shrink(capacity - self._scheduler.reserved))
-        return beginning
+            self._scheduler.forget(prefix_cache.shrink(capacity - self._scheduler.reserved))
+        return prefix
 
 
-class LaterStage(Pipeline):
-    """Every other rank: does what is announced, until it is told to stop."""
+class LaterStage(InferenceStage):
+    """Any other rank: it does what is announced, until it is told to stop."""
 
     def __init__(
         self,
@@ -274,11 +303,11 @@ class LaterStage(Pipeline):
         self._next = self._post_announcement()
 
     def run(self) -> None:
-        """Returns when the leader has stopped; raises as ``FirstStage.step``."""
+        """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
         try:
-            while (step := self._next_step()) is not None:
-                self._compute(step)
-                self._pass_on(step)
+            while (graph := self._next_graph()) is not None:
+                self._compute(graph)
+                self._pass_on(graph)
                 self._item = None
             self._outbox.drain(0)
         except (TransportError, EngineError):
@@ -287,31 +316,31 @@ class LaterStage(Pipeline):
             raise self._named(error) from error
         self._begin(None)
 
-    def _next_step(self) -> Step | None:
-        """The next item with its inputs; None at the end."""
+    def _next_graph(self) -> ItemGraph | None:
+        """Return the graph of the next item, with its inputs received; None at the end."""
         while True:
             if not self._announced:
                 self._begin(None)
                 self._wait(self._next[0], self._stage - 1)
                 self._hear()
             item, inputs, handle = self._announced.popleft()
-            if item.kind is Kind.STOP:
+            if item.kind is ItemKind.STOP:
                 self._begin(item)
                 return None
             self._close_ended(item)
             if handle is not None:
                 break
-            self._caches.hear(item)
+            self._caches.update(item)
         self._begin(item)
-        step = self._build(item, inputs)
+        graph = self._build(item, inputs)
         while self._may_hear():
             self._hear()
         self._wait(handle, self._stage - 1)
-        return step
+        return graph
 
     def _may_hear(self) -> bool:
-        """Whether an announcement has come, and may be taken ahead of its time."""
-        stops = bool(self._announced) and self._announced[-1][0].kind is Kind.STOP
+        """Return whether an announcement has come, and may be taken in ahead of its time."""
+        stops = bool(self._announced) and self._announced[-1][0].kind is ItemKind.STOP
         if stops or len(self._announced) >= AHEAD:
             return False
         with contextlib.suppress(PeerLost):  # who waits for it says where
@@ -319,7 +348,7 @@ class LaterStage(Pipeline):
         return False
 
     def _hear(self) -> None:
-        """Take an announcement that has come: pass it on, and post the receive it speaks of."""
+        """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
         handle, buffer = self._next
         length = int.from_bytes(buffer[:LENGTH_BYTES].tobytes())
         packed = buffer[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
@@ -332,15 +361,17 @@ class LaterStage(Pipeline):
         item: Item = pickle.loads(packed)
         if self._stage < self._last:
             self._announce(item)
-        if item.kind is Kind.STOP:
+        if item.kind is ItemKind.STOP:
             self._announced.append((item, mx.zeros(0), None))
             self._next = (Handle(buffer), buffer)  # nothing will come any more
             return
-        if item.kind is Kind.REST:
+        if item.kind is ItemKind.IDLE:
             self._announced.append((item, mx.zeros(0), None))
             self._next = self._post_announcement()
             return
-        inputs = new_buffer((len(item.texts), item.length, self.part.hidden_size), self.part.dtype)
+        inputs = new_buffer(
+            (len(item.sequences), item.length, self.part.hidden_size), self.part.dtype
+        )
         handle = self.transport.receive(inputs, self._stage - 1, HIDDEN_TAG)
         self._announced.append((item, inputs, handle))
         self._next = self._post_announcement()

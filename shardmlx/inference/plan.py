@@ -38,7 +38,7 @@ class Load:
     and of the longest of both together. With ``capacity`` no more tokens than these are kept at a
     time, of all texts together."""
 
-    texts: int
+    sequences: int
     prompt: int
     answer: int
     context: int
@@ -79,11 +79,11 @@ def plan_inference(
     """
     size = cluster.size
     limit = None if workload.shape.model_type in CHOOSE_CACHES else config.max_kv_size
-    most = min(config.batch_size, load.texts)
+    most = min(config.batch_size, load.sequences)
     # mlx-lm merges no caches that keep the beginning of a text.
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
-    memory = _Memory(workload, load, most, chunk, limit, cluster.backend)
+    memory = _StageMemory(workload, load, most, chunk, limit, cluster.backend)
     can_divide = given is None and size > 1 and config.partitioner != "memory"
     remedy = _how_to_need_less(memory, can_divide)
     cluster = within(cluster, budgets)
@@ -100,7 +100,7 @@ def plan_inference(
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _StageMemory:
     """Bytes of a stage."""
 
     workload: Workload
@@ -155,7 +155,7 @@ def planned_memory(
     plan: InferencePlan, workload: Workload, backend: str
 ) -> tuple[PlannedMemory, ...]:
     """What the plan expects of each rank."""
-    memory = _Memory(workload, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
+    memory = _StageMemory(workload, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
 
@@ -184,7 +184,7 @@ def _divided(
     load: Load,
     workload: Workload,
     cluster: Cluster,
-    memory: _Memory,
+    memory: _StageMemory,
     remedy: str,
 ) -> StageMap:
     mesh = Mesh(1, cluster.size)
@@ -216,7 +216,7 @@ def inference_costs(workload: Workload, load: Load, rows: int) -> LayerCosts:
     """
     shape = workload.shape
     answer = 0.0
-    if load.texts > 1:
+    if load.sequences > 1:
         answer = load.answer * max(1.0, STEP_TOKENS / rows)
     flops = (shape.layer_flops(i, load.context) for i in range(shape.num_layers))
     tokens = load.prompt + answer
@@ -231,7 +231,7 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
 
 
 def _check_memory(
-    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _Memory, remedy: str
+    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _StageMemory, remedy: str
 ) -> None:
     ranges: Sequence[tuple[int, int]] = stage_map.partition.ranges
     for budget, (rank, (start, stop)) in zip(budgets, enumerate(ranges), strict=True):
@@ -245,14 +245,14 @@ def _check_memory(
             )
 
 
-def _texts(memory: _Memory) -> str:
+def _texts(memory: _StageMemory) -> str:
     if memory.load.capacity is not None:
         return f"{memory.load.capacity} tokens"
     texts = "a text" if memory.most == 1 else f"{memory.most} texts"
     return f"{texts} of {memory.load.context} tokens"
 
 
-def _how_to_need_less(memory: _Memory, can_divide: bool) -> str:
+def _how_to_need_less(memory: _StageMemory, can_divide: bool) -> str:
     if memory.load.capacity is not None:
         fewer = "lower --cache-tokens"
     else:

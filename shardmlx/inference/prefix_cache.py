@@ -1,7 +1,7 @@
-"""Texts that have ended, whose keys and values are kept for prompts that begin like them. Pure.
+"""The prefix cache: which ended sequences keep their KV caches for prompts that begin like them.
 
-A conversation that grows does not pay for its beginning again, and texts that begin with the same
-instructions pay for them once.
+A conversation that grows does not compute its beginning again, and sequences that begin with the
+same instructions compute them once. Only the bookkeeping is here: no MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ import numpy as np
 from shardmlx.models.kv_cache import held
 
 SHORTEST = 16
-"""Tokens; to compute fewer again is no trouble."""
+"""Tokens of the shortest prefix worth taking: to compute fewer again costs little."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """The first ``length`` tokens of a prompt are those of ``text``, which was kept. ``is_whole``
-    if they are all of it, so that nothing of it is left to keep."""
+class CachedPrefix:
+    """A prefix of a prompt: its first ``length`` tokens are those of the kept ``sequence``.
 
-    text: int
+    ``is_whole`` says that they are all of that sequence: its caches go over to the new one.
+    """
+
+    sequence: int
     length: int
     is_whole: bool
 
 
 class PrefixCache:
-    """Which texts are kept, oldest use first, by their numbers.
+    """The kept sequences, by their numbers, the least recently used first.
 
-    Only texts of fewer than ``trimmable`` tokens can be cut to a shorter beginning, where that is
-    given: the caches of longer ones have forgotten some of it.
+    Where ``trimmable`` is given, only sequences of fewer tokens can be cut to a shorter prefix: the
+    sliding windows of longer ones have forgotten their beginning.
     """
 
     def __init__(self, trimmable: int | None = None, shortest: int = SHORTEST) -> None:
@@ -41,19 +43,23 @@ class PrefixCache:
 
     @property
     def tokens(self) -> int:
-        """That there is room for in the caches of all kept texts."""
+        """Tokens for which the caches of all kept sequences have room."""
         return sum(held(len(tokens)) for tokens in self._kept.values())
 
-    def keep(self, text: int, tokens: Sequence[int]) -> None:
-        """``tokens`` are those that have entered the caches of ``text``."""
-        self._kept[text] = np.array(tokens, np.int32)
+    def keep(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Keep a sequence; ``tokens`` are those that have entered its caches."""
+        self._kept[sequence] = np.array(tokens, np.int32)
 
-    def take(self, prompt: Sequence[int]) -> Beginning | None:
-        """The longest beginning of ``prompt`` that is kept, but for its last token, whose logits
-        are wanted. A whole text that is taken is kept no longer."""
+    def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
+        """Return the longest kept prefix of ``prompt``; None if it has fewer than ``shortest``
+        tokens.
+
+        The prompt's last token is never part of it, since its logits are wanted. A sequence that is
+        taken as a whole is kept no longer.
+        """
         wanted = np.array(prompt[:-1], np.int32)
-        best: Beginning | None = None
-        for text, tokens in self._kept.items():
+        best: CachedPrefix | None = None
+        for sequence, tokens in self._kept.items():
             length = _common(tokens, wanted)
             is_whole = length == len(tokens)
             can_be_cut = self._trimmable is None or len(tokens) < self._trimmable
@@ -62,16 +68,16 @@ class PrefixCache:
                 and (is_whole or can_be_cut)
                 and (best is None or length >= best.length)
             ):
-                best = Beginning(text, length, is_whole)
+                best = CachedPrefix(sequence, length, is_whole)
         if best is not None:
-            tokens = self._kept.pop(best.text)
+            tokens = self._kept.pop(best.sequence)
             if not best.is_whole:
-                self._kept[best.text] = tokens  # used last
+                self._kept[best.sequence] = tokens  # used last
         return best
 
     def shrink(self, most: int) -> list[int]:
-        """Forget texts, those used longest ago first, until at most so many ``tokens`` are kept;
-        returns them."""
+        """Forget the least recently used sequences until ``tokens`` is at most ``most``, and return
+        their numbers."""
         gone = []
         while self._kept and self.tokens > most:
             oldest = next(iter(self._kept))
@@ -81,7 +87,7 @@ class PrefixCache:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if differ.size else length

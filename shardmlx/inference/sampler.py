@@ -1,5 +1,8 @@
-"""The choice of a text's next token, on the last stage: mlx-lm's samplers, with a random stream of
-its own for each text, so that a text depends neither on the layout nor on its neighbours."""
+"""Sampling of the next tokens, on the last stage, by mlx-lm's samplers.
+
+Each sequence has a random stream of its own, so that its tokens depend neither on the layout nor on
+the other sequences of its group.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +18,39 @@ from shardmlx.compat import random_key
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-"""Of mlx-lm: tokens so far and logits (1, V), to logits."""
+"""A function of mlx-lm: tokens so far and logits (1, V), to logits (1, V)."""
 
 
-def sampler_of(choice: SamplingParams) -> Sampler:
-    """Log-probabilities (1, V) to a token (1,)."""
+def sampler_of(params: SamplingParams) -> Sampler:
+    """Return mlx-lm's function from log-probabilities (1, V) to a token (1,)."""
     return make_sampler(
-        choice.temp,
-        choice.top_p,
-        choice.min_p,
-        choice.min_tokens_to_keep,
-        top_k=choice.top_k,
-        xtc_probability=choice.xtc_probability,
-        xtc_threshold=choice.xtc_threshold,
-        xtc_special_tokens=list(choice.xtc_special_tokens),
+        params.temp,
+        params.top_p,
+        params.min_p,
+        params.min_tokens_to_keep,
+        top_k=params.top_k,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
+        xtc_special_tokens=list(params.xtc_special_tokens),
     )
 
 
-def processors_of(choice: SamplingParams) -> Sequence[LogitsProcessor]:
-    """Biases and penalties."""
+def processors_of(params: SamplingParams) -> Sequence[LogitsProcessor]:
+    """Return mlx-lm's functions that apply the biases and penalties."""
     made: Sequence[LogitsProcessor] = make_logits_processors(
-        dict(choice.logit_bias) or None,
-        choice.repetition_penalty or None,
-        choice.repetition_context_size,
-        choice.presence_penalty or None,
-        choice.presence_context_size,
-        choice.frequency_penalty or None,
-        choice.frequency_context_size,
+        dict(params.logit_bias) or None,
+        params.repetition_penalty or None,
+        params.repetition_context_size,
+        params.presence_penalty or None,
+        params.presence_context_size,
+        params.frequency_penalty or None,
+        params.frequency_context_size,
     )
     return made
 
 
 def random_state() -> int:
-    """MLX's random state on this thread, as ``mx.random.seed`` takes it."""
+    """Return MLX's random state on this thread, as ``mx.random.seed`` takes it."""
     return _as_seed(random_key())
 
 
@@ -57,10 +60,14 @@ def _as_seed(key: mx.array) -> int:
 
 
 @dataclass(slots=True)
-class _Text:
-    """How a text's tokens are chosen. ``history`` only where a processor looks back at it."""
+class _SequenceState:
+    """What is needed to sample a sequence's next token.
 
-    choice: SamplingParams
+    ``state`` is that of its random stream; ``after`` the lazy one after a sampled token.
+    ``history`` holds its tokens, where a processor looks back at them.
+    """
+
+    params: SamplingParams
     state: int
     sampler: Sampler | None
     processors: Sequence[LogitsProcessor]
@@ -68,48 +75,51 @@ class _Text:
     after: mx.array | None = None
 
 
-class Chooser:
-    """Chooses the tokens of all texts under way. ``start`` is the run's own random state."""
+class BatchSampler:
+    """A sampler for all sequences under way. ``start`` is the run's own random state."""
 
     def __init__(self, start: int) -> None:
         self._start = start
-        self._texts: dict[int, _Text] = {}
+        self._sequences: dict[int, _SequenceState] = {}
 
-    def open(self, text: int, choice: SamplingParams) -> None:
-        """A new text."""
-        start = self._start if choice.seed is None else choice.seed
-        self._texts[text] = _Text(
-            choice,
-            _stream(start, choice.stream),
-            None if choice.is_greedy else sampler_of(choice),
-            processors_of(choice),
-            list(choice.context),
+    def open(self, sequence: int, params: SamplingParams) -> None:
+        """Begin a sequence."""
+        start = self._start if params.seed is None else params.seed
+        self._sequences[sequence] = _SequenceState(
+            params,
+            _stream(start, params.stream),
+            None if params.is_greedy else sampler_of(params),
+            processors_of(params),
+            list(params.context),
         )
 
-    def close(self, texts: Sequence[int]) -> None:
-        """Texts that have come to their end."""
-        for text in texts:
-            self._texts.pop(text, None)
+    def close(self, sequences: Sequence[int]) -> None:
+        """Forget sequences that have ended."""
+        for sequence in sequences:
+            self._sequences.pop(sequence, None)
 
-    def choose(self, texts: Sequence[int], logits: mx.array) -> mx.array:
-        """Logits (rows, V), a row for each text, to what ``packed_width`` says of each choice,
-        int32 (rows, width); lazy until ``settle``."""
-        known = [self._texts[text] for text in texts]
-        if any(text.processors for text in known):
-            rows = [_processed(text, logits[i : i + 1]) for i, text in enumerate(known)]
+    def sample(self, sequences: Sequence[int], logits: mx.array) -> mx.array:
+        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence.
+
+        Returns int32 (rows, width), for ``unpack``; ``packed_width`` has the width. The result is
+        lazy: evaluate it, then call ``settle``.
+        """
+        known = [self._sequences[sequence] for sequence in sequences]
+        if any(sequence.processors for sequence in known):
+            rows = [_processed(sequence, logits[i : i + 1]) for i, sequence in enumerate(known)]
             logits = mx.concatenate(rows)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if any(text.sampler for text in known):
-            rows = [_sampled(text, logprobs[i : i + 1]) for i, text in enumerate(known)]
+        if any(sequence.sampler for sequence in known):
+            rows = [_sampled(sequence, logprobs[i : i + 1]) for i, sequence in enumerate(known)]
             tokens = mx.concatenate(rows)
         else:
             tokens = mx.argmax(logprobs, axis=-1)
-        return _pack(tokens.astype(mx.int32), logprobs, [text.choice for text in known])
+        return _pack(tokens.astype(mx.int32), logprobs, [sequence.params for sequence in known])
 
-    def settle(self, texts: Sequence[int], tokens: Sequence[int]) -> None:
-        """The tokens chosen last have been evaluated, and count."""
-        for text, token in zip(texts, tokens, strict=True):
-            known = self._texts[text]
+    def settle(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take in the tokens sampled last, which have been evaluated."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            known = self._sequences[sequence]
             if known.after is not None:
                 known.state = _as_seed(known.after)
                 known.after = None
@@ -117,35 +127,38 @@ class Chooser:
                 known.history.append(token)
 
 
-def _processed(text: _Text, logits: mx.array) -> mx.array:
-    for process in text.processors:
-        logits = process(mx.array(text.history, mx.int32), logits)
+def _processed(sequence: _SequenceState, logits: mx.array) -> mx.array:
+    for process in sequence.processors:
+        logits = process(mx.array(sequence.history, mx.int32), logits)
     return logits
 
 
-def _sampled(text: _Text, logprobs: mx.array) -> mx.array:
-    if text.sampler is None:
+def _sampled(sequence: _SequenceState, logprobs: mx.array) -> mx.array:
+    if sequence.sampler is None:
         return mx.argmax(logprobs, axis=-1)
-    mx.random.seed(text.state)
-    token: mx.array = text.sampler(logprobs)
-    text.after = random_key()
+    mx.random.seed(sequence.state)
+    token: mx.array = sequence.sampler(logprobs)
+    sequence.after = random_key()
     return token
 
 
-def packed_width(choices: Sequence[SamplingParams]) -> int:
-    """How many numbers tell what was chosen for one of these texts: the token; then, if any of them
-    wants log-probabilities, that of the token, and the likeliest tokens with theirs."""
-    wanted = _most_logprobs(choices)
+def packed_width(params: Sequence[SamplingParams]) -> int:
+    """Return how many int32 numbers a sampled token takes in a batch of such sequences.
+
+    They are the token and, if any sequence wants log-probabilities, the token's own (as the bits of
+    a float32), then the likeliest tokens, then theirs.
+    """
+    wanted = _most_logprobs(params)
     return 1 if wanted is None else 2 + 2 * wanted
 
 
-def _most_logprobs(choices: Sequence[SamplingParams]) -> int | None:
-    return max((c.logprobs for c in choices if c.logprobs is not None), default=None)
+def _most_logprobs(params: Sequence[SamplingParams]) -> int | None:
+    return max((c.logprobs for c in params if c.logprobs is not None), default=None)
 
 
-def _pack(tokens: mx.array, logprobs: mx.array, choices: Sequence[SamplingParams]) -> mx.array:
+def _pack(tokens: mx.array, logprobs: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     tokens = tokens[:, None]
-    wanted = _most_logprobs(choices)
+    wanted = _most_logprobs(params)
     if wanted is None:
         return tokens
     logprobs = logprobs.astype(mx.float32)
@@ -157,21 +170,21 @@ def _pack(tokens: mx.array, logprobs: mx.array, choices: Sequence[SamplingParams
     return mx.concatenate(parts, axis=-1)
 
 
-def unpack(row: np.ndarray, choice: SamplingParams) -> SampledToken:
-    """What was chosen, out of a row of ``Chooser.choose``."""
+def unpack(row: np.ndarray, params: SamplingParams) -> SampledToken:
+    """Read a row of what ``BatchSampler.sample`` returned."""
     token = int(row[0])
-    if choice.logprobs is None:
+    if params.logprobs is None:
         return SampledToken(token)
     numbers = row[1:].copy()
     wanted = (len(numbers) - 1) // 2
     ids = numbers[1 : 1 + wanted].tolist()
     likeliest = zip(ids, numbers[1 + wanted :].view(np.float32).tolist(), strict=True)
-    top = sorted(likeliest, key=lambda each: (-each[1], each[0]))[: choice.logprobs]
+    top = sorted(likeliest, key=lambda each: (-each[1], each[0]))[: params.logprobs]
     return SampledToken(token, float(numbers[:1].view(np.float32)[0]), tuple(top))
 
 
 def _stream(start: int, number: int) -> int:
-    """The state at which random stream ``number`` begins; the first goes on from ``start``."""
+    """Return the first state of random stream ``number``; stream 0 goes on from ``start``."""
     if number == 0:
         return start
     digest = hashlib.blake2b(repr((start, number)).encode(), digest_size=8).digest()

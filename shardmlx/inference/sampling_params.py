@@ -1,4 +1,4 @@
-"""How the tokens of a text are chosen. Pure."""
+"""Parameters and results of sampling. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one text are chosen, in the words of ``mlx_lm.sample_utils``.
+    """Sampling parameters of one sequence, in the words of ``mlx_lm.sample_utils``.
 
-    ``stream`` numbers the random streams of one run, each with ``seed`` or else with the run's own.
-    A penalty looks back ``*_context_size`` tokens, of which those of the prompt are in ``context``.
-    With ``logprobs`` not None a token comes with its log-probability, and so many of the likeliest.
+    ``stream`` numbers the random streams of a run; they are derived from ``seed``, or from the
+    run's own if that is None. A penalty looks back ``*_context_size`` tokens; ``context`` holds
+    those of the prompt. With ``logprobs`` a number, a token comes with its log-probability and
+    those of so many of the likeliest.
     """
 
     temp: float = 0.0
@@ -41,8 +42,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was chosen. ``logprob`` and ``top``, the likeliest (token, log-probability)
-    first, only where the ``SamplingParams`` wants them."""
+    """A token that was sampled.
+
+    ``logprob`` and ``top``, pairs of (token, log-probability) with the likeliest first, are there
+    only where the ``SamplingParams`` ask for them.
+    """
 
     token: int
     logprob: float | None = None

@@ -1,13 +1,16 @@
-"""Which piece of which text a pipeline computes next. Pure.
+"""Schedule chunked prefill and decode of many sequences. No MLX, no MPI.
 
 The first rank decides, one ``Item`` at a time, and every stage computes the items in that order::
 
-    stage 0   a0 a1 a2 b0 b1 .  A  B  A  B  A       a0 a1 a2: a prompt in chunks
-    stage 1      a0 a1 a2 b0 b1 .  A  B  A  B       A, B: a token for every text of a group
+    time ->
+    stage 0   a0 a1 a2 b0 b1 .  A  B  A  B  A       a0 a1 a2: chunks of prompt a (prefill)
+    stage 1      a0 a1 a2 b0 b1 .  A  B  A  B       A, B: a token for every sequence of a group
+                                                          (decode)
 
-A chunk of a prompt needs nothing but the chunk before it on the same stage, so that chunks follow
-each other through the stages. A token of a text needs the one before, which the last stage
-chooses: a stage has work all the time if as many groups of texts as there are stages take turns.
+A chunk of a prompt needs only the chunk before it on the same stage, so that chunks follow each
+other through the stages. A token of a sequence needs the one before, which the last stage samples:
+with as many groups of sequences as there are stages, which take turns, no stage waits. Here group B
+is in stage 0 while group A is in stage 1.
 """
 
 from __future__ import annotations
@@ -18,79 +21,83 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shardmlx.inference.prefix_cache import Beginning
+from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.models.kv_cache import held
 
 
-class Kind(Enum):
-    PROMPT = "prompt"
-    """Tokens of one prompt: all but its last, or an only one, with which the text's first token is
-    chosen."""
-    TOKEN = "token"
-    """One token of every text in a group, the last of its prompt at first, and the choice of their
-    next."""
-    REST = "rest"
-    """Nothing to compute, but news of texts, and of the first rank's being alive."""
+class ItemKind(Enum):
+    PREFILL = "prefill"
+    """A chunk of one prompt. The prompt's last token enters with the first decode step; only where
+    nothing else is to be computed does it make a chunk of its own, with which the sequence's first
+    token is sampled."""
+    DECODE = "decode"
+    """One token of every sequence in a group; their next tokens are sampled."""
+    IDLE = "idle"
+    """Nothing to compute: the item carries news of ended sequences, and shows that the first rank
+    is alive."""
     STOP = "stop"
-    """There will be no more items."""
+    """The end: no more items come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One piece of work for every stage of the pipeline.
+    """A piece of work that every stage of the pipeline does in turn.
 
-    ``texts`` are the texts it is of, in the order of its rows: one for a prompt. ``length`` tokens
-    of each enter. ``opened`` says, with the first piece of a prompt, how its tokens are to be
-    chosen, and ``begins`` what its caches begin with. Texts that have ended are ``kept``, out of
-    their groups, before that, and ``dropped`` after it.
+    ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
+    prefill has one. The first chunk of a prompt brings the sequence's sampling ``params``, and the
+    ``prefix`` with which its caches begin. Of the sequences that have ended, each stage first moves
+    the ``kept`` out of their group, then copies the prefix, then forgets the ``dropped``.
     """
 
-    kind: Kind
-    texts: tuple[int, ...] = ()
+    kind: ItemKind
+    sequences: tuple[int, ...] = ()
     length: int = 1
-    chooses: bool = True
+    samples: bool = True
     group: int | None = None
     kept: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
-    begins: Beginning | None = None
-    opened: Any = None
+    prefix: CachedPrefix | None = None
+    params: Any = None
 
     def __str__(self) -> str:
         match self.kind:
-            case Kind.PROMPT:
-                return f"prompt of text {self.texts[0]}, {self.length} tokens"
-            case Kind.TOKEN:
-                return f"token of text{'s' * (len(self.texts) > 1)} {_listed(self.texts)}"
-            case Kind.REST | Kind.STOP:
+            case ItemKind.PREFILL:
+                return f"prefill of sequence {self.sequences[0]}, {self.length} tokens"
+            case ItemKind.DECODE:
+                plural = "s" * (len(self.sequences) > 1)
+                return f"decode of sequence{plural} {_listed(self.sequences)}"
+            case ItemKind.IDLE | ItemKind.STOP:
                 return str(self.kind.value)
 
 
-def _listed(texts: Sequence[int]) -> str:
-    shown = ", ".join(map(str, texts[:4]))
-    return shown + ", ..." * (len(texts) > 4)
+def _listed(sequences: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sequences[:4]))
+    return shown + ", ..." * (len(sequences) > 4)
 
 
 @dataclass(slots=True)
-class _Prompt:
-    text: int
+class _Prefill:
+    """A prompt of which ``left`` tokens are still to enter."""
+
+    sequence: int
     left: int
     context: int
-    opened: Any
-    begins: Beginning | None = None
+    params: Any
+    prefix: CachedPrefix | None = None
     is_begun: bool = False
 
 
 @dataclass(slots=True)
-class _Group:
-    """Texts that advance together. ``in_flight`` while a token of them is being computed."""
+class _DecodeGroup:
+    """Sequences that advance together. ``in_flight`` while a token of them is being computed."""
 
-    texts: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
     joining: list[int] = field(default_factory=list)
     in_flight: bool = False
 
     @property
     def size(self) -> int:
-        return len(self.texts) + len(self.joining)
+        return len(self.sequences) + len(self.joining)
 
     @property
     def is_ready(self) -> bool:
@@ -98,14 +105,15 @@ class _Group:
 
 
 class Scheduler:
-    """The order of items for texts that come and go.
+    """The order of items for sequences that come and go (continuous batching).
 
-    At most ``most`` texts are under way at a time, and with ``capacity`` only as many as it has
-    room for, all as long as the longest may become; others wait in order. Prompts go first, in
-    chunks of ``chunk`` tokens, so that groups are full when they take their turns; but with
-    ``patience`` at most so many chunks come between two tokens of groups that are ready.
+    At most ``most`` sequences are under way at a time; with ``capacity``, a number of tokens, only
+    as many as have room in it, each counted as long as the longest may become. Others wait in
+    order. Prefill goes first, in chunks of ``chunk`` tokens, so that groups are full when they take
+    their turns; with ``patience`` at most so many chunks come between two decode steps.
 
-    ``begin`` is asked, when a text's turn has come, what of its prompt is there already.
+    ``find_prefix`` is called when a sequence's turn has come, and returns what the prefix cache
+    holds of its prompt. Raises ``ValueError`` for numbers below 1.
     """
 
     def __init__(
@@ -118,46 +126,45 @@ class Scheduler:
     ) -> None:
         if min(groups, most, chunk) < 1 or (patience is not None and patience < 1):
             raise ValueError(f"groups {groups}, most {most}, chunk {chunk}, patience {patience}")
-        self.begin: Callable[[int], Beginning | None] = lambda text: None
+        self.find_prefix: Callable[[int], CachedPrefix | None] = lambda sequence: None
         self.capacity = capacity
         self._most = most
         self._chunk = chunk
         self._patience = patience
         self._chunks_since = 0
-        self._groups = [_Group() for _ in range(groups)]
+        self._groups = [_DecodeGroup() for _ in range(groups)]
         self._turns = deque(range(groups))
-        self._waiting: deque[_Prompt] = deque()
-        self._current: _Prompt | None = None
+        self._waiting: deque[_Prefill] = deque()
+        self._current: _Prefill | None = None
         self._open: dict[int, int] = {}
         self._kept: list[int] = []
         self._dropped: list[int] = []
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, and nothing waits."""
+        """Whether no sequence is under way, and none waits."""
         return not self._open and not self._waiting
 
     @property
-    def has_news(self) -> bool:
-        """The stages have not been told of all texts that have ended."""
-        return bool(self._kept or self._dropped)
-
-    @property
     def reserved(self) -> int:
-        """Tokens of caches for the texts under way: in a group all are as long as the longest."""
+        """Tokens of cache that are taken: each sequence counts as long as the longest may become,
+        since those of a group are padded."""
         return len(self._open) * held(max(self._open.values(), default=0))
 
-    def add(self, text: int, tokens: int, opened: Any = None, context: int = 0) -> None:
-        """A prompt of so many tokens, which may become a text of ``context`` tokens."""
+    def add(self, sequence: int, tokens: int, params: Any = None, context: int = 0) -> None:
+        """Queue a prompt of so many tokens, which may become a sequence of ``context`` tokens.
+
+        Raises ``ValueError`` if it has no tokens, or would never have room in ``capacity``.
+        """
         if tokens < 1:
             raise ValueError(f"a prompt of {tokens} tokens")
         if self.capacity is not None and held(context) > self.capacity:
-            raise ValueError(f"a text of {context} tokens, where {self.capacity} are kept")
-        self._waiting.append(_Prompt(text, tokens, context, opened))
+            raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
+        self._waiting.append(_Prefill(sequence, tokens, context, params))
 
     def next(self) -> Item | None:
-        """What the pipeline computes next; None while that depends on items under way."""
-        prompt = self._prompt()
+        """Return what the pipeline computes next; None while that depends on items under way."""
+        prompt = self._next_prompt()
         ready = next((g for g in self._turns if self._groups[g].is_ready), None)
         patient = self._patience is None or self._chunks_since < self._patience
         if prompt is not None and (ready is None or patient):
@@ -169,102 +176,107 @@ class Scheduler:
         self._turns.remove(ready)
         self._turns.append(ready)
         group = self._groups[ready]
-        group.texts += group.joining
+        group.sequences += group.joining
         group.joining = []
         group.in_flight = True
         kept, dropped = self._take_ended()
-        return Item(Kind.TOKEN, tuple(group.texts), group=ready, kept=kept, dropped=dropped)
+        return Item(
+            ItemKind.DECODE, tuple(group.sequences), group=ready, kept=kept, dropped=dropped
+        )
 
     def rest(self) -> Item:
-        """An item without work, to be issued while there is none."""
+        """Return an item without work, to be issued while there is none."""
         kept, dropped = self._take_ended()
-        return Item(Kind.REST, kept=kept, dropped=dropped)
+        return Item(ItemKind.IDLE, kept=kept, dropped=dropped)
 
     def foreseen(self) -> Item | None:
-        """The next item, most likely, where ``next`` has none: the turn of the group that has been
-        under way longest, if nobody joins or leaves it."""
-        if self._prompt() is not None:
+        """Guess the next item where ``next`` has none: the decode step of the group that has been
+        under way longest, which comes if no sequence joins or leaves it."""
+        if self._next_prompt() is not None:
             return None
         longest = next((g for g in self._turns if self._groups[g].in_flight), None)
         if longest is None:
             return None
         group = self._groups[longest]
-        return None if group.joining else Item(Kind.TOKEN, tuple(group.texts), group=longest)
+        if group.joining:
+            return None
+        return Item(ItemKind.DECODE, tuple(group.sequences), group=longest)
 
     def returned(self, item: Item) -> None:
-        """The tokens of an item have been chosen: its texts go on, unless ``finish`` is called."""
-        if item.kind is Kind.TOKEN and item.group is not None:
+        """Note that the tokens of an item have been sampled. Its sequences go on, unless ``finish``
+        is called."""
+        if item.kind is ItemKind.DECODE and item.group is not None:
             self._groups[item.group].in_flight = False
-        elif item.kind is Kind.PROMPT and item.chooses:
-            self._join(item.texts[0])
+        elif item.kind is ItemKind.PREFILL and item.samples:
+            self._join(item.sequences[0])
 
-    def finish(self, text: int, *, keep: bool = False) -> None:
-        """A text of which no token is under way has come to its end, perhaps before its beginning.
-        Its caches are to be kept or dropped."""
+    def finish(self, sequence: int, *, keep: bool = False) -> None:
+        """End a sequence of which no token is under way, even before its prefill has begun. The
+        stages keep or drop its caches."""
         for group in self._groups:
-            for texts in (group.texts, group.joining):
-                if text in texts:
-                    texts.remove(text)
-        if self._open.pop(text, None) is None:
-            self._waiting = deque(prompt for prompt in self._waiting if prompt.text != text)
+            for sequences in (group.sequences, group.joining):
+                if sequence in sequences:
+                    sequences.remove(sequence)
+        if self._open.pop(sequence, None) is None:
+            self._waiting = deque(prompt for prompt in self._waiting if prompt.sequence != sequence)
             return
-        if self._current is not None and self._current.text == text:
+        if self._current is not None and self._current.sequence == sequence:
             self._current = None
         if keep:
-            self._kept.append(text)
+            self._kept.append(sequence)
         else:
-            self._dropped.append(text)
+            self._dropped.append(sequence)
 
-    def forget(self, texts: Sequence[int]) -> None:
-        """Texts that were kept are not needed any more."""
-        self._dropped += texts
+    def forget(self, sequences: Sequence[int]) -> None:
+        """Have the stages drop the caches of sequences that were kept."""
+        self._dropped += sequences
 
-    def _prompt(self) -> _Prompt | None:
+    def _next_prompt(self) -> _Prefill | None:
         if self._current is None and self._waiting and self._has_room(self._waiting[0]):
             prompt = self._current = self._waiting.popleft()
-            self._open[prompt.text] = prompt.context
+            self._open[prompt.sequence] = prompt.context
         return self._current
 
-    def _has_room(self, prompt: _Prompt) -> bool:
-        texts = len(self._open) + 1
+    def _has_room(self, prompt: _Prefill) -> bool:
+        sequences = len(self._open) + 1
         longest = max(prompt.context, *self._open.values(), 0)
-        return texts <= self._most and (
-            self.capacity is None or texts * held(longest) <= self.capacity
+        return sequences <= self._most and (
+            self.capacity is None or sequences * held(longest) <= self.capacity
         )
 
-    def _chunk_of(self, prompt: _Prompt) -> Item:
+    def _chunk_of(self, prompt: _Prefill) -> Item:
         if not prompt.is_begun:
             # Now, and not when its turn has come: what is forgotten for it goes with this item.
             prompt.is_begun = True
-            prompt.begins = self.begin(prompt.text)
-            if prompt.begins is not None:
-                prompt.left -= prompt.begins.length
-        # The last token makes the first choice, as in mlx-lm: with its group's next step, or by
-        # itself where nothing else of the prompt is to be computed.
+            prompt.prefix = self.find_prefix(prompt.sequence)
+            if prompt.prefix is not None:
+                prompt.left -= prompt.prefix.length
+        # The first token is sampled from the prompt's last one, as in mlx-lm: in the group's next
+        # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)
         kept, dropped = self._take_ended()
         item = Item(
-            Kind.PROMPT,
-            (prompt.text,),
+            ItemKind.PREFILL,
+            (prompt.sequence,),
             length,
-            chooses=is_last,
+            samples=is_last,
             kept=kept,
             dropped=dropped,
-            begins=prompt.begins,
-            opened=prompt.opened,
+            prefix=prompt.prefix,
+            params=prompt.params,
         )
         prompt.left -= length
-        prompt.opened = prompt.begins = None
+        prompt.params = prompt.prefix = None
         if prompt.left <= 1:
             self._current = None
         if prompt.left == 1:
-            self._join(prompt.text)
+            self._join(prompt.sequence)
         return item
 
-    def _join(self, text: int) -> None:
+    def _join(self, sequence: int) -> None:
         smallest = min(self._groups, key=lambda group: (group.size, group.in_flight))
-        smallest.joining.append(text)
+        smallest.joining.append(sequence)
 
     def _take_ended(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ended = tuple(self._kept), tuple(self._dropped)

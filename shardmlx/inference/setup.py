@@ -21,7 +21,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import (
     CHOOSE_CACHES,
@@ -83,7 +83,7 @@ class Prepared:
         )
 
     def first_stage(
-        self, patience: int | None = None, prefixes: PrefixCache | None = None
+        self, patience: int | None = None, prefix_cache: PrefixCache | None = None
     ) -> FirstStage:
         """On the first rank."""
         plan = self.plan
@@ -93,7 +93,7 @@ class Prepared:
             Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
             max_kv_size=self.config.max_kv_size,
             random_state=self.random_state,
-            prefixes=prefixes,
+            prefix_cache=prefix_cache,
         )
 
 
@@ -245,7 +245,7 @@ def typical_load(
     return Load(texts, min(TYPICAL_PROMPT, context), answer, context, capacity)
 
 
-def new_prefixes(prepared: Prepared) -> PrefixCache:
+def new_prefix_cache(prepared: Prepared) -> PrefixCache:
     """For texts that are kept when they have ended. Caches of limited size forget."""
     limits = [window for window in prepared.workload.shape.windows if window is not None]
     if prepared.plan.max_kv_size is not None:
@@ -253,17 +253,17 @@ def new_prefixes(prepared: Prepared) -> PrefixCache:
     return PrefixCache(trimmable=min(limits, default=None))
 
 
-def text_stream(
+def new_detokenizer(
     tokenizer: TokenizerWrapper,
     max_tokens: int,
     stop: tuple[str, ...] = (),
     continues: bool = False,
-) -> TextStream:
+) -> IncrementalDetokenizer:
     """For one more text. One that ``continues`` another keeps a space at its beginning, which
     mlx-lm's detokenizers take away."""
     detokenizer = tokenizer.detokenizer
     trims = trims_first_space(detokenizer)
-    return TextStream(
+    return IncrementalDetokenizer(
         detokenizer,
         frozenset(tokenizer.eos_token_ids),
         max_tokens,

@@ -1,4 +1,4 @@
-"""One rank's part in generating text: what every stage of a pipeline does with an item."""
+"""The part of generation that all ranks share: what every stage does with an item."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardmlx.distributed.transport import (
     Transport,
 )
 from shardmlx.errors import EngineError, one_line
-from shardmlx.inference.kv_caches import Snapshot, TextCaches
-from shardmlx.inference.sampler import Chooser
+from shardmlx.inference.kv_caches import CacheBackup, KVCaches
+from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.slice import Slice
 
@@ -27,61 +27,67 @@ HIDDEN_TAG = FIRST_ENGINE_TAG + 1
 TOKENS_TAG = FIRST_ENGINE_TAG + 2
 
 ANNOUNCEMENT_BYTES = 1024
-"""A longer one goes on in a second message."""
+"""Size of an announcement's message. The rest of a longer one goes into a second message."""
 
 UNSENT = 4
-"""Messages a rank may leave unsent when it begins the next item."""
+"""Messages that a rank may leave unsent when it begins the next item."""
 
 SECONDS_AWAKE = 0.2
-"""A token of one text takes a stage less: for so long a message is looked for often."""
+"""Seconds for which a rank polls for a message; after them it waits as the transport does.
+A decode step of one sequence takes a stage less."""
 
 NAP = 1e-3
-"""Between two looks while a message is not due yet: looking takes from the core that computes it,
-where there are no more cores than ranks (measured)."""
+"""Seconds between two polls while a message is not due yet: where there are no more cores than
+ranks, polling takes time from the core that computes the message (measured)."""
 
 PAUSE = 5e-5
-"""Between two looks once it is due."""
+"""Seconds between two polls once the message is due."""
 
 DUE = 0.9
-"""A message is due after this part of the shortest of the last waits."""
+"""A message is due after this fraction of the shortest of the last waits."""
 
 LENGTH_BYTES = 4
 
 
 @dataclass(slots=True)
-class Step:
-    """An item on its way through this stage. ``inputs`` may be filled until ``outputs`` are
-    evaluated."""
+class ItemGraph:
+    """The lazy graph of an item on this stage.
+
+    ``inputs`` are a buffer to fill before ``evaluated`` is evaluated: outputs and caches.
+    ``backup`` is there while the graph may still be taken back.
+    """
 
     item: Item
     inputs: mx.array
     outputs: mx.array
     evaluated: list[mx.array]
-    snapshot: Snapshot | None = None
+    backup: CacheBackup | None = None
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Messages under way, with what to call them."""
+    """Messages under way, each with the words that name it in an error."""
 
     transport: Transport
     unsent: deque[tuple[Handle, str]] = field(default_factory=deque)
 
     def send(self, array: mx.array | np.ndarray, peer: int, tag: int, what: str) -> None:
+        """Begin to send ``array``; ``what`` names the sender and its item."""
         what = f"{what}, sending to {self.transport.name(peer)}"
         self.unsent.append((self.transport.send(array, peer, tag), what))
 
     def drain(self, most: int) -> None:
-        """Wait until at most so many are under way."""
+        """Wait until at most ``most`` messages are under way."""
         while self.unsent and (len(self.unsent) > most or self.unsent[0][0].done):
             handle, what = self.unsent.popleft()
             self.transport.wait(handle, lambda: what)  # noqa: B023 - called at once
 
 
-class Pipeline:
-    """One rank's part in generating: rank i runs stage i, and rank 0 leads.
+class InferenceStage:
+    """One rank's part in generation: rank i runs stage i.
 
-    ``random_state`` is that with which the last rank begins to choose.
+    ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
+    sample. ``max_kv_size`` limits the tokens that a sequence's cache holds, as in mlx-lm.
     """
 
     def __init__(
@@ -95,47 +101,48 @@ class Pipeline:
         self.transport = transport
         self.part = part
         self._stage, self._last = transport.rank, transport.size - 1
-        self._caches = TextCaches(lambda: part.new_caches(max_kv_size))
-        self._chooser = Chooser(random_state)
+        self._caches = KVCaches(lambda: part.new_caches(max_kv_size))
+        self._sampler = BatchSampler(random_state)
         self._outbox = Outbox(transport)
         self._item: Item | None = None
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
     # What all stages do with an item.
 
-    def _build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> Step:
-        """The graph of an item; nothing is computed."""
+    def _build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
+        """Build the graph of an item, without computing it. One that ``may_fail`` to be the right
+        guess can be taken back by its backup."""
         caches = self._caches.of(item)
-        snapshot = Snapshot.of(caches) if may_fail else None
+        backup = CacheBackup.of(caches) if may_fail else None
         hidden = self.part.extend(inputs, caches)
-        # The next chunk needs all keys and values, but nothing else of the last layer.
+        # The next chunk needs all keys and values, and nothing else of the last layer.
         evaluated = [each for c in caches for each in (c.keys, c.values)]
         if not self.part.is_last:
             hidden = mx.contiguous(hidden)
-            return Step(item, inputs, hidden, [hidden, *evaluated], snapshot=snapshot)
-        if item.opened is not None:
-            self._chooser.open(item.texts[0], item.opened)
-        if not item.chooses:
-            return Step(item, inputs, hidden, evaluated, snapshot=snapshot)
-        chosen = self._chooser.choose(item.texts, self.part.last_logits(hidden))
-        return Step(item, inputs, chosen, [chosen, *evaluated], snapshot=snapshot)
+            return ItemGraph(item, inputs, hidden, [hidden, *evaluated], backup=backup)
+        if item.params is not None:
+            self._sampler.open(item.sequences[0], item.params)
+        if not item.samples:
+            return ItemGraph(item, inputs, hidden, evaluated, backup=backup)
+        tokens = self._sampler.sample(item.sequences, self.part.last_logits(hidden))
+        return ItemGraph(item, inputs, tokens, [tokens, *evaluated], backup=backup)
 
-    def _compute(self, step: Step) -> None:
-        step.snapshot = None
-        mx.eval(step.evaluated)
-        if self.part.is_last and step.item.chooses:
-            self._chooser.settle(step.item.texts, np.array(step.outputs)[:, 0].tolist())
+    def _compute(self, graph: ItemGraph) -> None:
+        graph.backup = None
+        mx.eval(graph.evaluated)
+        if self.part.is_last and graph.item.samples:
+            self._sampler.settle(graph.item.sequences, np.array(graph.outputs)[:, 0].tolist())
 
     def _close_ended(self, item: Item) -> None:
-        """No more tokens of these texts are to be chosen."""
+        """Forget the sampling state of sequences that have ended."""
         if self.part.is_last:
-            self._chooser.close([*item.kept, *item.dropped])
+            self._sampler.close([*item.kept, *item.dropped])
 
-    def _pass_on(self, step: Step) -> None:
+    def _pass_on(self, graph: ItemGraph) -> None:
         if self._stage < self._last:
-            self._outbox.send(step.outputs, self._stage + 1, HIDDEN_TAG, self._who())
-        elif step.item.chooses:
-            self._outbox.send(np.array(step.outputs), 0, TOKENS_TAG, self._who())
+            self._outbox.send(graph.outputs, self._stage + 1, HIDDEN_TAG, self._who())
+        elif graph.item.samples:
+            self._outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
         self._outbox.drain(UNSENT)
 
     def _announce(self, item: Item) -> None:
@@ -143,8 +150,11 @@ class Pipeline:
             self._outbox.send(part, self._stage + 1, ANNOUNCEMENT_TAG, self._who())
 
     def _wait(self, handle: Handle, peer: int) -> None:
-        """With naps until the message is due, judging by the last waits, then with short pauses
-        only: a token is chosen within milliseconds."""
+        """Wait for a message from ``peer``.
+
+        Polls rarely until the message is due, judging by the last waits, and often from then on: a
+        decode step takes milliseconds only. Raises what ``Transport.wait`` raises.
+        """
         begin = now = time.monotonic()
         due = begin + DUE * min(self._waits)
         while now < begin + SECONDS_AWAKE and self.transport.failure is None:
@@ -177,7 +187,10 @@ class Pipeline:
 
 
 def _packed(item: Item) -> list[np.ndarray]:
-    """Its length, then the item; pickled, since the ranks of one job trust each other."""
+    """Return the messages that announce an item: its length, then the item itself.
+
+    It is pickled, since the ranks of one job trust each other.
+    """
     payload = pickle.dumps(item)
     whole = np.frombuffer(len(payload).to_bytes(LENGTH_BYTES) + payload, np.uint8)
     first = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)

@@ -21,14 +21,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from shardmlx.server.guard import Guard, error_response
-from shardmlx.server.metrics import CLIENT_GONE, Memory, Metrics, Recorder, TextMeter
+from shardmlx.server.metrics import (
+    CLIENT_GONE,
+    MemoryCollector,
+    Metrics,
+    RequestCounter,
+    RequestMeter,
+)
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     OTHER_NAMES,
+    ApiRequest,
     Defaults,
-    Order,
     Reader,
-    Terms,
+    ServedModel,
     read_chat,
     read_completion,
 )
@@ -36,9 +42,9 @@ from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
 from shardmlx.server.request_queue import (
     Answer,
     QueueFull,
+    RequestQueue,
     RequestTooLong,
     ServiceEnded,
-    TextService,
 )
 from shardmlx.server.streaming import AnswerResponse, ended
 
@@ -51,7 +57,7 @@ SECONDS_TO_RETRY = 2
 
 
 def make_app(
-    service: TextService,
+    queue: RequestQueue,
     reader: Reader,
     *,
     model: str,
@@ -61,7 +67,7 @@ def make_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
-    memory: Memory | None = None,
+    memory: MemoryCollector | None = None,
 ) -> Starlette:
     """``model`` is the name that is served, ``vocabulary`` how many tokens the model knows.
 
@@ -69,14 +75,14 @@ def make_app(
     are taken, all if None; ``origins`` other sites whose pages may use the API, "*" for any.
     ``memory`` is shown at /metrics.
     """
-    terms = Terms(
+    served = ServedModel(
         model=model,
         vocabulary=vocabulary,
-        most_tokens=service.most_tokens,
-        most_texts=service.most_open,
+        most_tokens=queue.most_tokens,
+        most_requests=queue.most_open,
         defaults=defaults or Defaults(),
     )
-    api = Api(service, reader, terms, max_body_bytes, memory)
+    api = Api(queue, reader, served, max_body_bytes, memory)
     routes = [
         Route("/", api.page),
         Route("/health", api.health),
@@ -88,7 +94,7 @@ def make_app(
     ]
     endpoints = [route.path for route in routes]
     middleware = [
-        Middleware(Recorder, metrics=api.metrics, endpoints=endpoints),
+        Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
         Middleware(Guard, api_key=api_key, hosts=hosts),
     ]
     if origins:  # outermost: preflights have no key, and errors are for such pages to read too
@@ -119,16 +125,16 @@ class Api:
 
     def __init__(
         self,
-        service: TextService,
+        queue: RequestQueue,
         reader: Reader,
-        terms: Terms,
+        served: ServedModel,
         max_body_bytes: int,
-        memory: Memory | None,
+        memory: MemoryCollector | None,
     ) -> None:
-        self.metrics = Metrics(service, memory)
-        self._service = service
+        self.metrics = Metrics(queue, memory)
+        self._queue = queue
         self._reader = reader
-        self._terms = terms
+        self._served = served
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(reader.token_text)
@@ -144,24 +150,26 @@ class Api:
     async def _generate(
         self,
         request: Request,
-        read: Callable[[bytes, Reader, Terms], Order],
+        read: Callable[[bytes, Reader, ServedModel], ApiRequest],
         kind: type[Reply],
     ) -> Response:
-        if (reason := self._service.ended) is not None:
+        if (reason := self._queue.ended) is not None:
             raise ended(reason)
         body = await read_body(request, self._max_body_bytes)
         async with self._tokenising:
-            order = await asyncio.to_thread(read, body, self._reader, self._terms)
-        answers = self._submit(order)
-        meters = [TextMeter(self.metrics, len(each.tokens)) for each in order.requests]
-        return AnswerResponse(kind(order, self._terms.model, self._token_text), answers, meters)
+            api_request = await asyncio.to_thread(read, body, self._reader, self._served)
+        answers = self._submit(api_request)
+        meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
+        return AnswerResponse(
+            kind(api_request, self._served.model, self._token_text), answers, meters
+        )
 
-    def _submit(self, order: Order) -> list[Answer]:
+    def _submit(self, api_request: ApiRequest) -> list[Answer]:
         """All of its texts, or none."""
         answers: list[Answer] = []
         try:
-            for each in order.requests:
-                answers.append(self._service.submit(each))
+            for each in api_request.requests:
+                answers.append(self._queue.submit(each))
         except (QueueFull, RequestTooLong, ServiceEnded) as error:
             for answer in answers:
                 answer.cancel()
@@ -173,10 +181,10 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in {self._terms.model} | OTHER_NAMES:
+        if name not in {self._served.model} | OTHER_NAMES:
             raise ApiError(
                 404,
-                f"the model {ascii(name)[:200]} is not served here: ask for {self._terms.model!r}",
+                f"the model {ascii(name)[:200]} is not served here: ask for {self._served.model!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -185,15 +193,15 @@ class Api:
     @property
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self._terms.model,
+            "id": self._served.model,
             "object": "model",
             "created": self._created,
             "owned_by": "shardmlx",
-            "max_model_len": self._terms.most_tokens,
+            "max_model_len": self._served.most_tokens,
         }
 
     async def health(self, request: Request) -> Response:
-        if (reason := self._service.ended) is not None:
+        if (reason := self._queue.ended) is not None:
             return JSONResponse({"status": "ended", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -15,14 +15,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
-from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompt_reader import PromptReader
-from shardmlx.inference.setup import Prepared, text_stream, xtc_special_tokens
+from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
 from shardmlx.server.app import make_app
-from shardmlx.server.metrics import Memory
+from shardmlx.server.metrics import MemoryCollector
 from shardmlx.server.openai_requests import Defaults
-from shardmlx.server.request_queue import Piece, TextRequest, TextService
+from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer, trusted_hosts
 
 SECONDS_FOR_LAST_WORDS = 0.15
@@ -33,7 +33,7 @@ SECONDS_TO_SEND = 5.0
 
 
 class PipelineGenerator:
-    """The ``Generator`` of a ``TextService``: requests to texts, through the pipeline.
+    """The ``Generator`` of a ``RequestQueue``: requests to texts, through the pipeline.
 
     ``look_up`` is called between any two steps.
     """
@@ -45,7 +45,7 @@ class PipelineGenerator:
         self._tokenizer = tokenizer
         self._look_up = look_up
         self._special = xtc_special_tokens(tokenizer)
-        self._texts: dict[int, TextStream] = {}
+        self._texts: dict[int, IncrementalDetokenizer] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -55,14 +55,14 @@ class PipelineGenerator:
     def kept_tokens(self) -> int:
         return self._first_stage.kept_tokens
 
-    def add(self, number: int, request: TextRequest) -> None:
-        self._texts[number] = text_stream(
+    def add(self, number: int, request: GenerationRequest) -> None:
+        self._texts[number] = new_detokenizer(
             self._tokenizer, request.max_tokens, request.stop, request.continues
         )
         self._first_stage.add(
             number,
             request.tokens,
-            replace(request.choice, xtc_special_tokens=self._special),
+            replace(request.sampling, xtc_special_tokens=self._special),
             context=len(request.tokens) + request.max_tokens,
         )
 
@@ -73,16 +73,16 @@ class PipelineGenerator:
     def step(self) -> Sequence[tuple[int, Piece]]:
         self._look_up()
         pieces = []
-        for number, chosen in self._first_stage.step():
+        for number, sampled in self._first_stage.step():
             text = self._texts[number]
-            segment = text.take(chosen.token)
-            is_part = chosen.token not in text.eos
+            segment = text.take(sampled.token)
+            is_part = sampled.token not in text.eos
             cached = self._first_stage.cached(number)
             if text.finish_reason is not None:
                 del self._texts[number]
                 self._first_stage.finish(number)
             piece = Piece(
-                segment, (chosen,) if is_part else (), text.count, cached, text.finish_reason
+                segment, (sampled,) if is_part else (), text.count, cached, text.finish_reason
             )
             pieces.append((number, piece))
         return pieces
@@ -108,18 +108,16 @@ class RequestServer:
         self._reader = reader
         self._reporter = reporter
         self._transport = prepared.transport
-        self._service = TextService(
-            config.batch_size + config.max_queue, prepared.plan.load.context
-        )
+        self._queue = RequestQueue(config.batch_size + config.max_queue, prepared.plan.load.context)
         self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._look_up)
         self._http_error: BaseException | None = None
 
     def run(self, listener: socket) -> None:
         """Until a signal comes; raises what ends it before."""
-        config, service = self._config, self._service
+        config, queue = self._config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         app = make_app(
-            service,
+            queue,
             self._reader,
             model=config.model,
             vocabulary=self._prepared.workload.shape.vocab_size,
@@ -134,7 +132,9 @@ class RequestServer:
             hosts=trusted_hosts(listener, config.extra_hosts),
             origins=[config.allow_origin] if config.allow_origin else [],
             max_body_bytes=config.max_body,
-            memory=Memory(self._transport.hosts, self._prepared.limits, mx.get_peak_memory),
+            memory=MemoryCollector(
+                self._transport.hosts, self._prepared.limits, mx.get_peak_memory
+            ),
         )
         server = HttpServer(app, listener, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:
@@ -148,7 +148,7 @@ class RequestServer:
         if (command := self._transport.stop_command()) is not None:
             self._reporter.say(f"To stop it in order: {command}")
         try:
-            service.run(self._generator)
+            queue.run(self._generator)
         finally:
             self._transport.last_words = lambda text: None
             server.stop(SECONDS_TO_SEND)
@@ -158,22 +158,22 @@ class RequestServer:
     def _look_up(self) -> None:
         """Between two steps: does anybody want the server to stop?"""
         number = self._transport.stop_requested()
-        if number is None or self._service.ended is not None:
+        if number is None or self._queue.ended is not None:
             return
         name, grace = signal.Signals(number).name, self._config.grace
         if number != signal.SIGUSR1 and self._transport.stop_command() is not None:
             # mpirun kills at once after the others.
-            self._service.fail(f"interrupted by {name}")
+            self._queue.fail(f"interrupted by {name}")
             return
         self._reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
-        self._service.close(grace)
+        self._queue.close(grace)
 
     def _http_ended(self, error: BaseException | None) -> None:
         """On the thread of the server."""
         self._http_error = error
-        self._service.close(0.0)
+        self._queue.close(0.0)
 
     def _say_last_words(self, reason: str) -> None:
         """On any thread: this process is about to be ended."""
-        self._service.fail(reason)
+        self._queue.fail(reason)
         time.sleep(SECONDS_FOR_LAST_WORDS)

@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from shardmlx.costmodel.memory_limits import MemoryLimits
-from shardmlx.server.request_queue import Piece, TextService
+from shardmlx.server.request_queue import Piece, RequestQueue
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,9 +28,9 @@ NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class Metrics:
     """Counts, in a registry of its own."""
 
-    def __init__(self, service: TextService, memory: Memory | None = None) -> None:
+    def __init__(self, queue: RequestQueue, memory: MemoryCollector | None = None) -> None:
         registry = CollectorRegistry(auto_describe=True)
-        registry.register(_Load(service))
+        registry.register(_QueueCollector(queue))
         if memory is not None:
             registry.register(memory)
         self._registry = registry
@@ -40,7 +40,7 @@ class Metrics:
             ["endpoint", "status"],
             registry=registry,
         )
-        self.texts = Counter(
+        self.answers = Counter(
             "shardmlx_texts",
             "Texts by how they ended: stop, length, cancelled, error",
             ["end"],
@@ -75,7 +75,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class Memory(Collector):
+class MemoryCollector(Collector):
     """What is planned for each rank, on which host, and what ``peak`` says that this one held."""
 
     def __init__(
@@ -109,25 +109,25 @@ class Memory(Collector):
             yield family
 
 
-class _Load(Collector):
+class _QueueCollector(Collector):
     """Of the moment when it is asked for."""
 
-    def __init__(self, service: TextService) -> None:
-        self._service = service
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self._service.load()
+        load = self._queue.load()
         for name, text, value in (
             ("texts_under_way", "Texts being generated", load.under_way),
             ("texts_waiting", "Texts that have not begun", load.waiting),
             ("kept_tokens", "Tokens kept for prompts that begin alike", load.kept_tokens),
-            ("up", "1 while requests are taken", self._service.ended is None),
+            ("up", "1 while requests are taken", self._queue.ended is None),
         ):
             yield GaugeMetricFamily(f"shardmlx_{name}", text, value=float(value))
 
 
 @dataclass(slots=True)
-class TextMeter:
+class RequestMeter:
     """Measures one text."""
 
     metrics: Metrics
@@ -158,10 +158,10 @@ class TextMeter:
         """The first end is the one that counts."""
         if not self.has_ended:
             self.has_ended = True
-            self.metrics.texts.labels(how).inc()
+            self.metrics.answers.labels(how).inc()
 
 
-class Recorder:
+class RequestCounter:
     """ASGI middleware that counts requests."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Iterable[str]) -> None:

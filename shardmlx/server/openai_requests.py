@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from shardmlx.errors import UserError
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.openai_errors import ApiError, refused
-from shardmlx.server.request_queue import TextRequest
+from shardmlx.server.request_queue import GenerationRequest
 
 COLDEST = 1e-3
 """Temperatures below take the likeliest token: logits divided by them leave float16's range."""
@@ -109,33 +109,33 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ServedModel:
     """What is served: ``model`` by name, with so many tokens in its ``vocabulary``, of prompt and
-    answer together (``most_tokens``), and so many texts for one request (``most_texts``)."""
+    answer together (``most_tokens``), and so many texts for one request (``most_requests``)."""
 
     model: str
     vocabulary: int
     most_tokens: int
-    most_texts: int
+    most_requests: int
     defaults: Defaults = field(default_factory=Defaults)
     streams: Iterator[int] = field(default_factory=count)
     """Numbers for the random streams of texts without a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ApiRequest:
     """A request of the API: its texts, ``n`` for the first prompt, ``n`` for the second ..."""
 
-    requests: tuple[TextRequest, ...]
+    requests: tuple[GenerationRequest, ...]
     n: int
     stream: bool
     include_usage: bool
     logprobs: int | None
 
 
-def read_chat(body: bytes, reader: Reader, terms: Terms) -> Order:
+def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     """Of /v1/chat/completions. Raises ``ApiError``."""
-    chat = _parse(ChatBody, body, terms)
+    chat = _parse(ChatBody, body, served)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise refused("top_logprobs is for requests with logprobs: true", "top_logprobs")
     arguments = chat.chat_template_kwargs or {}
@@ -147,23 +147,23 @@ def read_chat(body: bytes, reader: Reader, terms: Terms) -> Order:
     messages = [message.as_template_wants for message in chat.messages]
     tokens = _tokens(partial(reader.chat, messages, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _order(chat, [tokens], chat.max_completion_tokens, logprobs, terms)
+    return _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served)
 
 
-def read_completion(body: bytes, reader: Reader, terms: Terms) -> Order:
+def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     """Of /v1/completions. Raises ``ApiError``."""
-    completion = _parse(CompletionBody, body, terms)
+    completion = _parse(CompletionBody, body, served)
     # Before work is done for them.
-    _check_texts(len(completion.prompt) * (completion.n or 1), terms)
+    _check_texts(len(completion.prompt) * (completion.n or 1), served)
     prompts = []
     for prompt in completion.prompt:
         if isinstance(prompt, str):
             tokens = _tokens(partial(reader.text, prompt), "prompt")
         else:
             tokens = prompt
-            _check_vocabulary(tokens, "prompt", terms)
+            _check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
-    return _order(completion, prompts, None, completion.logprobs, terms)
+    return _api_request(completion, prompts, None, completion.logprobs, served)
 
 
 # What bodies look like. None is as good as nothing.
@@ -232,7 +232,7 @@ class StreamOptions(_Strict):
     """Obfuscation hides lengths from who reads the network; it changes no text."""
 
 
-class Message(_Strict):
+class MessageBody(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
     name: str | None = None
@@ -269,7 +269,7 @@ class _Body(_Strict):
 
 
 class ChatBody(_Body):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
@@ -286,15 +286,15 @@ class CompletionBody(_Body):
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
-def _parse(kind: type[_AnyBody], body: bytes, terms: Terms) -> _AnyBody:
+def _parse(kind: type[_AnyBody], body: bytes, served: ServedModel) -> _AnyBody:
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _explained(error) from None
-    if parsed.model not in {None, terms.model} | OTHER_NAMES:
+    if parsed.model not in {None, served.model} | OTHER_NAMES:
         raise ApiError(
             404,
-            f"the model {_shown(parsed.model)} is not served here: ask for {terms.model!r}",
+            f"the model {_shown(parsed.model)} is not served here: ask for {served.model!r}",
             param="model",
             code="model_not_found",
         )
@@ -349,31 +349,32 @@ def _tokens(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
         raise refused(str(error), param) from None
 
 
-def _check_vocabulary(tokens: Sequence[int], param: str, terms: Terms) -> None:
+def _check_vocabulary(tokens: Sequence[int], param: str, served: ServedModel) -> None:
     for token in tokens:
-        if not 0 <= token < terms.vocabulary:
-            most = terms.vocabulary - 1
+        if not 0 <= token < served.vocabulary:
+            most = served.vocabulary - 1
             raise refused(f"{param}: token ids are from 0 to {most}, not {_shown(token)}", param)
 
 
-def _check_texts(texts: int, terms: Terms) -> None:
-    if texts > terms.most_texts:
+def _check_texts(texts: int, served: ServedModel) -> None:
+    if texts > served.most_requests:
         raise refused(
-            f"the request is for {texts} texts: at most {terms.most_texts} are served at a time",
+            f"the request is for {texts} texts: "
+            f"at most {served.most_requests} are served at a time",
             "n",
         )
 
 
-def _order(
+def _api_request(
     body: _Body,
     prompts: Sequence[tuple[int, ...]],
     max_completion_tokens: int | None,
     logprobs: int | None,
-    terms: Terms,
-) -> Order:
+    served: ServedModel,
+) -> ApiRequest:
     n = body.n or 1
-    _check_texts(len(prompts) * n, terms)
-    _check_vocabulary([token for token, _ in body.logit_bias], "logit_bias", terms)
+    _check_texts(len(prompts) * n, served)
+    _check_vocabulary([token for token, _ in body.logit_bias], "logit_bias", served)
     given = {body.max_tokens, max_completion_tokens} - {None}
     if len(given) > 1:
         raise refused(
@@ -383,12 +384,12 @@ def _order(
         )
     most = max_completion_tokens or body.max_tokens
     requests = [
-        TextRequest(
+        GenerationRequest(
             tokens=tokens,
             # The default gives way to a long prompt, but what was asked for is kept or refused.
             max_tokens=most
-            or max(1, min(terms.defaults.max_tokens, terms.most_tokens - len(tokens))),
-            choice=_choice(body, number, tokens, logprobs, terms),
+            or max(1, min(served.defaults.max_tokens, served.most_tokens - len(tokens))),
+            sampling=_sampling(body, number, tokens, logprobs, served),
             stop=body.stop,
             continues=isinstance(body, CompletionBody),
         )
@@ -396,7 +397,7 @@ def _order(
         for number in range(n)
     ]
     options = body.stream_options
-    return Order(
+    return ApiRequest(
         requests=tuple(requests),
         n=n,
         stream=bool(body.stream),
@@ -405,11 +406,11 @@ def _order(
     )
 
 
-def _choice(
-    body: _Body, number: int, prompt: tuple[int, ...], logprobs: int | None, terms: Terms
+def _sampling(
+    body: _Body, number: int, prompt: tuple[int, ...], logprobs: int | None, served: ServedModel
 ) -> SamplingParams:
     """``number`` counts the texts of one prompt."""
-    defaults = terms.defaults
+    defaults = served.defaults
 
     def given(name: str, default: Any) -> Any:
         value = getattr(body, name)
@@ -435,11 +436,11 @@ def _choice(
         top_p=given("top_p", defaults.top_p),
         min_p=given("min_p", defaults.min_p),
         # As many as there are is as good as all, which mlx-lm wants said as 0.
-        top_k=top_k if 0 < top_k < terms.vocabulary else 0,
+        top_k=top_k if 0 < top_k < served.vocabulary else 0,
         logit_bias=body.logit_bias,
         context=prompt[-looked_back:] if looked_back else (),
         seed=None if body.seed is None else body.seed % 2**64,
-        stream=next(terms.streams) if body.seed is None else number,
+        stream=next(served.streams) if body.seed is None else number,
         logprobs=logprobs,
         **penalties,
     )

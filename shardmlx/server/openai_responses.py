@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.openai_requests import Order
+from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
 
 Body = dict[str, Any]
@@ -21,7 +21,7 @@ TokenText = Callable[[int], str]
 
 
 @dataclass(slots=True)
-class Text:
+class GeneratedText:
     """One text as far as it has come. ``logprobs`` are those of its tokens."""
 
     text: str = ""
@@ -35,10 +35,10 @@ class Text:
 class Reply(ABC):
     """The reply to one request, whole or in chunks."""
 
-    order: Order
+    request: ApiRequest
     model: str
     token_text: TokenText
-    texts: list[Text] = field(init=False)
+    texts: list[GeneratedText] = field(init=False)
     head: Body = field(init=False)
 
     PREFIX: ClassVar[str]
@@ -46,7 +46,7 @@ class Reply(ABC):
     CHUNK: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.texts = [Text() for _ in self.order.requests]
+        self.texts = [GeneratedText() for _ in self.request.requests]
         self.head = {
             "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -57,7 +57,7 @@ class Reply(ABC):
         """Take in a piece of a text; the chunks to send of it."""
         text = self.texts[index]
         logprobs = None
-        if self.order.logprobs is not None:
+        if self.request.logprobs is not None:
             logprobs = self._logprobs(piece, len(text.text))
             for name, values in logprobs.items():
                 text.logprobs.setdefault(name, []).extend(values)
@@ -65,7 +65,7 @@ class Reply(ABC):
         text.generated = piece.generated
         text.cached = piece.cached
         text.finish_reason = piece.finish_reason
-        if piece.text or (piece.chosen and logprobs is not None):
+        if piece.text or (piece.sampled and logprobs is not None):
             yield self._chunk(self._part(index, piece.text, logprobs))
         if piece.finish_reason is not None:
             yield self._chunk(self._end(index, piece.finish_reason))
@@ -76,7 +76,7 @@ class Reply(ABC):
 
     def closing(self) -> Iterator[Body]:
         """Chunks after all texts."""
-        if self.order.include_usage:
+        if self.request.include_usage:
             yield {**self._chunk(), "usage": self.usage}
 
     @property
@@ -89,8 +89,8 @@ class Reply(ABC):
     def usage(self) -> Body:
         """A prompt counts once, however many texts were made of it, and is cached as far as it was
         for all of them."""
-        n = self.order.n
-        prompt = sum(len(request.tokens) for request in self.order.requests[::n])
+        n = self.request.n
+        prompt = sum(len(request.tokens) for request in self.request.requests[::n])
         cached = sum(
             min(text.cached for text in self.texts[start : start + n])
             for start in range(0, len(self.texts), n)
@@ -105,10 +105,10 @@ class Reply(ABC):
 
     def _chunk(self, *choices: Body) -> Body:
         chunk = {**self.head, "object": self.CHUNK, "choices": list(choices)}
-        return {**chunk, "usage": None} if self.order.include_usage else chunk
+        return {**chunk, "usage": None} if self.request.include_usage else chunk
 
     @abstractmethod
-    def _choice(self, index: int, text: Text) -> Body:
+    def _choice(self, index: int, text: GeneratedText) -> Body:
         """Of the whole reply."""
 
     @abstractmethod
@@ -136,7 +136,7 @@ class ChatReply(Reply):
         for index in range(len(self.texts)):
             yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
 
-    def _choice(self, index: int, text: Text) -> Body:
+    def _choice(self, index: int, text: GeneratedText) -> Body:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text.text, "refusal": None},
@@ -156,10 +156,10 @@ class ChatReply(Reply):
     def _logprobs(self, piece: Piece, length: int) -> Body:
         content = [
             {
-                **self._token(chosen.token, chosen.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in chosen.top],
+                **self._token(sampled.token, sampled.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in sampled.top],
             }
-            for chosen in piece.chosen
+            for sampled in piece.sampled
         ]
         return {"content": content}
 
@@ -178,7 +178,7 @@ class CompletionReply(Reply):
     WHOLE = "text_completion"
     CHUNK = "text_completion"
 
-    def _choice(self, index: int, text: Text) -> Body:
+    def _choice(self, index: int, text: GeneratedText) -> Body:
         return {
             **self._part(index, text.text, text.logprobs or None),
             "finish_reason": text.finish_reason,
@@ -191,19 +191,19 @@ class CompletionReply(Reply):
         return {**self._part(index, "", None), "finish_reason": reason}
 
     def _logprobs(self, piece: Piece, length: int) -> Body:
-        texts = [self.token_text(chosen.token) for chosen in piece.chosen]
+        texts = [self.token_text(sampled.token) for sampled in piece.sampled]
         offsets = [length + sum(map(len, texts[:place])) for place in range(len(texts))]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(chosen.logprob) for chosen in piece.chosen],
-            "top_logprobs": [self._likeliest(chosen) for chosen in piece.chosen],
+            "token_logprobs": [_finite(sampled.logprob) for sampled in piece.sampled],
+            "top_logprobs": [self._likeliest(sampled) for sampled in piece.sampled],
             "text_offset": offsets,
         }
 
-    def _likeliest(self, chosen: SampledToken) -> Body:
-        """The chosen token is always one of them. Of tokens that read alike the likelier stays."""
+    def _likeliest(self, sampled: SampledToken) -> Body:
+        """The sampled token is always one of them. Of tokens that read alike the likelier stays."""
         likeliest: Body = {}
-        for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):
+        for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))
         return likeliest
 

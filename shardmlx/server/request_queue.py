@@ -1,6 +1,6 @@
 """Requests for texts from a server's event loop, and texts back from the thread that generates.
 
-Pure: what generates is a ``Generator``, called on one thread only, that of ``TextService.run``.
+Pure: what generates is a ``Generator``, called on one thread only, that of ``RequestQueue.run``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
+class GenerationRequest:
     """A text to be generated after ``tokens``. It ends before any of the ``stop`` strings.
 
     One that ``continues`` the text of its prompt may begin with a space; an answer does not.
@@ -27,7 +27,7 @@ class TextRequest:
 
     tokens: tuple[int, ...]
     max_tokens: int
-    choice: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     continues: bool = False
 
@@ -37,12 +37,12 @@ class Piece:
     """What one or more further tokens have added to a text.
 
     ``text`` may be empty, while a character or what may become a stop string is incomplete.
-    ``chosen`` are the tokens, but for one that ended the text. ``generated`` counts all tokens of
+    ``sampled`` are the tokens, but for one that ended the text. ``generated`` counts all tokens of
     the text so far; ``cached`` those of its prompt that were not computed again.
     """
 
     text: str
-    chosen: tuple[SampledToken, ...]
+    sampled: tuple[SampledToken, ...]
     generated: int
     cached: int = 0
     finish_reason: FinishReason | None = None
@@ -61,7 +61,7 @@ class ServiceEnded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceLoad:
+class QueueLoad:
     """How much is to do: texts under way, requests that wait, and tokens kept for prompts that
     begin alike."""
 
@@ -73,7 +73,7 @@ class ServiceLoad:
 class Generator(Protocol):
     """What generates texts, a token at a time."""
 
-    def add(self, number: int, request: TextRequest) -> None:
+    def add(self, number: int, request: GenerationRequest) -> None:
         """Begin the text of a request, under a number of its own."""
 
     def cancel(self, number: int) -> None:
@@ -102,15 +102,15 @@ class Answer:
     does not come.
     """
 
-    def __init__(self, service: TextService, number: int) -> None:
-        self._service = service
+    def __init__(self, queue: RequestQueue, number: int) -> None:
+        self._queue = queue
         self._number = number
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | ServiceEnded] = asyncio.Queue()
 
     def cancel(self) -> None:
         """Whoever asked has gone. No effect on a text that has ended."""
-        self._service._cancel(self._number)
+        self._queue._cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         while True:
@@ -141,11 +141,11 @@ class _Open:
 
 @dataclass(slots=True)
 class _Inbox:
-    requests: deque[tuple[int, TextRequest]] = field(default_factory=deque)
+    requests: deque[tuple[int, GenerationRequest]] = field(default_factory=deque)
     cancelled: deque[int] = field(default_factory=deque)
 
 
-class TextService:
+class RequestQueue:
     """Takes at most ``most_open`` requests at a time, of at most ``most_tokens`` tokens each,
     prompt and answer together."""
 
@@ -162,7 +162,7 @@ class TextService:
 
     # On the event loop of the server.
 
-    def submit(self, request: TextRequest) -> Answer:
+    def submit(self, request: GenerationRequest) -> Answer:
         """Raises ``QueueFull``, ``RequestTooLong``, ``ServiceEnded``."""
         length = len(request.tokens) + request.max_tokens
         if length > self.most_tokens:
@@ -188,11 +188,11 @@ class TextService:
         """Why no more requests are taken; None while they are."""
         return self._ended
 
-    def load(self) -> ServiceLoad:
+    def load(self) -> QueueLoad:
         """Of this moment."""
         with self._changed:
             under_way = sum(each.has_begun for each in self._open.values())
-            return ServiceLoad(under_way, len(self._open) - under_way, self._kept_tokens)
+            return QueueLoad(under_way, len(self._open) - under_way, self._kept_tokens)
 
     def close(self, seconds: float) -> None:
         """Take no more requests, and let ``run`` return once the open ones have ended, which may

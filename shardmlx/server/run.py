@@ -10,7 +10,7 @@ from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompt_reader import PromptReader
-from shardmlx.inference.setup import new_prefixes, prepare, report_memory, typical_load
+from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
 
 PATIENCE = 2
 """Chunks of prompts that may come between two tokens of the texts under way."""
@@ -38,7 +38,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(
-            PATIENCE, new_prefixes(prepared) if config.prefix_cache else None
+            PATIENCE, new_prefix_cache(prepared) if config.prefix_cache else None
         )
         server = RequestServer(config, prepared, prepared.reader, first_stage, reporter)
         server.run(listeners[0])

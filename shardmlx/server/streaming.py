@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from shardmlx.server.guard import error_response
-from shardmlx.server.metrics import TextMeter
+from shardmlx.server.metrics import RequestMeter
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_responses import Body, Reply
 from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
@@ -24,7 +24,7 @@ class AnswerResponse(Response):
     """The reply to one request, from the answers to its texts."""
 
     def __init__(
-        self, reply: Reply, answers: Sequence[Answer], meters: Sequence[TextMeter]
+        self, reply: Reply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
     ) -> None:
         super().__init__()
         self._reply = reply
@@ -32,7 +32,9 @@ class AnswerResponse(Response):
         self._meters = meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        make = self._stream(send) if self._reply.order.stream else self._whole(scope, receive, send)
+        make = (
+            self._stream(send) if self._reply.request.stream else self._whole(scope, receive, send)
+        )
         work = asyncio.create_task(make)
         gone = asyncio.create_task(_wait_until_gone(receive))
         try:

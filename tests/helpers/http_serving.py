@@ -12,7 +12,7 @@ from typing import Any
 from shardmlx.errors import UserError
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
-from shardmlx.server.request_queue import FinishReason, Piece, TextRequest, TextService
+from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer, bind, trusted_hosts
 
 VOCABULARY = 128
@@ -41,7 +41,7 @@ class Letters:
 
 @dataclass
 class _Text:
-    request: TextRequest
+    request: GenerationRequest
     generated: int = 0
 
 
@@ -55,7 +55,7 @@ class Parrot:
     goes_on: threading.Event = field(default_factory=threading.Event)
     fails: str | None = None
     texts: dict[int, _Text] = field(default_factory=dict)
-    added: list[TextRequest] = field(default_factory=list)
+    added: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
     kept_tokens: int = 7
@@ -63,7 +63,7 @@ class Parrot:
     def __post_init__(self) -> None:
         self.goes_on.set()
 
-    def add(self, number: int, request: TextRequest) -> None:
+    def add(self, number: int, request: GenerationRequest) -> None:
         assert number not in self.texts
         self.threads.add(threading.get_ident())
         self.texts[number] = _Text(request)
@@ -105,19 +105,19 @@ class Parrot:
         cached = len(request.tokens) // 2
         if chr(token) == END or chr(token) in request.stop:
             return Piece("", (), text.generated, cached, "stop")
-        most = request.choice.logprobs
-        chosen = SampledToken(token)
+        most = request.sampling.logprobs
+        sampled = SampledToken(token)
         if most is not None:
             top = tuple((token + place, -0.5 - place) for place in range(most))
-            chosen = SampledToken(token, -0.5, top)
+            sampled = SampledToken(token, -0.5, top)
         reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
-        return Piece(chr(token), (chosen,), text.generated, cached, reason)
+        return Piece(chr(token), (sampled,), text.generated, cached, reason)
 
 
 @dataclass
 class Serving:
     address: str
-    service: TextService
+    service: RequestQueue
     parrot: Parrot
     server: HttpServer
 
@@ -139,7 +139,7 @@ def serving(
 ) -> Iterator[Serving]:
     """As the command does it: the service on one thread, the server on another."""
     parrot = parrot or Parrot()
-    service = TextService(most_open, MOST_TOKENS)
+    service = RequestQueue(most_open, MOST_TOKENS)
     listener = bind("127.0.0.1", 0)
     options = {"hosts": trusted_hosts(listener), **options}
     app = make_app(service, Letters(), model=MODEL, vocabulary=VOCABULARY, **options)

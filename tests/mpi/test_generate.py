@@ -143,7 +143,7 @@ def test_a_rank_that_dies(how: str, small: Path) -> None:
     (line,) = replace(job, stdout="").error_lines  # it may follow unfinished text
     if how == "raise":
         assert re.search(
-            r"failed: rank 1 on \S+, stage 1, token of text 0: RuntimeError: Insufficient Memory",
+            r"failed: rank 1 on \S+, stage 1, decode of sequence 0: RuntimeError: Insuff",
             line,
         )
     else:

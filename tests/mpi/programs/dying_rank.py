@@ -12,20 +12,20 @@ from shardmlx import generate  # noqa: E402 - argv first
 
 def failing() -> Any:
     from shardmlx.inference.generate import run
-    from shardmlx.inference.stage import Pipeline
+    from shardmlx.inference.stage import InferenceStage
 
-    compute = Pipeline._compute
+    compute = InferenceStage._compute
     seen = []
 
-    def spoiled(self: Pipeline, step: Any) -> None:
-        seen.append(step)
+    def spoiled(self: InferenceStage, graph: Any) -> None:
+        seen.append(graph)
         if self.transport.rank == 1 and len(seen) == 5:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("Insufficient Memory")
-        compute(self, step)
+        compute(self, graph)
 
-    Pipeline._compute = spoiled  # type: ignore[method-assign]
+    InferenceStage._compute = spoiled  # type: ignore[method-assign]
     return run
 
 

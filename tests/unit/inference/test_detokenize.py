@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardmlx.inference.detokenize import TextStream
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 
 EOS = 0
 
@@ -26,7 +26,7 @@ class Letters:
 
 def segments(text: str, stop: Sequence[str] = (), most: int = 100) -> tuple[list[str], str | None]:
     """What comes of each token, and why it ends; ``$`` is the end-of-text token."""
-    stream = TextStream(Letters(), frozenset({EOS}), most, stop=stop)
+    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), most, stop=stop)
     given = []
     for letter in text:
         stream.detokenizer.last_segment = ""
@@ -56,5 +56,7 @@ def test_of_several_stop_strings_the_first_that_is_complete(stop: list[str], tex
 
 
 def test_a_text_that_goes_on_may_begin_with_a_space() -> None:
-    stream = TextStream(Letters(), frozenset({EOS}), 9, begins_with_space=lambda token: True)
+    stream = IncrementalDetokenizer(
+        Letters(), frozenset({EOS}), 9, begins_with_space=lambda token: True
+    )
     assert [stream.take(ord("a")), stream.take(ord("b"))] == [" a", "b"]

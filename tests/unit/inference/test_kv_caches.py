@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from shardmlx.inference.kv_caches import TextCaches
-from shardmlx.inference.scheduler import Item, Kind
+from shardmlx.inference.kv_caches import KVCaches
+from shardmlx.inference.scheduler import Item, ItemKind
 
 LAYERS = 8
 TOKENS = 256
@@ -15,33 +15,33 @@ LAYER_BYTES = 2 * 4 * TOKENS * 32 * 4
 """Of one text's keys and values, in float32."""
 
 
-def in_a_group(texts: tuple[int, ...]) -> TextCaches:
+def in_a_group(texts: tuple[int, ...]) -> KVCaches:
     """Texts that have read their prompts and advance together."""
-    caches = TextCaches(lambda: [KVCache() for _ in range(LAYERS)])
+    caches = KVCaches(lambda: [KVCache() for _ in range(LAYERS)])
     for text in texts:
-        for layer in caches.of(Item(Kind.PROMPT, (text,), TOKENS)):
+        for layer in caches.of(Item(ItemKind.PREFILL, (text,), TOKENS)):
             layer.update_and_fetch(*(mx.full((1, 4, TOKENS, 32), text, mx.float32),) * 2)
             mx.eval(layer.keys, layer.values)
-    caches.of(Item(Kind.TOKEN, texts, group=0))
+    caches.of(Item(ItemKind.DECODE, texts, group=0))
     return caches
 
 
 @pytest.mark.parametrize(
     ("told", "added"),
     [
-        pytest.param(Item(Kind.REST, kept=(1, 2, 3, 4)), 0, id="all end and are kept"),
-        pytest.param(Item(Kind.REST, kept=(2, 3), dropped=(1, 4)), -2, id="half is kept"),
-        pytest.param(Item(Kind.REST, dropped=(1, 2, 4)), -3, id="one goes on"),
-        pytest.param(Item(Kind.REST, kept=(4,), dropped=(2,)), -1, id="two go on, one is kept"),
+        pytest.param(Item(ItemKind.IDLE, kept=(1, 2, 3, 4)), 0, id="all end and are kept"),
+        pytest.param(Item(ItemKind.IDLE, kept=(2, 3), dropped=(1, 4)), -2, id="half is kept"),
+        pytest.param(Item(ItemKind.IDLE, dropped=(1, 2, 4)), -3, id="one goes on"),
+        pytest.param(Item(ItemKind.IDLE, kept=(4,), dropped=(2,)), -1, id="two go on, one is kept"),
     ],
 )
 def test_texts_that_end_move_layer_by_layer(told: Item, added: int) -> None:
     caches = in_a_group((1, 2, 3, 4))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    caches.hear(told)
+    caches.update(told)
     assert mx.get_peak_memory() <= before + 4 * LAYER_BYTES + 4096
     assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= 16384
     for text in told.kept:
-        (row,) = {float(layer.keys.max()) for layer in caches.of(Item(Kind.PROMPT, (text,)))}
+        (row,) = {float(layer.keys.max()) for layer in caches.of(Item(ItemKind.PREFILL, (text,)))}
         assert row == text

@@ -123,8 +123,8 @@ def generate(
         for number, tokens in enumerate(prompts):
             first_stage.add(number, tokens, choices[number] if choices else SamplingParams())
         while not first_stage.is_idle:
-            for number, chosen in first_stage.step():
-                texts[number].append(chosen.token)
+            for number, sampled in first_stage.step():
+                texts[number].append(sampled.token)
                 if len(texts[number]) == counts[number]:
                     first_stage.finish(number)
         first_stage.stop()
@@ -206,7 +206,7 @@ def serve(
             len(cut), how.get("most", 8), how.get("chunk", 8), how.get("patience"), capacity
         )
         prefixes = PrefixCache(trimmable, shortest=4)
-        first_stage = FirstStage(transport, part, scheduler, random_state=7, prefixes=prefixes)
+        first_stage = FirstStage(transport, part, scheduler, random_state=7, prefix_cache=prefixes)
         result = work(first_stage)
         first_stage.stop()
         return result
@@ -218,8 +218,8 @@ def finish_all(first_stage: FirstStage, counts: dict[int, int]) -> dict[int, lis
     """The tokens of texts that end after so many."""
     texts: dict[int, list[int]] = {number: [] for number in counts}
     while not first_stage.is_idle:
-        for number, chosen in first_stage.step():
-            texts[number].append(chosen.token)
+        for number, sampled in first_stage.step():
+            texts[number].append(sampled.token)
             if len(texts[number]) == counts[number]:
                 first_stage.finish(number)
     return texts
@@ -237,8 +237,8 @@ def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: 
         cached = 0
         texts: list[int] = []
         while not first_stage.is_idle:
-            for _, chosen in first_stage.step():
-                texts.append(chosen.token)
+            for _, sampled in first_stage.step():
+                texts.append(sampled.token)
                 cached = first_stage.cached(1)
                 if len(texts) == 5:
                     first_stage.finish(1)
@@ -266,9 +266,9 @@ def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
         counts = {1: 3, 2: 9, 3: 5, 4: 7}
         texts |= {number: [] for number in counts}
         while not first_stage.is_idle:
-            for number, chosen in first_stage.step():
+            for number, sampled in first_stage.step():
                 cached[number] = first_stage.cached(number)
-                texts[number].append(chosen.token)
+                texts[number].append(sampled.token)
                 if len(texts[number]) == counts[number]:
                     first_stage.finish(number)
         first_stage.rest()
@@ -292,15 +292,15 @@ def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> 
         first_stage.add(9, prompt(7), SamplingParams(), context=64)
         texts[9] = []
         while len(texts[9]) < 2:
-            texts[9] += [chosen.token for _, chosen in first_stage.step()]
+            texts[9] += [sampled.token for _, sampled in first_stage.step()]
         counts = {10: 6, 11: 6, 12: 6, 9: 30}
         for number in (10, 11, 12):
             texts[number] = []
             more = [*first[number - 10], *texts[number - 10], *prompt(12)]
             first_stage.add(number, more, SamplingParams(), context=64)
         while not first_stage.is_idle:
-            for number, chosen in first_stage.step():
-                texts[number].append(chosen.token)
+            for number, sampled in first_stage.step():
+                texts[number].append(sampled.token)
                 if len(texts[number]) == counts[number]:
                     first_stage.finish(number)
         return texts
@@ -362,9 +362,9 @@ def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
                     first_stage.cancel(base + 2)
                     cancelled = True
                 steps += 1
-                for number, chosen in first_stage.step():
+                for number, sampled in first_stage.step():
                     if number in counts:
-                        texts[number].append(chosen.token)
+                        texts[number].append(sampled.token)
                         if len(texts[number]) == counts[number]:
                             first_stage.finish(number)
                     elif cancelled:
@@ -391,19 +391,19 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
         first_stage.add(2, tokens, SamplingParams(logprobs=0), context=64)
         texts: dict[int, list[SampledToken]] = {0: [], 1: [], 2: []}
         while not first_stage.is_idle:
-            for number, chosen in first_stage.step():
-                texts[number].append(chosen)
+            for number, sampled in first_stage.step():
+                texts[number].append(sampled)
                 if len(texts[number]) == 4:
                     first_stage.finish(number)
         return texts
 
     texts = serve("llama", [3, 3], work)
-    for chosen, (token, logprobs) in zip(texts[0], wanted, strict=True):
-        assert chosen.token == token
-        assert chosen.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+    for sampled, (token, logprobs) in zip(texts[0], wanted, strict=True):
+        assert sampled.token == token
+        assert sampled.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
         best = np.argsort(-logprobs)[:3]
-        assert [each for each, _ in chosen.top] == best.tolist()
-        assert [p for _, p in chosen.top] == pytest.approx(logprobs[best].tolist(), abs=1e-4)
+        assert [each for each, _ in sampled.top] == best.tolist()
+        assert [p for _, p in sampled.top] == pytest.approx(logprobs[best].tolist(), abs=1e-4)
     assert texts[1] == [SampledToken(token) for token, _ in wanted]
     assert [(each.logprob, each.top) for each in texts[2]] == [
         (each.logprob, ()) for each in texts[0]
@@ -459,7 +459,7 @@ def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Slice, "last_logits", fail)
     with pytest.raises(
         EngineError,
-        match=r"^rank 1 on localhost, stage 1, token of text 0: RuntimeError: Insuff",
+        match=r"^rank 1 on localhost, stage 1, decode of sequence 0: RuntimeError: Insuff",
     ):
         generate("llama", [3, 3], [prompt(4)], [2])
 

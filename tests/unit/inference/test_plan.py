@@ -56,8 +56,8 @@ def plan(load: Load, *memories: int, family: str = "llama", **options: object) -
     return plan_inference(config, given, load, workload(family), machines, budgets, "digest")
 
 
-ONE = Load(texts=1, prompt=500, answer=100, context=600)
-MANY = Load(texts=20, prompt=500, answer=100, context=600)
+ONE = Load(sequences=1, prompt=500, answer=100, context=600)
+MANY = Load(sequences=20, prompt=500, answer=100, context=600)
 ROOM = 1 << 30
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardmlx.inference.prefix_cache import Beginning, PrefixCache
+from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.models.kv_cache import held
 
 
@@ -13,7 +13,7 @@ def test_caches_have_room_for_whole_steps() -> None:
 def test_a_text_that_grows_takes_all_of_what_was_kept() -> None:
     cache = PrefixCache(shortest=2)
     cache.keep(0, [1, 2, 3])
-    assert cache.take([1, 2, 3, 4, 5]) == Beginning(text=0, length=3, is_whole=True)
+    assert cache.take([1, 2, 3, 4, 5]) == CachedPrefix(sequence=0, length=3, is_whole=True)
     assert cache.take([1, 2, 3, 4, 5]) is None
     assert cache.tokens == 0
 
@@ -21,7 +21,7 @@ def test_a_text_that_grows_takes_all_of_what_was_kept() -> None:
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     cache = PrefixCache(shortest=2)
     cache.keep(0, [1, 2, 3])
-    assert cache.take([1, 2, 3]) == Beginning(text=0, length=2, is_whole=False)
+    assert cache.take([1, 2, 3]) == CachedPrefix(sequence=0, length=2, is_whole=False)
 
 
 def test_the_longest_beginning_wins_and_a_part_of_a_text_leaves_it_kept() -> None:
@@ -29,8 +29,8 @@ def test_the_longest_beginning_wins_and_a_part_of_a_text_leaves_it_kept() -> Non
     cache.keep(0, [1, 2, 9, 9])
     cache.keep(1, [1, 2, 3, 9])
     prompt = [1, 2, 3, 4, 5]
-    assert cache.take(prompt) == Beginning(text=1, length=3, is_whole=False)
-    assert cache.take(prompt) == Beginning(text=1, length=3, is_whole=False)
+    assert cache.take(prompt) == CachedPrefix(sequence=1, length=3, is_whole=False)
+    assert cache.take(prompt) == CachedPrefix(sequence=1, length=3, is_whole=False)
 
 
 def test_a_short_beginning_is_not_worth_it() -> None:
@@ -44,9 +44,9 @@ def test_what_has_been_forgotten_cannot_be_cut() -> None:
     cache = PrefixCache(trimmable=4, shortest=2)
     cache.keep(0, [1, 2, 3, 4])
     assert cache.take([1, 2, 3, 9, 9]) is None
-    assert cache.take([1, 2, 3, 4, 9]) == Beginning(text=0, length=4, is_whole=True)
+    assert cache.take([1, 2, 3, 4, 9]) == CachedPrefix(sequence=0, length=4, is_whole=True)
     cache.keep(1, [1, 2, 3])
-    assert cache.take([1, 2, 9, 9]) == Beginning(text=1, length=2, is_whole=False)
+    assert cache.take([1, 2, 9, 9]) == CachedPrefix(sequence=1, length=2, is_whole=False)
 
 
 def test_those_used_longest_ago_go_first() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.inference.prefix_cache import Beginning
-from shardmlx.inference.scheduler import Item, Kind, Scheduler
+from shardmlx.inference.prefix_cache import CachedPrefix
+from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 
 
 def play(
@@ -25,22 +25,22 @@ def play(
             if at <= now:
                 under_way.remove((at, item))
                 scheduler.returned(item)
-                for text in item.texts:
+                for text in item.sequences:
                     left[text] = left.get(text, 10**9) - 1
                     if left[text] == 0:
                         scheduler.finish(text)
         issued = scheduler.next()
         out.append("." if issued is None else show(issued))
-        if issued is not None and issued.chooses:
+        if issued is not None and issued.samples:
             under_way.append((now + delay, issued))
     return out
 
 
 def show(item: Item) -> str:
-    names = "".join(chr(ord("a") + text) for text in item.texts)
-    if item.kind is Kind.TOKEN:
+    names = "".join(chr(ord("a") + text) for text in item.sequences)
+    if item.kind is ItemKind.DECODE:
         return names.upper()
-    return names + ("!" if item.chooses else str(item.length))
+    return names + ("!" if item.samples else str(item.length))
 
 
 def test_a_prompt_in_chunks_but_for_its_last_token_which_makes_the_first_choice() -> None:
@@ -97,7 +97,7 @@ def test_a_dropped_text_is_announced_once_with_the_next_item() -> None:
     scheduler.returned(first)
     scheduler.finish(0)
     second = scheduler.next()
-    assert second == Item(Kind.PROMPT, (1,), 1, chooses=True, dropped=(0,))
+    assert second == Item(ItemKind.PREFILL, (1,), 1, samples=True, dropped=(0,))
 
 
 def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
@@ -128,23 +128,23 @@ def test_with_a_capacity_as_many_texts_as_it_has_room_for_padding_counted() -> N
     scheduler.add(3, 1, context=100)  # waits its turn
     played = play(scheduler, 9, lengths={0: 3, 1: 4})
     assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
-    with pytest.raises(ValueError, match="a text of 1025 tokens, where 1024 are kept"):
+    with pytest.raises(ValueError, match="a sequence of 1025 tokens, where 1024 are kept"):
         scheduler.add(4, 1, context=1025)
 
 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
-    scheduler.begin = lambda text: Beginning(7, 9, is_whole=True) if text == 1 else None
+    scheduler.find_prefix = lambda text: CachedPrefix(7, 9, is_whole=True) if text == 1 else None
     scheduler.add(0, 3)
     scheduler.add(1, 12)
     items = []
     for _ in range(3):
         item = scheduler.next()
         assert item is not None
-        items.append((show(item), item.begins))
+        items.append((show(item), item.prefix))
     assert items == [
         ("a2", None),
-        ("b2", Beginning(7, 9, is_whole=True)),
+        ("b2", CachedPrefix(7, 9, is_whole=True)),
         ("AB", None),
     ]
 
@@ -159,6 +159,6 @@ def test_a_text_may_be_finished_before_its_beginning_and_within_its_prompt() -> 
     scheduler.finish(0, keep=True)
     scheduler.finish(1)
     second = scheduler.next()
-    assert second == Item(Kind.PROMPT, (2,), 1, chooses=True, kept=(0,))
+    assert second == Item(ItemKind.PREFILL, (2,), 1, samples=True, kept=(0,))
     scheduler.forget([0])
-    assert scheduler.rest() == Item(Kind.REST, dropped=(0,))
+    assert scheduler.rest() == Item(ItemKind.IDLE, dropped=(0,))

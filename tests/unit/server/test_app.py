@@ -12,9 +12,9 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
-from shardmlx.server.metrics import Memory, Metrics
+from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
-from shardmlx.server.request_queue import TextService
+from shardmlx.server.request_queue import RequestQueue
 from tests.helpers.http_serving import MODEL, Parrot, Serving, serving
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
@@ -174,7 +174,7 @@ def test_the_defaults_of_the_server() -> None:
     with serving(defaults=Defaults(max_tokens=2, temp=0.5)) as server, client_of(server) as client:
         answer = client.completions.create(model=MODEL, prompt="hello")
         assert answer.choices[0].text == "he"
-        assert server.parrot.added[0].choice.temp == 0.5
+        assert server.parrot.added[0].sampling.temp == 0.5
 
 
 def test_32_clients_stream_at_once() -> None:
@@ -499,8 +499,8 @@ def test_metrics_have_the_memory_of_each_rank() -> None:
         MemoryLimits(PlannedMemory(peak, 100), memory, 10, None, ("", "", ""))
         for peak, memory in ((700, 900), (600, 800))
     ]
-    memory = Memory(("mac1", "mac2"), limits, lambda: 650)
-    text = Metrics(TextService(1, 10), memory).exposition().decode()
+    memory = MemoryCollector(("mac1", "mac2"), limits, lambda: 650)
+    text = Metrics(RequestQueue(1, 10), memory).exposition().decode()
     for name, value in {
         'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
         'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,

@@ -9,26 +9,32 @@ import pytest
 
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import Defaults, Order, Terms, read_chat, read_completion
-from shardmlx.server.request_queue import TextRequest
+from shardmlx.server.openai_requests import (
+    ApiRequest,
+    Defaults,
+    ServedModel,
+    read_chat,
+    read_completion,
+)
+from shardmlx.server.request_queue import GenerationRequest
 from tests.helpers.http_serving import Letters
 
 HELLO = tuple(map(ord, "hello"))
 
 
-def terms(**changes: Any) -> Terms:
-    return Terms(
-        **{"model": "ours", "vocabulary": 128, "most_tokens": 600, "most_texts": 8, **changes}
+def terms(**changes: Any) -> ServedModel:
+    return ServedModel(
+        **{"model": "ours", "vocabulary": 128, "most_tokens": 600, "most_requests": 8, **changes}
     )
 
 
-def chat(body: dict[str, Any] | None = None, /, **parameters: Any) -> Order:
+def chat(body: dict[str, Any] | None = None, /, **parameters: Any) -> ApiRequest:
     messages = [{"role": "user", "content": "hello"}]
     whole = {"messages": messages, **(body or {}), **parameters}
     return read_chat(json.dumps(whole).encode(), Letters(), terms())
 
 
-def completion(**parameters: Any) -> Order:
+def completion(**parameters: Any) -> ApiRequest:
     whole = {"prompt": "hello", **parameters}
     return read_completion(json.dumps(whole).encode(), Letters(), terms())
 
@@ -44,7 +50,7 @@ def refusal(kind: Any, /, **parameters: Any) -> tuple[str | None, str]:
     return caught.value.param, message
 
 
-def only(order: Order) -> TextRequest:
+def only(order: ApiRequest) -> GenerationRequest:
     (request,) = order.requests
     return request
 
@@ -53,12 +59,12 @@ def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     defaults = Defaults(max_tokens=99, temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
     order = read_chat(body, Letters(), terms(defaults=defaults))
-    assert order == Order(
+    assert order == ApiRequest(
         requests=(
-            TextRequest(
+            GenerationRequest(
                 tokens=HELLO,
                 max_tokens=99,
-                choice=SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
+                sampling=SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
             ),
         ),
         n=1,
@@ -94,7 +100,7 @@ def test_null_is_as_good_as_nothing() -> None:
         "user",
         "reasoning_effort",
     ]
-    assert only(chat(dict.fromkeys(names))) == TextRequest(tokens=HELLO, max_tokens=512)
+    assert only(chat(dict.fromkeys(names))) == GenerationRequest(tokens=HELLO, max_tokens=512)
 
 
 def test_all_that_is_understood() -> None:
@@ -119,11 +125,11 @@ def test_all_that_is_understood() -> None:
         logprobs=True,
         top_logprobs=5,
     )
-    assert only(order) == TextRequest(
+    assert only(order) == GenerationRequest(
         tokens=HELLO,
         max_tokens=7,
         stop=("a", "b"),
-        choice=SamplingParams(
+        sampling=SamplingParams(
             temp=1.0,
             top_p=0.5,
             min_p=0.25,
@@ -147,15 +153,15 @@ def test_all_that_is_understood() -> None:
 
 def test_penalties_look_back_into_the_prompt_as_far_as_mlx_lm_does() -> None:
     prompt = "0123456789abcdefghijklmnop"
-    choice = only(completion(prompt=prompt, presence_penalty=1)).choice
-    assert choice.context == tuple(map(ord, prompt[-20:]))
+    sampling = only(completion(prompt=prompt, presence_penalty=1)).sampling
+    assert sampling.context == tuple(map(ord, prompt[-20:]))
 
 
 def test_of_many_texts_each_has_a_random_stream_of_its_own() -> None:
     seeded = completion(prompt=["a", "b"], n=2, seed=5)
     assert [chr(each.tokens[0]) for each in seeded.requests] == ["a", "a", "b", "b"]
-    assert [each.choice.seed for each in seeded.requests] == [5, 5, 5, 5]
-    assert [each.choice.stream for each in seeded.requests] == [0, 1, 0, 1]
+    assert [each.sampling.seed for each in seeded.requests] == [5, 5, 5, 5]
+    assert [each.sampling.stream for each in seeded.requests] == [0, 1, 0, 1]
     assert seeded.n == 2
 
 
@@ -164,23 +170,23 @@ def test_requests_without_a_seed_share_no_random_stream() -> None:
     orders = [
         read_completion(b'{"prompt": "a", "n": 2}', Letters(), of_the_server) for _ in range(2)
     ]
-    choices = [each.choice for order in orders for each in order.requests]
-    assert [choice.seed for choice in choices] == [None] * 4
-    assert [choice.stream for choice in choices] == [0, 1, 2, 3]
+    params = [each.sampling for order in orders for each in order.requests]
+    assert [each.seed for each in params] == [None] * 4
+    assert [each.stream for each in params] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("seed", "is_taken_as"), [(-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
 def test_seeds_have_64_bits(seed: int, is_taken_as: int) -> None:
-    assert only(chat(seed=seed)).choice.seed == is_taken_as
+    assert only(chat(seed=seed)).sampling.seed == is_taken_as
 
 
 def test_a_temperature_of_almost_nothing_takes_the_likeliest() -> None:
-    assert only(chat(temperature=1e-9)).choice.is_greedy
+    assert only(chat(temperature=1e-9)).sampling.is_greedy
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 128, 100_000])
 def test_top_k_of_all_tokens_leaves_none_out(top_k: int) -> None:
-    assert only(chat(top_k=top_k)).choice.top_k == 0
+    assert only(chat(top_k=top_k)).sampling.top_k == 0
 
 
 @pytest.mark.parametrize("name", ["ours", "default", "default_model", None])
@@ -286,15 +292,15 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 
 
 def test_logprobs_of_completions_are_a_number() -> None:
-    assert only(completion(logprobs=3)).choice.logprobs == 3
-    assert only(completion(logprobs=0)).choice.logprobs == 0
-    assert only(completion()).choice.logprobs is None
+    assert only(completion(logprobs=3)).sampling.logprobs == 3
+    assert only(completion(logprobs=0)).sampling.logprobs == 0
+    assert only(completion()).sampling.logprobs is None
     assert refusal(completion, logprobs=True)[0] == "logprobs"
 
 
 def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
-    assert only(chat(logprobs=True)).choice.logprobs == 0
-    assert only(chat(logprobs=False)).choice.logprobs is None
+    assert only(chat(logprobs=True)).sampling.logprobs == 0
+    assert only(chat(logprobs=False)).sampling.logprobs is None
     assert refusal(chat, top_logprobs=2) == (
         "top_logprobs",
         "top_logprobs is for requests with logprobs: true",

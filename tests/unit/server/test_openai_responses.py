@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.openai_requests import Order
+from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
-from shardmlx.server.request_queue import Piece, TextRequest
+from shardmlx.server.request_queue import GenerationRequest, Piece
 
 WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
 
 
 def order(
     *, texts: int = 1, n: int = 1, include_usage: bool = False, logprobs: int | None = None
-) -> Order:
+) -> ApiRequest:
     requests = [
-        TextRequest(tokens=(number // n,) * (10 + number // n), max_tokens=9)
+        GenerationRequest(tokens=(number // n,) * (10 + number // n), max_tokens=9)
         for number in range(texts)
     ]
-    return Order(
+    return ApiRequest(
         requests=tuple(requests),
         n=n,
         stream=True,
@@ -150,8 +150,8 @@ def test_whole_replies() -> None:
 
 def test_logprobs_of_a_chat() -> None:
     reply = chat(logprobs=2)
-    chosen = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
-    (chunk,) = reply.add(0, Piece("Hi", (chosen,), 1))
+    sampled = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
+    (chunk,) = reply.add(0, Piece("Hi", (sampled,), 1))
     expected = {
         "content": [
             {
@@ -192,7 +192,7 @@ def test_logprobs_of_a_completion() -> None:
         "token_logprobs": [-0.5, -1.0, -2.0],
         "top_logprobs": [
             {"Hi": -0.5},
-            {"é": -0.75, " there": -1.0},  # the chosen one is always among them
+            {"é": -0.75, " there": -1.0},  # the sampled one is always among them
             {"Hi": -0.125, "é": -2.0},
         ],
         "text_offset": [0, 2, 8],

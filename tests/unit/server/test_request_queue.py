@@ -8,23 +8,23 @@ import pytest
 
 from shardmlx.server.request_queue import (
     Answer,
+    GenerationRequest,
     Piece,
     QueueFull,
+    QueueLoad,
+    RequestQueue,
     RequestTooLong,
     ServiceEnded,
-    ServiceLoad,
-    TextRequest,
-    TextService,
 )
 from tests.helpers.http_serving import Parrot
 
-Session = Callable[[TextService, Parrot], Awaitable[None]]
+Session = Callable[[RequestQueue, Parrot], Awaitable[None]]
 
 
 def run(session: Session, parrot: Parrot | None = None, most_open: int = 8) -> BaseException | None:
-    """A session against a service that runs; what ``TextService.run`` raised."""
+    """A session against a service that runs; what ``RequestQueue.run`` raised."""
     parrot = parrot or Parrot()
-    service = TextService(most_open, most_tokens=100)
+    service = RequestQueue(most_open, most_tokens=100)
     raised: list[BaseException | None] = []
 
     def generate() -> None:
@@ -48,8 +48,8 @@ def run(session: Session, parrot: Parrot | None = None, most_open: int = 8) -> B
     return raised[0]
 
 
-def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> TextRequest:
-    return TextRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
+def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> GenerationRequest:
+    return GenerationRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
 
 
 async def text_of(answer: Answer) -> str:
@@ -63,7 +63,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         pieces = [piece async for piece in service.submit(request("ab", 3))]
         assert [piece.text for piece in pieces] == ["a", "b", "a"]
         assert [piece.generated for piece in pieces] == [1, 2, 3]
@@ -73,7 +73,7 @@ def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
 
 
 def test_texts_asked_for_together_do_not_mix() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         answers = [service.submit(request(letter)) for letter in "abcdefgh"]
         assert await asyncio.gather(*map(text_of, answers)) == [6 * letter for letter in "abcdefgh"]
 
@@ -81,7 +81,7 @@ def test_texts_asked_for_together_do_not_mix() -> None:
 
 
 def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         prompts = [chr(ord("a") + place) for place in range(8)]
         await asyncio.gather(*(text_of(service.submit(request(each))) for each in prompts))
         assert [chr(each.tokens[0]) for each in parrot.added] == prompts
@@ -92,7 +92,7 @@ def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> Non
 
 
 def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
         answers = [service.submit(request("a")) for _ in range(2)]
         with pytest.raises(QueueFull, match=r"^2 requests are open already: try again later$"):
@@ -105,7 +105,7 @@ def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> Non
 
 
 def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         with pytest.raises(
             RequestTooLong,
             match=r"^the prompt has 60 tokens and max_tokens is 41: together at most 100 are ser",
@@ -117,26 +117,26 @@ def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
 
 
 def test_load_counts_texts_from_their_first_piece() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
-        assert service.load() == ServiceLoad(0, 0, 0)
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
+        assert service.load() == QueueLoad(0, 0, 0)
         answers = [service.submit(request("a")) for _ in range(3)]
-        await until(lambda: service.load() == ServiceLoad(1, 2, 7))
+        await until(lambda: service.load() == QueueLoad(1, 2, 7))
         parrot.goes_on.set()
         await asyncio.gather(*map(text_of, answers))
-        assert service.load() == ServiceLoad(0, 0, 7)
+        assert service.load() == QueueLoad(0, 0, 7)
 
     run(session, Parrot(at_once=1, steps=1))
 
 
 def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         first, second = (service.submit(request("a")) for _ in range(2))
-        await until(lambda: service.load() == ServiceLoad(1, 1, 7))
+        await until(lambda: service.load() == QueueLoad(1, 1, 7))
         second.cancel()
         await until(lambda: parrot.cancelled == [1])
         first.cancel()
         await until(lambda: parrot.cancelled == [1, 0])
-        assert service.load() == ServiceLoad(0, 0, 7)
+        assert service.load() == QueueLoad(0, 0, 7)
 
     run(session, Parrot(at_once=1, steps=1))
 
@@ -144,7 +144,7 @@ def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
 def test_cancelled_at_once_is_added_and_cancelled() -> None:
     """The generator need not know numbers that it never had."""
 
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
         service.submit(request("a")).cancel()
         await until(lambda: parrot.cancelled == [0])
@@ -154,7 +154,7 @@ def test_cancelled_at_once_is_added_and_cancelled() -> None:
 
 
 def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         answer = service.submit(request("a"))
         await text_of(answer)
         answer.cancel()
@@ -166,7 +166,7 @@ def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
 
 
 def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
         answers = [service.submit(request("a")) for _ in range(3)]
         parrot.fails = "rank 1 on there:\n is gone"
@@ -181,7 +181,7 @@ def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
 
 
 def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         steps = iter([[(0, Piece("a", (), 1))]])
         parrot.step = lambda: next(steps, None) or fail()  # type: ignore[method-assign]
         pieces = aiter(service.submit(request("a")))
@@ -196,7 +196,7 @@ def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
 
 
 def test_close_lets_open_texts_end_and_takes_no_more() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
         answer = service.submit(request("a"))
         service.close(60)
@@ -210,7 +210,7 @@ def test_close_lets_open_texts_end_and_takes_no_more() -> None:
 
 
 def test_close_with_a_deadline_ends_what_is_open_then() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
         answer = service.submit(request("a"))
         service.close(60)
@@ -224,7 +224,7 @@ def test_close_with_a_deadline_ends_what_is_open_then() -> None:
 def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
     """However long the generator takes for its step."""
 
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         in_step, goes_on = threading.Event(), threading.Event()
 
         def step() -> list[tuple[int, Piece]]:
@@ -239,16 +239,16 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
         with pytest.raises(ServiceEnded, match=r"^rank 1 is lost$"):
             await text_of(answer)
         goes_on.set()
-        await until(lambda: service.load() == ServiceLoad(0, 0, 7))
+        await until(lambda: service.load() == QueueLoad(0, 0, 7))
         ended.append(service)
 
-    ended: list[TextService] = []
+    ended: list[RequestQueue] = []
     assert run(session) is None
     assert ended[0].ended == "rank 1 is lost"
 
 
 def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
-    async def session(service: TextService, parrot: Parrot) -> None:
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
         service.close(60)
 
     assert run(session) is None
@@ -257,7 +257,7 @@ def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
 def test_nobody_need_listen_any_more() -> None:
     """A loop that has ended does not end the service."""
     parrot = Parrot()
-    service = TextService(8, most_tokens=100)
+    service = RequestQueue(8, most_tokens=100)
     parrot.goes_on.clear()
 
     async def ask() -> None:
