@@ -1,4 +1,4 @@
-"""What ``shardmlx.chat`` does on every rank: prepare, and talk with whoever sits at rank 0."""
+"""The command ``shardmlx.chat`` on every rank: prepare, then talk with the user at rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.plan import Load
-from shardmlx.inference.prompt_reader import Message, PromptReader
+from shardmlx.inference.prompts import ChatMessage, PromptReader
 from shardmlx.inference.setup import (
     Prepared,
     new_detokenizer,
@@ -26,7 +26,7 @@ from shardmlx.inference.stdin_lines import TypedLines
 PROMPT = ">> "
 
 SECONDS_BETWEEN_SIGNS = 1.0
-"""While nobody types, the other ranks hear that all is well."""
+"""Seconds between two signs of life to the other ranks while nobody types."""
 
 HELP = """\
 - 'q' to leave, 'r' to begin anew, 'h' for this help
@@ -34,13 +34,14 @@ HELP = """\
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
-    """Talk as ``config`` says. Collective; raises as ``prepare``."""
+    """Hold the conversation that ``config`` describes. All ranks must call it; raises as
+    ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 
     def read(reader: PromptReader, most_positions: int | None) -> Load:
         if not reader.has_template:
-            raise UserError(f"--model {config.model} has no chat template: use shardmlx.generate")
+            raise UserError(f"--model {config.model} has no chat template", "use shardmlx.generate")
         return typical_load(config, 1, config.cache_tokens, most_positions)
 
     prepared = prepare(config, transport, reporter, read)
@@ -53,14 +54,16 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Turn:
+    """The answer to one message, of whose prompt ``cached`` tokens came from the prefix cache."""
+
     stream: IncrementalDetokenizer
     prompt_tokens: int
     cached: int = 0
 
 
 class _Chat:
-    """On rank 0: a conversation, whose keys and values are kept from turn to turn."""
+    """A conversation at rank 0, whose KV cache is kept from turn to turn."""
 
     def __init__(
         self, config: ChatConfig, prepared: Prepared, reader: PromptReader, reporter: Reporter
@@ -72,11 +75,11 @@ class _Chat:
         self._max_tokens = prepared.plan.load.answer
         self._first_stage = prepared.first_stage(prefix_cache=new_prefix_cache(prepared))
         self._lines = TypedLines()
-        self._messages: list[Message] = []
+        self._messages: list[ChatMessage] = []
         self._turns = 0
 
     def hold(self) -> None:
-        """Until the user leaves, or stdin ends."""
+        """Talk until the user leaves, or stdin ends."""
         self._reporter.say(HELP)
         while (line := self._ask()) is not None:
             match line.strip():
@@ -94,7 +97,7 @@ class _Chat:
         self._first_stage.stop()
 
     def _ask(self) -> str | None:
-        """The next line; None at the end."""
+        """Return the next line that is typed; None at the end."""
         if self._config.verbose:
             print(PROMPT, end="", flush=True)
         self._lines.rest()
@@ -122,14 +125,14 @@ class _Chat:
                 "--cache-tokens): r begins anew"
             )
             return
-        answer = self._generate(tokens, context)
-        self._messages += [message, {"role": "assistant", "content": answer.stream.text}]
-        self._report(answer)
+        turn = self._generate(tokens, context)
+        self._messages += [message, {"role": "assistant", "content": turn.stream.text}]
+        self._report(turn)
 
-    def _generate(self, tokens: tuple[int, ...], context: int) -> _Answer:
+    def _generate(self, tokens: tuple[int, ...], context: int) -> _Turn:
         number, self._turns = self._turns, self._turns + 1
         tokenizer = self._reader.tokenizer
-        answer = _Answer(new_detokenizer(tokenizer, self._max_tokens), len(tokens))
+        turn = _Turn(new_detokenizer(tokenizer, self._max_tokens), len(tokens))
         self._first_stage.add(
             number, tokens, sampling_params_of(self._config, tokenizer, number), context
         )
@@ -137,24 +140,24 @@ class _Chat:
         try:
             while not self._first_stage.is_idle:
                 for _, sampled in self._first_stage.step():
-                    segment = answer.stream.take(sampled.token)
-                    answer.cached = self._first_stage.cached(number)
-                    if answer.stream.finish_reason is not None:
+                    segment = turn.stream.take(sampled.token)
+                    turn.cached = self._first_stage.cached(number)
+                    if turn.stream.finish_reason is not None:
                         self._first_stage.finish(number)
                     print(segment, end="", flush=True)
-                has_ended = is_stopped or answer.stream.finish_reason is not None
+                has_ended = is_stopped or turn.stream.finish_reason is not None
                 if not has_ended and self._lines.interrupts():
                     self._first_stage.cancel(number)
                     is_stopped = True
         finally:
             print(flush=True)  # what is said of a failure begins a line
-        return answer
+        return turn
 
-    def _report(self, answer: _Answer) -> None:
-        stream = answer.stream
-        computed = answer.prompt_tokens - answer.cached
+    def _report(self, turn: _Turn) -> None:
+        stream = turn.stream
+        computed = turn.prompt_tokens - turn.cached
         rate = stream.count / max(stream.last - stream.first, 1e-9) if stream.count > 1 else 0.0
         self._reporter.say(
-            f"[{computed} of {answer.prompt_tokens} prompt tokens computed, {stream.count} "
+            f"[{computed} of {turn.prompt_tokens} prompt tokens computed, {stream.count} "
             f"generated, {rate:.1f} tokens-per-sec]"
         )

@@ -1,4 +1,4 @@
-"""A text as it comes: tokens to characters, and where it ends. Pure."""
+"""Detokenization of an answer as it comes, and where it ends. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class IncrementalDetokenizer:
-    """An answer of at most ``max_tokens``. It ends with a token of ``eos``, or before any of the
-    strings ``stop``. ``finish_reason`` is None until it is complete.
+    """The text of one answer, token by token.
 
-    ``detokenizer`` is a fresh one of mlx-lm. ``begins_with_space`` says of the first token whether
-    a space is missing before the text.
+    It ends after ``max_tokens``, with a token of ``eos``, or before any of the strings ``stop``.
+    ``finish_reason`` is None until then. ``detokenizer`` is a new one of mlx-lm.
+    ``begins_with_space`` says of the first token whether a space is missing before the text.
+    ``count`` are the tokens so far; ``started``, ``first`` and ``last`` the seconds, as
+    ``time.perf_counter`` gives them, at which the answer was begun and its tokens came.
     """
 
     detokenizer: Any
@@ -33,7 +35,8 @@ class IncrementalDetokenizer:
     _held: str = ""
 
     def take(self, token: int) -> str:
-        """The text that a token adds, as far as no stop string may begin with it."""
+        """Take in a token, and return the text that it adds. Text with which a stop string may
+        begin is held back."""
         self.last = time.perf_counter()
         if self.count == 0:
             self.first = self.last
@@ -54,7 +57,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All that has been given out."""
+        """All text that has been given out."""
         return "".join(self._given)
 
     def _until_stop(self, text: str) -> str:
@@ -70,6 +73,6 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    """Return how many characters at the end of ``text`` may be the beginning of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

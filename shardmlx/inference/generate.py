@@ -1,4 +1,4 @@
-"""What ``shardmlx.generate`` does on every rank: prepare, generate, and say what it took."""
+"""The command ``shardmlx.generate`` on every rank: prepare, generate, report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import Load
-from shardmlx.inference.prompt_reader import PromptReader
-from shardmlx.inference.prompts import Request, read_prompts, read_stdin
+from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.setup import (
     Prepared,
     new_detokenizer,
@@ -29,19 +28,19 @@ from shardmlx.inference.setup import (
 )
 
 RULE = "=" * 10
-"""Around the text, as mlx-lm draws it."""
+"""Line above and below the text, as mlx-lm draws it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One text to generate, tokenised."""
+class TokenizedPrompt:
+    """A prompt's tokens, and how many to generate at most."""
 
     tokens: Sequence[int]
     max_tokens: int
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
-    """Generate as ``config`` says, which is the same on all ranks. Collective.
+    """Generate as ``config`` says, which is the same on all ranks. All ranks must call it.
 
     Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
     """
@@ -49,7 +48,7 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     is_quiet = transport.rank != 0 or not config.verbose or _answers_on_stdout(config)
     reporter = Reporter(quiet=is_quiet)
     reporter.say(str(blas))
-    prompts: list[Prompt] = []
+    prompts: list[TokenizedPrompt] = []
 
     def read(reader: PromptReader, most_positions: int | None) -> Load:
         prompts.extend(tokenised(config, reader))
@@ -63,36 +62,41 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     report_memory(prepared, reporter)
 
 
-def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
-    """What ``config`` wants generated, as mlx-lm tokenises it. ``UserError``."""
+def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPrompt]:
+    """Read and tokenise the prompts that ``config`` names, as mlx-lm does.
+
+    Raises ``UserError`` for a prompt, a file or an ``--output`` that is not usable.
+    """
     if config.prompts is not None:
         requests = read_prompts(config.prompts, config.max_tokens)
     else:
         prompt = config.prompt.replace("\\n", "\n").replace("\\t", "\t")
         prompt = read_stdin() if prompt == "-" else prompt
         if not prompt:
-            raise UserError("--prompt is empty: give a text")
+            raise UserError("--prompt is empty", "give a text")
         messages = ({"role": "user", "content": prompt},)
-        requests = [Request(messages, config.max_tokens, "--prompt", prompt)]
+        requests = [PromptRequest(messages, config.max_tokens, "--prompt", prompt)]
     if config.output is not None:
         check_writable(Path(config.output), "--output")
     reader = replace(
         reader, system_prompt=config.system_prompt, prefill_response=config.prefill_response
     )
-    return [Prompt(_tokens(config, reader, each), each.max_tokens) for each in requests]
+    return [TokenizedPrompt(_tokens(config, reader, each), each.max_tokens) for each in requests]
 
 
-def _tokens(config: GenerateConfig, reader: PromptReader, request: Request) -> tuple[int, ...]:
+def _tokens(
+    config: GenerateConfig, reader: PromptReader, request: PromptRequest
+) -> tuple[int, ...]:
     try:
         if request.prompt is not None and (config.ignore_chat_template or not reader.has_template):
             return reader.text(request.prompt)
         return reader.chat(request.messages)
     except UserError as error:
-        raise UserError(f"{request.where}: {error}") from None
+        raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
 
 
-def load_of(prompts: Sequence[Prompt]) -> Load:
-    """How much there is to do."""
+def load_of(prompts: Sequence[TokenizedPrompt]) -> Load:
+    """Return how many tokens these prompts and their answers may take."""
     return Load(
         sequences=len(prompts),
         prompt=max(len(each.tokens) for each in prompts),
@@ -105,84 +109,84 @@ def _lead(
     config: GenerateConfig,
     prepared: Prepared,
     reader: PromptReader,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     reporter: Reporter,
 ) -> None:
-    """On rank 0: generate all texts, and give them out."""
+    """Generate all answers on rank 0, and print or write them."""
     first_stage = prepared.first_stage()
-    texts = []
+    answers = []
     for number, prompt in enumerate(prompts):
-        texts.append(new_detokenizer(reader.tokenizer, prompt.max_tokens))
+        answers.append(new_detokenizer(reader.tokenizer, prompt.max_tokens))
         first_stage.add(number, prompt.tokens, sampling_params_of(config, reader.tokenizer, number))
     if config.prompts is None:
-        _stream(texts[0], len(prompts[0].tokens), first_stage, reporter)
+        _stream(answers[0], len(prompts[0].tokens), first_stage, reporter)
     else:
         with (
-            _answers(config) as answers,
-            reporter.bar("generating", len(texts)) as bar,
+            _output(config) as file,
+            reporter.bar("generating", len(answers)) as bar,
         ):
-            _write(prompts, texts, first_stage, answers, bar)
-        _summary(prompts, texts, reporter)
+            _write(prompts, answers, first_stage, file, bar)
+        _summary(prompts, answers, reporter)
     first_stage.stop()
 
 
 def _stream(
-    text: IncrementalDetokenizer, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
+    answer: IncrementalDetokenizer, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
 ) -> None:
-    """One text, as it comes."""
+    """Print one answer as it comes."""
     reporter.say(RULE)
     try:
         while not first_stage.is_idle:
             for number, sampled in first_stage.step():
-                segment = text.take(sampled.token)
-                if text.finish_reason is not None:
+                segment = answer.take(sampled.token)
+                if answer.finish_reason is not None:
                     first_stage.finish(number)
                 print(segment, end="", flush=True)
     finally:
         print(flush=True)  # what is said of a failure begins a line
     reporter.say(RULE)
-    if not text.text:
+    if not answer.text:
         reporter.say("No text generated for this prompt")
         return
-    prompt_seconds = max(text.first - text.started, 1e-9)
-    seconds = max(text.last - text.first, 1e-9)
+    prompt_seconds = max(answer.first - answer.started, 1e-9)
+    seconds = max(answer.last - answer.first, 1e-9)
     reporter.say(
         f"Prompt: {prompt_tokens} tokens, {prompt_tokens / prompt_seconds:.3f} tokens-per-sec"
     )
-    reporter.say(f"Generation: {text.count} tokens, {text.count / seconds:.3f} tokens-per-sec")
+    reporter.say(f"Generation: {answer.count} tokens, {answer.count / seconds:.3f} tokens-per-sec")
 
 
 def _write(
-    prompts: Sequence[Prompt],
-    texts: Sequence[IncrementalDetokenizer],
+    prompts: Sequence[TokenizedPrompt],
+    answers: Sequence[IncrementalDetokenizer],
     first_stage: FirstStage,
-    answers: IO[str],
+    file: IO[str],
     bar: Bar,
 ) -> None:
-    """All texts, as lines in the order of their prompts."""
+    """Write all answers, as JSON lines in the order of their prompts."""
     written = 0
     while not first_stage.is_idle:
         for number, sampled in first_stage.step():
-            text = texts[number]
-            text.take(sampled.token)
-            if text.finish_reason is None:
+            answer = answers[number]
+            answer.take(sampled.token)
+            if answer.finish_reason is None:
                 continue
             first_stage.finish(number)
             bar.advance()
-            while written < len(texts) and texts[written].finish_reason is not None:
-                answer = _answer(prompts[written], texts[written])
-                answers.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                answers.flush()
+            while written < len(answers) and answers[written].finish_reason is not None:
+                line = _answer(prompts[written], answers[written])
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
                 written += 1
 
 
-def _answer(prompt: Prompt, text: IncrementalDetokenizer) -> dict[str, Any]:
-    """The line of ``--output``."""
+def _answer(prompt: TokenizedPrompt, answer: IncrementalDetokenizer) -> dict[str, Any]:
+    """Return a line of ``--output``."""
     return {
-        "text": text.text,
+        "text": answer.text,
         "prompt_tokens": len(prompt.tokens),
-        "generation_tokens": text.count,
-        "finish_reason": text.finish_reason,
+        "generation_tokens": answer.count,
+        "finish_reason": answer.finish_reason,
     }
 
 
@@ -191,7 +195,7 @@ def _answers_on_stdout(config: GenerateConfig) -> bool:
 
 
 @contextmanager
-def _answers(config: GenerateConfig) -> Iterator[IO[str]]:
+def _output(config: GenerateConfig) -> Iterator[IO[str]]:
     if config.output is None:
         yield sys.stdout
         return
@@ -200,12 +204,14 @@ def _answers(config: GenerateConfig) -> Iterator[IO[str]]:
 
 
 def _summary(
-    prompts: Sequence[Prompt], texts: Sequence[IncrementalDetokenizer], reporter: Reporter
+    prompts: Sequence[TokenizedPrompt],
+    answers: Sequence[IncrementalDetokenizer],
+    reporter: Reporter,
 ) -> None:
-    seconds = max(max(t.last for t in texts) - min(t.started for t in texts), 1e-9)
+    seconds = max(max(t.last for t in answers) - min(t.started for t in answers), 1e-9)
     read = sum(len(prompt.tokens) for prompt in prompts)
-    generated = sum(text.count for text in texts)
+    generated = sum(answer.count for answer in answers)
     reporter.say(
-        f"{len(texts)} texts in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "
+        f"{len(answers)} answers in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "
         f"{(read + generated) / seconds:.3f} tokens-per-sec together"
     )

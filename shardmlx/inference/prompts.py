@@ -1,4 +1,4 @@
-"""The file of ``generate --prompts``: JSON lines of prompts or chats. Pure."""
+"""Prompts and chats: read from the command line, stdin or a file, and tokenised as mlx-lm does."""
 
 from __future__ import annotations
 
@@ -6,26 +6,99 @@ import json
 import os
 import select
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, one_line
 
 KEYS = ("prompt", "messages", "max_tokens")
+"""Keys of a line of ``generate --prompts``."""
 
 SECONDS_TO_BEGIN = 30.0
+"""Seconds to wait for the first characters of stdin."""
+
 SECONDS_TO_END = 1.0
-"""Of silence, after which a text from stdin is taken to be complete: mpirun of Open MPI 5 passes on
-what comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
+"""Seconds of silence after which stdin is taken to have ended: mpirun of Open MPI 5 passes on what
+comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
+
+
+ChatMessage = Mapping[str, Any]
+"""A message of a chat: ``role``, ``content`` and what else the model's template knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """The tokenizer with the settings that all prompts of a run share.
+
+    ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
+    ``template_arguments`` go to the chat template.
+    """
+
+    tokenizer: TokenizerWrapper
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.has_chat_template)
+
+    def text(self, prompt: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt, without the chat template.
+
+        Raises ``UserError`` if there are none.
+        """
+        return _some(self.tokenizer.encode(prompt))
+
+    def chat(self, messages: Sequence[ChatMessage], **arguments: Any) -> tuple[int, ...]:
+        """Return the tokens of a chat, after which its next message is to be generated.
+
+        ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
+        the template does not take them, or there is none.
+        """
+        if not self.has_template:
+            raise UserError(
+                "messages need a chat template, and the model has none", "give a prompt"
+            )
+        chat = list(messages)
+        if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
+            chat.insert(0, {"role": "system", "content": self.system_prompt})
+        is_begun = self.prefill_response is not None
+        if is_begun:
+            chat.append({"role": "assistant", "content": self.prefill_response})
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                continue_final_message=is_begun,
+                add_generation_prompt=not is_begun,
+                **{**self.template_arguments, **arguments},
+            )
+        except Exception as error:  # a template may raise whatever it likes
+            raise UserError(f"the chat template does not take it: {one_line(error)}") from None
+        return _some(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token; that of a part of a character is U+FFFD."""
+        text: str = self.tokenizer.decode([token])
+        return text
+
+
+def _some(tokens: Sequence[int]) -> tuple[int, ...]:
+    if not tokens:
+        raise UserError("the prompt has no tokens", "give a longer text")
+    return tuple(tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One text to be generated: the answer to a prompt, or the next message of a chat.
+class PromptRequest:
+    """A prompt or a chat, for which an answer of at most ``max_tokens`` is to be generated.
 
-    ``where`` names file and line in messages.
+    ``where`` names its file and line in error messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -34,10 +107,11 @@ class Request:
     prompt: str | None = None
 
 
-def read_prompts(path: str | Path, max_tokens: int) -> list[Request]:
-    """All requests of the file, in order; ``UserError`` names file, line and value.
+def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
+    """Read the JSON lines of ``generate --prompts``, in order; empty lines count for nothing.
 
-    Empty lines count for nothing. ``max_tokens`` is that of lines without their own.
+    ``max_tokens`` is that of lines without their own. Raises ``UserError``, which names file, line
+    and value.
     """
     try:
         text = Path(path).read_bytes().decode()
@@ -51,12 +125,12 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[Request]:
         _request(line, f"{path}:{number}", max_tokens) for number, line in lines if line.strip()
     ]
     if not requests:
-        raise UserError(f'--prompts {path} is empty: write lines like {{"prompt": "hello"}}')
+        raise UserError(f"--prompts {path} is empty", 'write lines like {"prompt": "hello"}')
     return requests
 
 
 def read_stdin(fd: int = 0) -> str:
-    """All text from stdin; ``UserError`` if none comes."""
+    """Read all text from stdin. Raises ``UserError`` if none comes."""
     parts: list[bytes] = []
     while True:
         seconds = SECONDS_TO_END if parts else SECONDS_TO_BEGIN
@@ -70,41 +144,42 @@ def read_stdin(fd: int = 0) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt -: stdin is no UTF-8 text: {error.reason}") from None
     if not text:
-        raise UserError("--prompt -: nothing came from stdin: write a text into it")
+        raise UserError("--prompt -: nothing came from stdin", "write a text into it")
     return text
 
 
-def _request(line: str, where: str, max_tokens: int) -> Request:
+def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}): mend the line") from None
+        raise UserError(f"{where}: not valid JSON ({error})", "mend the line") from None
     if not isinstance(row, dict):
-        raise UserError(f'{where} is {line.strip()}: write {{"prompt": ...}}')
+        raise UserError(f"{where} is {line.strip()}", 'write {"prompt": ...}')
     for key in row:
         if key not in KEYS:
             known = did_you_mean(key, list(KEYS)) or f"the keys are {', '.join(KEYS)}"
-            raise UserError(f"{where}: unknown key {key!r}: {known}")
+            raise UserError(f"{where}: unknown key {key!r}", known)
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"
-        raise UserError(f"{where} has {found} of prompt and messages: give one of them")
+        raise UserError(f"{where} has {found} of prompt and messages", "give one of them")
     most = row.get("max_tokens", max_tokens)
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise UserError(f"{where}: max_tokens is {most!r}: give a whole number from 1")
+        raise UserError(f"{where}: max_tokens is {most!r}", "give a whole number from 1")
     if "messages" in row:
-        return Request(_messages(row["messages"], where), most, where)
+        return PromptRequest(_messages(row["messages"], where), most, where)
     prompt = row["prompt"]
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{where}: prompt is {prompt!r}: give a text")
-    return Request(({"role": "user", "content": prompt},), most, where, prompt)
+        raise UserError(f"{where}: prompt is {prompt!r}", "give a text")
+    return PromptRequest(({"role": "user", "content": prompt},), most, where, prompt)
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise UserError(f"{where}: messages is {value!r}: give a list of chat messages")
+        raise UserError(f"{where}: messages is {value!r}", "give a list of chat messages")
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise UserError(
-                f'{where}: message {index} is {message!r}: write {{"role": ..., "content": ...}}'
+                f"{where}: message {index} is {message!r}",
+                'write {"role": ..., "content": ...}',
             )
     return tuple(value)

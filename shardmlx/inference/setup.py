@@ -31,7 +31,7 @@ from shardmlx.inference.plan import (
     planned_memory,
 )
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler

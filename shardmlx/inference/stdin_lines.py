@@ -1,4 +1,4 @@
-"""Lines that somebody types, without waiting for them. Pure.
+"""Read lines that are typed, without blocking.
 
 mpirun of Open MPI 5 passes on to rank 0 what is typed, but not that it ends (openpmix/openpmix,
 pull request 4024): where it reads from a pipe or a file, silence is taken for the end.
@@ -15,10 +15,11 @@ from pathlib import Path
 from shardmlx.distributed.processes import find_launcher
 
 SECONDS_OF_SILENCE = 2.0
+"""Seconds after which silence is taken for the end of a pipe or a file."""
 
 
 class TypedLines:
-    """Lines of a file descriptor, which is a terminal unless ``ends_in_silence``."""
+    """Lines of a file descriptor: a terminal's, unless it ``ends_in_silence``."""
 
     def __init__(self, fd: int = 0, ends_in_silence: bool | None = None) -> None:
         self._fd = fd
@@ -36,7 +37,7 @@ class TypedLines:
         return self._open or bool(self._lines)
 
     def next(self, seconds: float) -> str | None:
-        """The next line, without its end; None if there is none within so many seconds."""
+        """Return the next line without its line end; None if none comes within ``seconds``."""
         end = time.monotonic() + seconds
         while not self._lines and self._open:
             self._read(max(0.0, end - time.monotonic()))
@@ -45,7 +46,7 @@ class TypedLines:
         return self._lines.popleft() if self._lines else None
 
     def interrupts(self) -> bool:
-        """Whether an empty line has come, now that nobody asks for one; others wait."""
+        """Return whether an empty line has come, which nobody asked for. Other lines wait."""
         self.rest()
         if self._open:
             self._read(0.0)
@@ -55,7 +56,7 @@ class TypedLines:
         return empty is not None
 
     def rest(self) -> None:
-        """Silence until now meant nothing: nobody was asked for a line."""
+        """Begin to count silence anew: until now nobody was asked for a line."""
         self._heard = time.monotonic()
 
     def _read(self, seconds: float) -> None:
@@ -83,7 +84,8 @@ def _text(line: bytes) -> str:
 
 
 def _launcher_reads_no_terminal() -> bool:
-    """Whether mpirun reads what it passes on from a pipe or a file; Linux only."""
+    """Return whether mpirun reads its stdin from a pipe or a file; False where that is not known,
+    as on macOS."""
     launcher = find_launcher()
     if launcher is None:
         return False

@@ -17,7 +17,7 @@ from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector

@@ -88,7 +88,7 @@ could keep the server busy for ever."""
 
 
 class Reader(Protocol):
-    """What makes tokens of prompts: ``prompt_reader.PromptReader``."""
+    """What makes tokens of prompts: ``prompts.PromptReader``."""
 
     def text(self, prompt: str) -> tuple[int, ...]: ...
 

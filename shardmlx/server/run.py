@@ -9,7 +9,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.plan import Load
-from shardmlx.inference.prompt_reader import PromptReader
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
 
 PATIENCE = 2

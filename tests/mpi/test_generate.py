@@ -73,7 +73,7 @@ def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
     how: Sequence[str | Path] = ("--model", small, "--max-tokens", "16")
     job = generate(2, *how, "--prompts", prompts, "--output", output, "--batch-size", "3")
     assert job.returncode == 0, job.output
-    assert re.search(r"^4 texts in .* s: \d+ prompt tokens, \d+ generated, ", job.stdout, re.M)
+    assert re.search(r"^4 answers in .* s: \d+ prompt tokens, \d+ generated, ", job.stdout, re.M)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     alone = [
         mlx_lm(*how[:2], "--prompt", question, "--max-tokens", "5" if i == 2 else "16")
