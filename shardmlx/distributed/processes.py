@@ -1,47 +1,72 @@
-"""Processes of this machine: whether one lives, and which of them is the mpirun of this job."""
+"""Processes of this machine: whether one lives, and which of them is the mpirun of this job.
+
+Run as a program with a process's number and start, it ends that process: see ``end_process``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
+
+_STATES = {
+    psutil.STATUS_ZOMBIE: "gone",
+    psutil.STATUS_DEAD: "gone",
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+}
+
+_DAEMON = "prted"
+
+_MPIRUN = ("prterun", "mpirun", "mpiexec")
+
+_STEPS = (
+    (0, 4.0),
+    (signal.SIGTERM, 0.2),
+    (signal.SIGTERM, 0.2),
+    (signal.SIGTERM, 0.2),
+    (signal.SIGKILL, 0.2),
+)
+"""Signals that end a process, each with the seconds that it is given afterwards. mpirun leaves at
+once after the third SIGTERM; its daemons do not."""
 
 
 def process_state(pid: int) -> str | None:
-    """Of a process on this machine: ``gone``, ``stopped`` (known on Linux only), or None."""
+    """Return the state of a process of this machine: ``gone``, ``stopped``, or None."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return _STATES.get(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
         return "gone"
-    except PermissionError:
+    except psutil.Error:
         return None
-    try:
-        # The name in brackets may hold anything, also brackets.
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state)
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
-    """The mpirun of this job, or its daemon on this host. ``started`` tells it from a later
-    process with the same number; ``direct`` is whether this process is its child."""
+class MpirunProcess:
+    """The mpirun of this job, or its daemon on this host. ``direct`` is whether this process is its
+    child."""
 
-    pid: int
+    process: psutil.Process
     name: str
-    started: str
     direct: bool
 
     @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self.process.pid
+
+    @property
     def is_mpirun(self) -> bool:
-        """Rather than a daemon: whether signals to it go to all ranks."""
+        """Whether it is mpirun itself, and no daemon: signals to it go to all ranks."""
         return self.name != _DAEMON
 
     def runs(self) -> bool:
-        """Whether it is still there. Asked all the time."""
+        """Return whether it is still there. Asked all the time."""
         return os.getppid() == self.pid if self.direct else process_state(self.pid) != "gone"
 
     def see_off(self) -> None:
@@ -50,12 +75,12 @@ class Launcher:
         It may wait for ever, having killed the ranks: for a host that does not answer, or for a
         rank that died while it came to them.
         """
-        process = _look(self.pid)
-        if process is None or (process.name, process.started) != (self.name, self.started):
+        if not self.process.is_running():  # nor is a later process with the same number
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, psutil.Error):
+            started = psutil.Process(self.pid).create_time()
             subprocess.Popen(
-                ["sh", "-c", _SEE_OFF, "sh", str(self.pid), self.started],
+                [sys.executable, "-P", __file__, str(self.pid), str(started)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -63,77 +88,46 @@ class Launcher:
             )
 
 
-_SEE_OFF = """
-started() {
-    if [ -r "/proc/$1/stat" ]
-    then read -r line < "/proc/$1/stat"; set -- ${line##*)}; echo "${20}"
-    else echo $(LC_ALL=C ps -o lstart= -p "$1")
-    fi
-}
-gone() { [ "$(started "$1")" != "$2" ]; }
-for i in 1 2 3 4 5 6 7 8; do gone "$@" && exit; sleep 0.5; done
-for signal in TERM TERM TERM KILL; do kill -"$signal" "$1"; sleep 0.2; gone "$@" && exit; done
-"""
-"""mpirun leaves at once after the third signal; its daemons do not."""
+def end_process(pid: int, started: float) -> None:
+    """Wait for the end of a process that began at ``started``, and end it if that takes long.
 
-_DAEMON = "prted"
-
-_MPIRUN = ("prterun", "mpirun", "mpiexec")
+    ``started`` is in seconds since 1970, and tells the process from a later one with its number.
+    """
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started) > 1:
+            return
+        for number, seconds in _STEPS:
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.send_signal(number)
+                process.wait(seconds)
+                return
 
 
 def under_mpirun() -> bool:
-    """Whether this process is a rank of a job, of whatever launcher."""
+    """Return whether this process is a rank of a job, of whatever launcher."""
     return "PMIX_NAMESPACE" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
-def find_launcher() -> Launcher | None:
-    """The mpirun that started this process, itself or through a script; None without one, where
-    it cannot be seen from here, or where it is there for other jobs too."""
+def find_mpirun() -> MpirunProcess | None:
+    """Return the mpirun that started this process, itself or through a script.
+
+    None without one, where it cannot be seen from here, or where it is there for other jobs too.
+    """
     # Open MPI names a job of its own mpirun prterun-HOST-PID@NUMBER.
     namespace = os.environ.get("PMIX_NAMESPACE", "")
     if not namespace.startswith("prterun-"):
         return None
     number = namespace.rpartition("@")[0].rpartition("-")[2]
-    parent = pid = os.getppid()
-    while pid > 0 and (process := _look(pid)) is not None:
-        if process.name == _DAEMON or (process.name in _MPIRUN and str(pid) == number):
-            return Launcher(pid, process.name, process.started, direct=pid == parent)
-        pid = process.parent
+    parent = os.getppid()
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(parent)
+        for process in (first, *first.parents()):
+            name = process.name()
+            if name == _DAEMON or (name in _MPIRUN and str(process.pid) == number):
+                return MpirunProcess(process, name, direct=process.pid == parent)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    parent: int
-    name: str
-    started: str
-
-
-def _look(pid: int) -> _Process | None:
-    return _look_in_proc(pid) if Path("/proc/self/stat").exists() else _look_with_ps(pid)
-
-
-def _look_in_proc(pid: int) -> _Process | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()  # proc(5), from the third on
-    return _Process(int(fields[1]), name, fields[19])
-
-
-def _look_with_ps(pid: int) -> _Process | None:
-    try:
-        done = subprocess.run(
-            ["ps", "-o", "ppid=,lstart=,comm=", "-p", str(pid)],
-            env=os.environ | {"LC_ALL": "C"},
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return None
-    match done.stdout.split(maxsplit=6):
-        case [parent, *started, name]:  # such as Fri Nov 21 10:33:07 2025
-            return _Process(int(parent), Path(name.rstrip()).name, " ".join(started))
-    return None
+if __name__ == "__main__":
+    end_process(int(sys.argv[1]), float(sys.argv[2]))

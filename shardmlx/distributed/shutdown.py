@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from shardmlx.distributed.processes import find_launcher
+from shardmlx.distributed.processes import find_mpirun
 from shardmlx.errors import one_line
 
 SECONDS_OF_A_TURN = 0.2
@@ -36,7 +36,7 @@ class JobShutdown:
         self.listen: Callable[[], None] = lambda: None
         """Lets this rank hear at once that a peer has spoken. The transport sets it too."""
         # Now: after mpirun's end this process is the child of whoever adopts it.
-        self.launcher = find_launcher()
+        self.launcher = find_mpirun()
         self._lock = threading.Lock()
         self._said = threading.Event()
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from shardmlx.distributed.processes import find_launcher
+from shardmlx.distributed.processes import find_mpirun
 
 SECONDS_OF_SILENCE = 2.0
 """Seconds after which silence is taken for the end of a pipe or a file."""
@@ -86,7 +86,7 @@ def _text(line: bytes) -> str:
 def _launcher_reads_no_terminal() -> bool:
     """Return whether mpirun reads its stdin from a pipe or a file; False where that is not known,
     as on macOS."""
-    launcher = find_launcher()
+    launcher = find_mpirun()
     if launcher is None:
         return False
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import psutil
 
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
@@ -40,8 +40,7 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
     known, profile = transport.broadcast(
         on_rank_0(transport, "reading what the machines have", read), what="machines"
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    everyone = transport.all_gather(memory, "comparing machines")
+    everyone = transport.all_gather(psutil.virtual_memory().total, "comparing machines")
     hosts = transport.hosts
     return Cluster(
         machines=tuple(
