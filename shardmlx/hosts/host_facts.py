@@ -1,19 +1,23 @@
 """What this machine is and has, as ``shardmlx.doctor`` asks it. What cannot be found is None.
 
-On macOS ``sysctl``, ``vm_stat``, ``ifconfig``, ``networksetup``, ``route`` and ``socketfilterfw``
-are asked, on Linux /proc, /sys and ``ip``.
+psutil tells memory and addresses. What it does not know is asked of the system: on macOS of
+``sysctl``, ``networksetup``, ``route`` and ``socketfilterfw``, on Linux of /proc, /sys and ``ip``.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from shardmlx.hosts.probe_script import versions
 from shardmlx.hosts.system_parsers import (
@@ -22,13 +26,10 @@ from shardmlx.hosts.system_parsers import (
     VIRTUAL,
     WIFI,
     Interface,
-    available_by_meminfo,
-    available_by_vm_stat,
     chip_by_cpuinfo,
     firewall_state,
     hardware_ports,
-    interfaces_by_ifconfig,
-    interfaces_by_ip,
+    medium_of_port,
     route_by_bsd,
     route_by_ip,
     sysctl_values,
@@ -70,11 +71,12 @@ class HostFacts:
 
 
 def collect() -> HostFacts:
-    """Ask this machine. Never fails; no tool is waited for longer than ``SECONDS_TO_SAY``."""
+    """Ask this machine. No tool is waited for longer than ``SECONDS_TO_SAY``."""
     is_mac = sys.platform == "darwin"
     values = sysctl_values(_said("sysctl", "machdep.cpu.brand_string", _WIRED_LIMIT) or "")
     limit = values.get(_WIRED_LIMIT, "")
     directory, disk_free = _disk()
+    memory = psutil.virtual_memory()
     return HostFacts(
         node=os.environ.get("PMIX_HOSTNAME"),
         system=_system(),
@@ -83,17 +85,13 @@ def collect() -> HostFacts:
         python=sys.executable,
         versions=versions(),
         cores=_cores(),
-        memory=_memory(),
-        memory_free=(
-            available_by_vm_stat(_said("vm_stat") or "")
-            if is_mac
-            else available_by_meminfo(_text("/proc/meminfo") or "")
-        ),
+        memory=memory.total,
+        memory_free=memory.available,
         wired_limit=int(limit) * MIB if is_mac and limit.isdecimal() else None,
         directory=directory,
         disk_free=disk_free,
         firewall=firewall_state(_said(_FIREWALL, "--getglobalstate") or "") if is_mac else None,
-        interfaces=_interfaces_of_mac() if is_mac else _interfaces_of_linux(),
+        interfaces=_interfaces(_media_of_mac() if is_mac else medium_on_linux),
     )
 
 
@@ -147,13 +145,6 @@ def _cores() -> int | None:
     return os.cpu_count()
 
 
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
-
-
 def _disk() -> tuple[str | None, int | None]:
     try:
         directory = os.getcwd()
@@ -162,14 +153,22 @@ def _disk() -> tuple[str | None, int | None]:
         return None, None
 
 
-def _interfaces_of_mac() -> tuple[Interface, ...]:
+def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]:
+    """Return the IPv4 addresses of this machine, by the names of their interfaces."""
+    found = []
+    for label, addresses in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
+        for each in addresses:
+            if each.family == socket.AF_INET and each.netmask is not None:
+                network = ipaddress.IPv4Interface(f"{each.address}/{each.netmask}").network
+                found.append(Interface(name, each.address, str(network), medium_of(name)))
+    return tuple(found)
+
+
+def _media_of_mac() -> Callable[[str], str | None]:
+    """Return what tells the medium of an interface by the hardware port that it belongs to."""
     ports = hardware_ports(_said("networksetup", "-listallhardwareports") or "")
-    return interfaces_by_ifconfig(_said("ifconfig") or "", ports)
-
-
-def _interfaces_of_linux() -> tuple[Interface, ...]:
-    found = interfaces_by_ip(_said("ip", "-o", "-4", "addr") or "")
-    return tuple(replace(each, medium=medium_on_linux(each.name)) for each in found)
+    return lambda name: medium_of_port(ports.get(name, ""))
 
 
 def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:

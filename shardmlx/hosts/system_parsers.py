@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 WIFI = "Wi-Fi"
@@ -37,21 +36,6 @@ def sysctl_values(text: str) -> dict[str, str]:
     return {key: value.strip() for key, colon, value in pairs if colon}
 
 
-def available_by_vm_stat(text: str) -> int | None:
-    """Bytes that macOS's ``vm_stat`` says can be had without swapping."""
-    size = re.search(r"page size of (\d+) bytes", text)
-    pages = dict(re.findall(r"^Pages (free|inactive|speculative):\s+(\d+)\.", text, re.MULTILINE))
-    if size is None or "free" not in pages or "inactive" not in pages:
-        return None
-    return int(size[1]) * sum(map(int, pages.values()))
-
-
-def available_by_meminfo(text: str) -> int | None:
-    """Bytes of ``MemAvailable`` in Linux's /proc/meminfo (proc_meminfo(5): its kB are KiB)."""
-    line = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return None if line is None else int(line[1]) * 1024
-
-
 def chip_by_cpuinfo(text: str) -> str | None:
     """The processor of Linux's /proc/cpuinfo."""
     line = re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE)
@@ -73,33 +57,6 @@ def medium_of_port(port: str) -> str | None:
     if "thunderbolt ethernet" in name or "ethernet" in name or " lan" in name:
         return ETHERNET
     return THUNDERBOLT if "thunderbolt" in name else None
-
-
-def interfaces_by_ifconfig(text: str, ports: Mapping[str, str]) -> tuple[Interface, ...]:
-    """The IPv4 addresses of macOS's ``ifconfig``, with what ``hardware_ports`` says of them."""
-    found, name = [], ""
-    for line in text.splitlines():
-        if head := re.match(r"([\w.-]+): flags=", line):
-            name = head[1]
-        elif match := re.match(r"\s+inet (\S+)(?: --> \S+)? netmask 0x([0-9a-f]{8})\b", line):
-            mask = str(ipaddress.IPv4Address(int(match[2], 16)))
-            found.append(_interface(name, match[1], mask, medium_of_port(ports.get(name, ""))))
-    return tuple(each for each in found if each is not None)
-
-
-def interfaces_by_ip(text: str) -> tuple[Interface, ...]:
-    """The IPv4 addresses of Linux's ``ip -o -4 addr``."""
-    lines = re.findall(r"^\d+: ([^\s@]+)\S*\s+inet (\d[\d.]+)/(\d+) ", text, re.MULTILINE)
-    found = (_interface(name, address, length) for name, address, length in lines)
-    return tuple(each for each in found if each is not None)
-
-
-def _interface(name: str, address: str, mask: str, medium: str | None = None) -> Interface | None:
-    try:
-        network = ipaddress.IPv4Interface(f"{address}/{mask}").network
-    except ValueError:
-        return None
-    return Interface(name, address, str(network), medium)
 
 
 def route_by_bsd(text: str) -> str | None:

@@ -3,8 +3,11 @@ with its source. Columns that the web had run together are apart again."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from shardmlx.hosts import host_facts
@@ -14,18 +17,20 @@ from shardmlx.hosts.system_parsers import (
     VIRTUAL,
     WIFI,
     Interface,
-    available_by_meminfo,
-    available_by_vm_stat,
     chip_by_cpuinfo,
     firewall_state,
     hardware_ports,
-    interfaces_by_ifconfig,
-    interfaces_by_ip,
     medium_of_port,
     route_by_bsd,
     route_by_ip,
     sysctl_values,
 )
+
+
+def address(address: str, netmask: str | None, family: int = socket.AF_INET) -> SimpleNamespace:
+    """An address of an interface, as psutil has it."""
+    return SimpleNamespace(family=family, address=address, netmask=netmask)
+
 
 # superuser.com/questions/267660, an answer of 2013 from an iMac.
 HARDWARE_PORTS_OF_AN_IMAC = """
@@ -80,40 +85,6 @@ VLAN Configurations
 ===================
 """
 
-# bridge0 of github.com/ml-explore/mlx/issues/1903, a Mac mini of 2025; en0 and lo0 of
-# stackoverflow.com/questions/29958143.
-IFCONFIG = """\
-lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384
-\toptions=3<RXCSUM,TXCSUM>
-\tinet6 ::1 prefixlen 128
-\tinet 127.0.0.1 netmask 0xff000000
-\tinet6 fe80::1%lo0 prefixlen 64 scopeid 0x1
-\tnd6 options=1<PERFORMNUD>
-gif0: flags=8010<POINTOPOINT,MULTICAST> mtu 1280
-en0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
-\tether 64:76:ba:ae:a3:02
-\tinet6 fe80::6676:baff:feae:a302%en0 prefixlen 64 scopeid 0x4
-\tinet 172.30.7.47 netmask 0xffff0000 broadcast 172.30.255.255
-\tnd6 options=1<PERFORMNUD>
-\tmedia: autoselect
-\tstatus: active
-bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 9000
-        options=63<RXCSUM,TXCSUM,TSO4,TSO6>
-        ether 36:6a:0f:f5:b0:80
-        inet6 fe80::1442:a0bf:3f10:95ba%bridge0 prefixlen 64 secured scopeid 0x12
-        inet 10.25.0.1 netmask 0xffffff00 broadcast 10.25.0.255
-        Configuration:
-                id 0:0:0:0:0:0 priority 0 hellotime 0 fwddelay 0
-                maxage 0 holdcnt 0 proto stp maxaddr 100 timeout 1200
-                root id 0:0:0:0:0:0 priority 0 ifcost 0 port 0
-                ipfilter disabled flags 0x0
-        member: en2 flags=3<LEARNING,DISCOVER>
-                ifmaxaddr 0 port 11 priority 0 path cost 0
-        nd6 options=201<PERFORMNUD,DAD>
-        media: autoselect
-        status: active
-"""
-
 # real-world-systems.com/docs/route.1.html
 ROUTE = """\
    route to: 192.0.43.10
@@ -126,35 +97,18 @@ destination: default
        0         0         0         0         0         0      1500         0
 """
 
-# apple.stackexchange.com/questions/81581, a MacBook Pro with 2 GB.
-VM_STAT_INTEL = """\
-Mach Virtual Memory Statistics: (page size of 4096 bytes)
-Pages free:                               90518.
-Pages active:                            205479.
-Pages inactive:                           32417.
-Pages speculative:                       134461.
-Pages wired down:                         61009.
-"Translation faults":                  26323651.
-"""
-
-# sweepformac.com/guides/mac-vm-stat-command
-VM_STAT_APPLE = """\
-Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                              123456.
-Pages active:                            789012.
-Pages inactive:                          345678.
-Pages speculative:                        12345.
-Pages throttled:                              0.
-Pages wired down:                        234567.
-Pages purgeable:                          56789.
-"""
-
-# This project's own machine.
-IP_ADDR = (
-    "1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever\n"
-    "4: eth0    inet 192.0.2.2/24 brd 192.0.2.255 scope global eth0\\       valid_lft forever\n"
-    "7: veth1@if6    inet 10.77.0.1/24 scope global veth1\\       valid_lft forever\n"
-)
+# bridge0 of github.com/ml-explore/mlx/issues/1903, a Mac mini of 2025; en0 and lo0 of
+# stackoverflow.com/questions/29958143: as psutil gives them.
+ADDRESSES = {
+    "lo0": [address("::1", None, socket.AF_INET6), address("127.0.0.1", "255.0.0.0")],
+    "gif0": [],
+    "en0": [
+        address("64:76:ba:ae:a3:02", None, psutil.AF_LINK),
+        address("172.30.7.47", "255.255.0.0"),
+    ],
+    "bridge0": [address("10.25.0.1", "255.255.255.0")],
+    "bridge0:1": [address("10.25.0.2", "255.255.255.0")],
+}
 
 
 def test_hardware_ports_by_device() -> None:
@@ -182,23 +136,6 @@ def test_what_carries_a_hardware_port(port: str, medium: str | None) -> None:
     assert medium_of_port(port) == medium
 
 
-def test_interfaces_of_a_mac() -> None:
-    ports = hardware_ports(HARDWARE_PORTS_OF_A_MACBOOK)
-    assert interfaces_by_ifconfig(IFCONFIG, ports) == (
-        Interface("lo0", "127.0.0.1", "127.0.0.0/8", None),
-        Interface("en0", "172.30.7.47", "172.30.0.0/16", WIFI),
-        Interface("bridge0", "10.25.0.1", "10.25.0.0/24", THUNDERBOLT),
-    )
-
-
-def test_interfaces_of_linux() -> None:
-    assert interfaces_by_ip(IP_ADDR) == (
-        Interface("lo", "127.0.0.1", "127.0.0.0/8"),
-        Interface("eth0", "192.0.2.2", "192.0.2.0/24"),
-        Interface("veth1", "10.77.0.1", "10.77.0.0/24"),
-    )
-
-
 def test_the_interface_of_a_route() -> None:
     assert route_by_bsd(ROUTE) == "en1"
     assert route_by_ip("10.1.1.1 via 192.0.2.1 dev eth0 src 192.0.2.2 uid 0 \n    cache \n") == (
@@ -223,13 +160,6 @@ def test_the_firewall_of_a_mac(text: str, state: str) -> None:
     assert firewall_state(text) == state
 
 
-def test_memory_that_can_be_had() -> None:
-    assert available_by_vm_stat(VM_STAT_INTEL) == 4096 * (90518 + 32417 + 134461)
-    assert available_by_vm_stat(VM_STAT_APPLE) == 16384 * (123456 + 345678 + 12345)
-    meminfo = "MemTotal:       24684096 kB\nMemFree:  1 kB\nMemAvailable:   23970476 kB\n"
-    assert available_by_meminfo(meminfo) == 23970476 * 1024
-
-
 def test_values_of_sysctl() -> None:
     """Format of sysctl(8); the key is that of MLX's documentation of set_wired_limit."""
     text = "machdep.cpu.brand_string: Apple M2 Ultra\niogpu.wired_limit_mb: 0\n"
@@ -246,20 +176,20 @@ def test_the_processor_of_linux() -> None:
 
 @pytest.mark.parametrize("text", ["", "command not found", "\x00", "12: 34\n Pages free: many."])
 def test_what_cannot_be_read_is_unknown(text: str) -> None:
-    assert available_by_vm_stat(text) is None
-    assert available_by_meminfo(text) is None
     assert chip_by_cpuinfo(text) is None
     assert route_by_bsd(text) is None
     assert route_by_ip(text) is None
     assert firewall_state(text) is None
     assert hardware_ports(text) == {}
-    assert interfaces_by_ifconfig(text, {}) == ()
-    assert interfaces_by_ip(text) == ()
 
 
-def test_addresses_that_are_none_are_left_out() -> None:
-    assert interfaces_by_ip("2: eth0    inet 999.0.0.1/24 scope global eth0\n") == ()
-    assert interfaces_by_ip("2: eth0    inet 10.0.0.1/99 scope global eth0\n") == ()
+def test_this_machine_has_memory_and_addresses() -> None:
+    facts = host_facts.collect()
+    assert facts.memory is not None
+    assert facts.memory_free is not None
+    assert 0 < facts.memory_free < facts.memory
+    loopback = [each for each in facts.interfaces if each.address == "127.0.0.1"]
+    assert [each.network for each in loopback] == ["127.0.0.0/8"]
 
 
 def test_what_carries_an_interface_of_linux(tmp_path: Path) -> None:
@@ -284,27 +214,28 @@ def test_a_machine_without_any_tool_has_unknown_facts(monkeypatch: pytest.Monkey
         monkeypatch.setattr("sys.platform", platform)
         facts = host_facts.collect()
         assert facts.is_mac == (platform == "darwin")
-        assert facts.memory_free is None
         assert facts.wired_limit is None
-        assert facts.interfaces == ()
         assert facts.versions["shardmlx"]
 
 
 def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "sysctl": "machdep.cpu.brand_string: Apple M2 Ultra\niogpu.wired_limit_mb: 57344\n",
-        "vm_stat": VM_STAT_APPLE,
         "networksetup": HARDWARE_PORTS_OF_A_MACBOOK,
-        "ifconfig": IFCONFIG,
         "route": ROUTE,
         "socketfilterfw": "Firewall is enabled. (State = 1)",
     }
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(host_facts, "_said", lambda *command: answers[Path(command[0]).name])
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: ADDRESSES)
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"
     assert facts.wired_limit == 56 << 30
-    assert facts.memory_free == 16384 * (123456 + 345678 + 12345)
     assert facts.firewall == "on"
-    assert [each.medium for each in facts.interfaces] == [None, WIFI, THUNDERBOLT]
+    assert facts.interfaces == (
+        Interface("lo0", "127.0.0.1", "127.0.0.0/8", None),
+        Interface("en0", "172.30.7.47", "172.30.0.0/16", WIFI),
+        Interface("bridge0", "10.25.0.1", "10.25.0.0/24", THUNDERBOLT),
+        Interface("bridge0", "10.25.0.2", "10.25.0.0/24", THUNDERBOLT),
+    )
     assert host_facts.interface_to("192.0.43.10") == "en1"
