@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
 
 _NUMBERS = frozenset("0123456789.")
 
+_WIDEST = 1_000_000
+"""Characters of a line: no table is cut or wrapped, a terminal does that better."""
+
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Text in columns; those of numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    to_the_right = [
-        all(not cell or cell[0] in _NUMBERS for cell in column)
-        for column in zip(*lines, strict=True)
-    ] or [False] * len(header)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, to_the_right, strict=True)
-        ).rstrip()
-        for line in (header, *lines)
-    )
+    """Return a table as plain text, as wide as it is; columns of numbers to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    cells = zip(*lines, strict=True) if lines else ((),) * len(header)
+    for name, column in zip(header, cells, strict=True):
+        is_of_numbers = column and all(not cell or cell[0] in _NUMBERS for cell in column)
+        table.add_column(name, no_wrap=True, justify="right" if is_of_numbers else "left")
+    for line in lines:
+        table.add_row(*line)
+    console = Console(file=StringIO(), width=_WIDEST, color_system=None, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def count(number: float) -> str:

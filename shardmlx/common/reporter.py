@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -21,8 +20,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from shardmlx.common.formatting import columns
 from shardmlx.errors import UserError
 
 T = TypeVar("T")
@@ -65,19 +64,9 @@ class Reporter:
         """One line that asks for attention."""
         self._console.print(f"warning: {text}", markup=False, style="yellow")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Text in columns."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in columns:
-            table.add_column(column, no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        # Drawn as wide as it is: a line that wraps says more than one that is cut.
-        wide = Console(file=io.StringIO(), width=1000)
-        with wide.capture() as capture:
-            wide.print(table)
-        for line in capture.get().splitlines():
-            self.say(line.rstrip())
+    def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+        """Print text in columns, those of numbers to the right."""
+        self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """One line in the metrics file."""
