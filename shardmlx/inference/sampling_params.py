@@ -37,7 +37,18 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temp == 0
+
+    @property
+    def looked_back(self) -> int:
+        """The number of tokens before the next at which penalties look."""
+        penalties = (
+            (self.repetition_penalty, self.repetition_context_size),
+            (self.presence_penalty, self.presence_context_size),
+            (self.frequency_penalty, self.frequency_context_size),
+        )
+        return max((size for penalty, size in penalties if penalty != 0), default=0)
 
 
 @dataclass(frozen=True, slots=True)

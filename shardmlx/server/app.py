@@ -28,9 +28,9 @@ from shardmlx.server.metrics import (
     RequestCounter,
     RequestMeter,
 )
+from shardmlx.server.openai_bodies import OTHER_NAMES
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
-    OTHER_NAMES,
     ApiRequest,
     Defaults,
     Reader,

@@ -18,6 +18,7 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
@@ -124,10 +125,9 @@ class RequestServer:
             api_key=key,
             defaults=Defaults(
                 max_tokens=config.max_tokens,
-                temp=config.temp,
-                top_p=config.top_p,
-                min_p=config.min_p,
-                top_k=config.top_k,
+                sampling=SamplingParams(
+                    temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
+                ),
             ),
             hosts=trusted_hosts(listener, config.extra_hosts),
             origins=[config.allow_origin] if config.allow_origin else [],

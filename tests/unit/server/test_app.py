@@ -12,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import RequestQueue
@@ -171,7 +172,10 @@ def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
 
 
 def test_the_defaults_of_the_server() -> None:
-    with serving(defaults=Defaults(max_tokens=2, temp=0.5)) as server, client_of(server) as client:
+    with (
+        serving(defaults=Defaults(max_tokens=2, sampling=SamplingParams(temp=0.5))) as server,
+        client_of(server) as client,
+    ):
         answer = client.completions.create(model=MODEL, prompt="hello")
         assert answer.choices[0].text == "he"
         assert server.parrot.added[0].sampling.temp == 0.5

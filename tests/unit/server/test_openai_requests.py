@@ -57,14 +57,15 @@ def only(order: ApiRequest) -> GenerationRequest:
 
 def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
-    defaults = Defaults(max_tokens=99, temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
+    sampling = SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
+    defaults = Defaults(max_tokens=99, sampling=sampling)
     order = read_chat(body, Letters(), terms(defaults=defaults))
     assert order == ApiRequest(
         requests=(
             GenerationRequest(
                 tokens=HELLO,
                 max_tokens=99,
-                sampling=SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40),
+                sampling=sampling,
             ),
         ),
         n=1,
@@ -387,6 +388,7 @@ def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, mes
         {"reasoning_effort": "low"},
         {"best_of": 3},
         {"a_parameter_of_tomorrow": 1},
+        {"temp": 1},
     ],
 )
 def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any]) -> None:

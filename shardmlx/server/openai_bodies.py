@@ -1,0 +1,263 @@
+"""Bodies of OpenAI's API: what a request may say, as pydantic models. No MLX, no MPI.
+
+A parameter that would change the answer and is not supported is refused by name, never ignored in
+silence. A parameter that is null counts as one that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+from shardmlx.server.openai_errors import ApiError, refused
+
+MOST_LIKELIEST = 20
+"""Log-probabilities that may be asked for at each token."""
+
+MOST_STOPS = 16
+"""Stop strings that a request may have."""
+
+LONGEST_STOP = 500
+"""Characters that a stop string may have."""
+
+MOST = 2**31 - 1
+"""Upper bound of any number of tokens or texts."""
+
+OTHER_NAMES = frozenset({"default", "default_model"})
+"""Further names of the one model that is served; the second is mlx_lm.server's."""
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Parameters that change no answer."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+}
+"""Parameters that are not supported, with the values that change nothing: these are let pass."""
+
+
+# Fields whose type pydantic does not know.
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise ValueError("give a text, or a list of texts, that are not empty")
+    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
+        raise ValueError(f"at most {MOST_STOPS} texts of {LONGEST_STOP} characters are looked for")
+    return tuple(stops)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    given = {} if value is None else value
+    try:
+        items = [(int(token), bias) for token, bias in given.items()]  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):
+        raise ValueError('give an object of token ids and numbers, like {"42": -100}') from None
+    for _, bias in items:
+        if not (_is_integer(bias) or isinstance(bias, float)) or not -100 <= bias <= 100:
+            raise ValueError(f"a bias is a number from -100 to 100, not {shown(bias)}")
+    return tuple((token, float(bias)) for token, bias in sorted(items))
+
+
+def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return tuple(value)
+        lists = [value] if all(_is_integer(each) for each in value) else value
+        if all(isinstance(each, list) and each and all(map(_is_integer, each)) for each in lists):
+            return tuple(map(tuple, lists))
+    raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _content(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("give a text, or a list of parts of type text")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part of type text has no text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+# Models.
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """The ``stream_options`` of a request. Obfuscation hides lengths from who reads the network; it
+    changes no answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class MessageBody(_Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_content)]
+    name: str | None = None
+
+    @property
+    def as_template_wants(self) -> dict[str, str]:
+        """The message for a chat template. Templates know no role "developer", OpenAI's newer name
+        of "system"."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.content, **named}
+
+
+class SamplingBody(_Strict):
+    """The sampling parameters of a request, under their names in ``SamplingParams``."""
+
+    temp: float | None = Field(None, alias="temperature", ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias)] = ()
+    repetition_penalty: float | None = Field(None, ge=0, le=10)
+    repetition_context_size: int | None = Field(None, ge=1, le=MOST)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_context_size: int | None = Field(None, ge=1, le=MOST)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_context_size: int | None = Field(None, ge=1, le=MOST)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The parameters that the request names, with their values."""
+        values = {name: getattr(self, name) for name in SamplingBody.model_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class RequestBody(SamplingBody):
+    """The parameters that chats and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    n: int | None = Field(None, ge=1, le=MOST)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(RequestBody):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: list[MessageBody] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+
+
+class CompletionBody(RequestBody):
+    """The body of a request to /v1/completions; each prompt is a text, or token ids."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+
+
+# From bytes to a model.
+
+_AnyBody = TypeVar("_AnyBody", bound=RequestBody)
+
+
+def parse_body(kind: type[_AnyBody], body: bytes, model: str) -> _AnyBody:
+    """Read a body of this ``kind`` for a server of ``model``.
+
+    Raises ``ApiError`` for what is no such body, and for parameters that are not supported.
+    """
+    try:
+        parsed = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+    if parsed.model not in {None, model} | OTHER_NAMES:
+        raise ApiError(
+            404,
+            f"the model {shown(parsed.model)} is not served here: ask for {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    _refuse_unknown(parsed)
+    if isinstance(parsed, ChatBody):
+        for number, message in enumerate(parsed.messages):
+            _refuse_unknown(message, f"messages.{number}.")
+    if parsed.stream_options is not None:
+        _refuse_unknown(parsed.stream_options, "stream_options.")
+        if not parsed.stream:
+            raise refused("stream_options is for requests with stream: true", "stream_options")
+    return parsed
+
+
+def _explained(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return refused(f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}")
+    param = ".".join(map(str, first["loc"])) or None
+    if first["type"] == "missing":
+        return refused(f"{param} is missing", param)
+    if param is None:
+        return refused("the body is no JSON object")
+    given = first["input"]
+    is_plain = given is None or isinstance(given, bool | int | float | str)
+    value = f" (it is {shown(given)})" if is_plain else ""
+    return refused(f"{param}: {message[:1].lower()}{message[1:]}{value}", param)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: in ASCII, at most 80 characters."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-15:]}"
+
+
+def _refuse_unknown(body: _Strict, prefix: str = "") -> None:
+    for name, value in (body.model_extra or {}).items():
+        is_harmless = value is None or (not prefix and name in IGNORED)
+        if not is_harmless and value not in NEUTRAL.get(name, ()):
+            name = f"{prefix}{name}"
+            raise refused(
+                f"{shown(name)[1:-1]} is not supported by this server: leave it out",
+                name[:200],
+                "unsupported_parameter",
+            )
