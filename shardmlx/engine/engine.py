@@ -108,6 +108,11 @@ class Engine:
         with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
             return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm", spoiled)
 
+    def forget_gradients(self) -> None:
+        """Drop the gradients of all stages of this rank: no update is made with them."""
+        for stage in self.stages.values():
+            stage.gradients.clear()
+
     def _new_run(
         self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool
     ) -> _Run:

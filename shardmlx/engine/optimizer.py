@@ -79,11 +79,6 @@ class Updater:
             mx.eval([updated[name] for name in layer])
         mx.eval(self.optimizer.state)
 
-    def forget(self) -> None:
-        """Drop the gradients: there is no update."""
-        for stage in self._stages:
-            stage.gradients.clear()
-
     def state(self) -> dict[str, mx.array]:
         """The optimizer's state: of a weight as ``WEIGHT.KEY``, of all weights as ``KEY``."""
         state: dict[str, mx.array] = {}
@@ -104,7 +99,3 @@ class Updater:
             else:
                 tree[key] = array
         self.optimizer.state = tree
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.learning_rate.item())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,9 +27,9 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The run right after an optimizer update: all of it that is neither weights nor state.
+    """The run right after an optimizer update, but for its weights and optimizer state.
 
-    ``mine`` is what only this rank knows of it, brought together when it is saved.
+    ``state`` is rank 0's; ``mine`` is what only this rank knows, gathered when it is saved.
     """
 
     step: int
@@ -36,11 +37,56 @@ class Point:
     mine: Any = None
 
 
-class Checkpoints:
-    """Saves a run at its last optimizer update. All methods are collective.
+@dataclass(slots=True)
+class _Save:
+    """A checkpoint from its begin until it is complete. Methods are collective.
 
-    Between two updates nothing changes but gradients and the position in the data; so whenever
-    the run is asked to save, it saves the last update.
+    ``exposed_seconds`` is how long training has waited for it so far.
+    """
+
+    writer: CheckpointWriter
+    transport: Transport
+    exposed_seconds: float
+    is_released: bool = False
+    is_complete: bool = False
+
+    def release(self) -> None:
+        """Return once its arrays are written everywhere, so that the weights may change."""
+        if not self.is_released:
+            self._wait(self.writer.release)
+            self.is_released = True
+
+    def complete(self) -> None:
+        """Return once all of it is on the disks."""
+        self.release()
+        if not self.is_complete:
+            self._wait(self.writer.wait)
+            self.is_complete = True
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Wait, on all ranks as long as on the slowest: a slow disk is no lost rank."""
+        start = time.monotonic()
+        with self.transport.longer_timeout(SECONDS_TO_WRITE):
+            wait()
+            seconds = time.monotonic() - start
+            self.exposed_seconds += max(
+                self.transport.all_gather(seconds, "waiting for the checkpoint")
+            )
+
+
+class Checkpoints:
+    """Saves a run at its last optimizer update. Methods are collective unless they say not.
+
+    Between two updates nothing changes but gradients and the position in the data; so whenever the
+    run is asked to save, it saves the last update. Writing goes on while the next steps compute,
+    up to the next update::
+
+        mark(point)   save()        with updating() as updater:       mark(point)   ...
+        |             |             |                   |             |
+        update made   files begin   waits: all arrays   weights and   update made
+                      to be written  are written        state change
+
+    Nobody but ``updating`` gives out the updater: weights cannot change while they are written.
     """
 
     def __init__(self, job: Job, updater: Updater) -> None:
@@ -50,91 +96,64 @@ class Checkpoints:
         self._writer = None
         if (place := job.resumption.place) is not None:
             self._writer = CheckpointWriter(
-                job.transport,
-                place.store,
-                place.storage,
-                job.config.keep_checkpoints,
+                job.transport, place.store, place.storage, job.config.keep_checkpoints
             )
         self._point: Point | None = None
         self._saved_step = 0
-        self._is_written = True
-        self._is_complete = True
-        self._exposed = 0.0
-        self._exposed_seconds: list[float] = []
+        self._saves: list[_Save] = []
         self._saved: list[Saved] = []
 
+    def restore(self, found: Found) -> None:
+        """Give the stages and the optimizer what a checkpoint holds for them."""
+        _restore(found, self._transport, self._job.stages, self._updater)
+
+    def go_on_from(self, point: Point) -> None:
+        """Take up the run at a restored ``point``, which is not saved again in the same place."""
+        self.mark(point)
+        if self._job.resumption.is_in_place:
+            self._saved_step = point.step
+
+    @contextmanager
+    def updating(self) -> Iterator[Updater]:
+        """Give out the updater, once what is being saved of the weights is written."""
+        if self._saves:
+            self._saves[-1].release()
+        yield self._updater
+
     def mark(self, point: Point) -> None:
-        """An update was made: a checkpoint would now be of ``point``."""
+        """Note that an update was made: ``save`` would now save ``point``. Not collective."""
         self._point = point
 
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint of ``step``, which need not be saved again."""
-        self._saved_step = step
-
     def save(self) -> int | None:
-        """Begin to save the last update, unless that is done; the step of what is saved then."""
-        if self._writer is None:
-            return None
+        """Begin to save the last update unless that is done; return the step that is saved then.
+
+        Returns None where nothing is saved, for want of an update or of a place.
+        """
         point = self._point
-        if point is None or point.step == self._saved_step:
+        if self._writer is None or point is None or point.step == self._saved_step:
             return self._saved_step or None
         self.finish()
         start = time.monotonic()
-        everyone = self._transport.gather(point.mine, what="checkpoint")
-        manifest = None
-        if everyone is not None:
-            assert self._job.identity is not None, "rank 0 has it"
-            manifest = Manifest(
-                step=point.step,
-                files=(),
-                identity=self._job.identity,
-                state={**point.state, "ranks": everyone},
-                plan=_layout(self._job.plan),
-                versions=package_versions(),
-            )
-        self._writer.start(manifest, point.step, self._parts())
+        self._writer.start(self._manifest(point), point.step, self._parts())
+        self._saves.append(_Save(self._writer, self._transport, time.monotonic() - start))
         self._saved_step = point.step
-        self._is_written = self._is_complete = False
-        self._exposed = time.monotonic() - start
         return point.step
-
-    def release(self) -> None:
-        """Before weights change: wait until what is being saved of them is written."""
-        if self._is_written or self._writer is None:
-            return
-        self._exposed_seconds.append(self._exposed + self._longest(self._writer.release))
-        self._is_written = True
 
     def finish(self) -> None:
         """Wait until what is being saved is complete."""
-        if self._is_complete or self._writer is None:
-            return
-        self.release()
-        self._exposed_seconds[-1] += self._longest(self._writer.wait)
-        self._is_complete = True
-        self.report()
-
-    def _longest(self, wait: Callable[[], None]) -> float:
-        """Seconds that ``wait()`` took on the rank on which it took longest.
-
-        All wait for it, so that a rank with a slow disk is not taken for one that is lost.
-        """
-        start = time.monotonic()
-        with self._transport.longer_timeout(SECONDS_TO_WRITE):
-            wait()
-            seconds = time.monotonic() - start
-            longest: float = max(self._transport.all_gather(seconds, "waiting for the checkpoint"))
-        return longest
+        if self._saves:
+            self._saves[-1].complete()
+            self.report()
 
     def report(self) -> None:
-        """Tell of a checkpoint that was completed since the last call."""
-        if self._writer is None or not self._is_written:
+        """Tell of a checkpoint that was completed since the last call. Not collective."""
+        if self._writer is None or not self._saves or not self._saves[-1].is_released:
             return
         saved = self._writer.take_saved()
         if saved is None:
             return
         self._saved.append(saved)
-        exposed = self._exposed_seconds[-1]
+        exposed = self._saves[-1].exposed_seconds
         self._job.reporter.say(
             f"step {saved.step}: checkpoint of {gigabytes(saved.nbytes)} written in "
             f"{saved.seconds:.1f} s, for which training waited {exposed:.2f} s"
@@ -150,15 +169,30 @@ class Checkpoints:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Of all that were completed, on rank 0. Not collective."""
+        """Return what rank 0 knows of all complete checkpoints together. Not collective."""
         return {
             "saved": len(self._saved),
             "seconds": round(sum(each.seconds for each in self._saved), 3),
-            "exposed_seconds": round(sum(self._exposed_seconds), 3),
+            "exposed_seconds": round(sum(each.exposed_seconds for each in self._saves), 3),
         }
 
+    def _manifest(self, point: Point) -> Manifest | None:
+        """Return, on rank 0, what the checkpoint says of itself but for its files."""
+        everyone = self._transport.gather(point.mine, what="checkpoint")
+        if everyone is None:
+            return None
+        assert self._job.identity is not None, "rank 0 has it"
+        return Manifest(
+            step=point.step,
+            files=(),
+            identity=self._job.identity,
+            state={**point.state, "ranks": everyone},
+            plan=_layout(self._job.plan),
+            versions=package_versions(),
+        )
+
     def _parts(self) -> list[Snapshot]:
-        """This rank's weights and optimizer state, each once in the whole job."""
+        """Return this rank's weights and optimizer state, each once in the whole job."""
         replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
         if replica != 0:
             return []
@@ -182,8 +216,7 @@ class Checkpoints:
         ]
 
 
-def restore(found: Found, transport: Transport, stages: Sequence[Stage], updater: Updater) -> None:
-    """Give the stages and the optimizer what a checkpoint holds for them. Collective."""
+def _restore(found: Found, transport: Transport, stages: Sequence[Stage], updater: Updater) -> None:
     reader = CheckpointReader(transport, found)
     missing = sorted(
         {name for stage in stages for name in stage.names} - set(reader.names(WEIGHTS))
@@ -206,7 +239,7 @@ def restore(found: Found, transport: Transport, stages: Sequence[Stage], updater
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
-    """How the run was laid out: to be read by people, and compared; any layout can go on."""
+    """Return how the run is laid out, for people to read: any layout can go on."""
     return {
         **asdict(plan.mesh),
         "schedule": plan.schedule,

@@ -1,9 +1,10 @@
-"""What a training run tells its user: a line every few steps, and a table at the end."""
+"""Report a training run to its user: a line every few steps, and a table at the end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +23,67 @@ from shardmlx.training.predicted import Expected, Lengths, expect, percent
 from shardmlx.training.setup import Job
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """The steps since the last report.
+
+    ``tokens`` are those that counted in the loss, by step; ``grad_norm`` is the global gradient
+    norm of the last update; ``skipped`` counts the updates that were left out in the whole run.
+    """
+
+    step: int
+    loss: float
+    tokens: Sequence[int]
+    learning_rate: float
+    grad_norm: float | None
+    skipped: int
+    ranks: Sequence[RankReport]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.ranks[0].times.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / len(self.tokens) / self.step_seconds
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"step {self.step}: loss {self.loss:.4f}, learning rate {self.learning_rate:.2e}, "
+            f"{self.tokens_per_second:.1f} tokens/s, {self.step_seconds:.2f} s a step{skipped} | "
+            + " | ".join(map(_describe, self.ranks))
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its part of the metrics."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "tokens": sum(self.tokens),
+            "tokens_per_second": self.tokens_per_second,
+            "learning_rate": self.learning_rate,
+            "grad_norm": self.grad_norm,
+            "skipped": self.skipped,
+            "step_seconds": self.step_seconds,
+            "bubble": sum(rank.times.bubble for rank in self.ranks) / len(self.ranks),
+        }
+
+    def for_services(self, trained_tokens: int) -> dict[str, Any]:
+        """Return what mlx-lm tells the services of ``--report-to``, in its words and units."""
+        return {
+            "iteration": self.step,
+            "train_loss": self.loss,
+            "learning_rate": self.learning_rate,
+            "iterations_per_second": 1 / self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "trained_tokens": trained_tokens,
+            "peak_memory": max(rank.peak_memory_bytes for rank in self.ranks) / 1e9,
+        }
+
+
 class TrainingReport:
-    """Collects what the steps gave, and reports it. Methods are collective unless they say not."""
+    """The report of a run to its user. Methods are collective unless they say not."""
 
     def __init__(self, job: Job, meter: Meter) -> None:
         self._job = job
@@ -50,15 +110,15 @@ class TrainingReport:
     def count(
         self, microbatches: Sequence[MicroBatch], losses: dict[int, float], tokens: int
     ) -> None:
-        """A step was made, of so many tokens in the whole batch. Not collective."""
+        """Take in a step with this many ``tokens`` in the whole batch. Not collective."""
         self._lengths.count(microbatches)
         self._losses.append(losses)
         self._tokens.append(tokens)
 
     def nonfinite(self, stages: Sequence[Stage]) -> tuple[int, str] | None:
-        """What this rank has, in the step that was counted last, that is not finite.
+        """Find what is not finite on this rank in the step that was counted last. Not collective.
 
-        The lower the number the nearer to the cause. Not collective.
+        Returns (0, a loss) or (1, a gradient): the lower number is nearer to the cause.
         """
         where = self._job.transport.name(self._job.transport.rank)
         for j, loss in self._losses[-1].items():
@@ -74,16 +134,16 @@ class TrainingReport:
         return None
 
     def pass_over(self, steps: int) -> None:
-        """The last steps led to no update: they are counted, their losses not. Not collective."""
+        """Leave the losses of the last steps out: they led to no update. Not collective."""
         self._skipped += 1
         del self._losses[-steps:], self._tokens[-steps:]
 
     def mine(self) -> list[float]:
-        """This rank's losses since the last report, by step. Not collective."""
+        """Return this rank's losses since the last report, by step. Not collective."""
         return [sum(losses.values()) for losses in self._losses]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the report beside ``mine``. Not collective."""
+        """Return what a checkpoint keeps of the report beside ``mine``. Not collective."""
         return {
             "tokens": list(self._tokens),
             "total_tokens": self._total_tokens,
@@ -98,62 +158,32 @@ class TrainingReport:
         is_mine = self._job.transport.rank == 0
         self._losses = [{0: sum(losses)} if is_mine else {} for losses in zip(*mine, strict=True)]
 
-    def step(self, step: int, learning_rate: float, grad_norm: float | None, bar: Bar) -> None:
-        """The mean of the steps since the last report, and what each rank did."""
+    def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
+        """Report the mean of the steps since the last report, and what each rank did."""
         report = self._meter.report(self._losses)
-        steps, tokens = len(self._tokens), sum(self._tokens)
-        valid, self._losses, self._tokens = self._tokens, [], []
-        self._total_tokens += tokens
+        tokens, self._losses, self._tokens = self._tokens, [], []
+        self._total_tokens += sum(tokens)
         if report is None:
             return
         ranks, losses = report
-        if not steps:
+        if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
-        loss = (
-            sum(
-                sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, valid[i])
-                for i in range(steps)
-            )
-            / steps
+        window = _Window(
+            step=step,
+            loss=_mean_loss(losses, tokens),
+            tokens=tokens,
+            learning_rate=float(self._job.optimizer.learning_rate.item()),
+            grad_norm=grad_norm,
+            skipped=self._skipped,
+            ranks=ranks,
         )
-        step_seconds = ranks[0].times.step_seconds
-        speed = tokens / steps / step_seconds
-        bar.note(f"loss {loss:.3f}  {speed:.0f} tok/s")
-        skipped = f", {self._skipped} skipped" if self._skipped else ""
-        self._reporter.say(
-            f"step {step}: loss {loss:.4f}, learning rate {learning_rate:.2e}, "
-            f"{speed:.1f} tokens/s, {step_seconds:.2f} s a step{skipped} | "
-            + " | ".join(map(_describe, ranks))
-        )
-        self._reporter.event(
-            "train",
-            {
-                "step": step,
-                "loss": loss,
-                "tokens": tokens,
-                "tokens_per_second": speed,
-                "learning_rate": learning_rate,
-                "grad_norm": grad_norm,
-                "skipped": self._skipped,
-                "step_seconds": step_seconds,
-                "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
-                "ranks": self._as_json(ranks),
-            },
-        )
+        bar.note(f"loss {window.loss:.3f}  {window.tokens_per_second:.0f} tok/s")
+        self._reporter.say(str(window))
+        self._reporter.event("train", {**window.as_json(), "ranks": self._as_json(ranks)})
         self._look_for_stragglers(step, ranks)
         if self._callback is not None:
-            self._callback.on_train_loss_report(
-                {
-                    "iteration": step,
-                    "train_loss": loss,
-                    "learning_rate": learning_rate,
-                    "iterations_per_second": 1 / step_seconds,
-                    "tokens_per_second": speed,
-                    "trained_tokens": self._total_tokens,
-                    "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
-                }
-            )
+            self._callback.on_train_loss_report(window.for_services(self._total_tokens))
 
     def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
         job = self._job
@@ -169,7 +199,7 @@ class TrainingReport:
             self._reporter.event("straggler", straggler.as_json())
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """On rank 0."""
+        """Report the loss of a validation. On rank 0 only."""
         self._reporter.say(f"step {step}: val loss {loss:.4f}, in {seconds:.1f} s")
         self._reporter.event("val", {"step": step, "loss": loss, "seconds": round(seconds, 3)})
         if self._callback is not None:
@@ -178,42 +208,14 @@ class TrainingReport:
             )
 
     def summary(self, seconds: float, checkpoints: Mapping[str, Any]) -> None:
-        """Where time and memory went, beside what was predicted of them. Not collective."""
+        """Report where time and memory went, beside what was predicted of them. Not collective."""
         ranks = self._meter.summary()
         if not ranks:
             return
         expected = self._expected()
-        pp = self._job.plan.mesh.pp
-        predicted = [expected.peaks[each.rank % pp] for each in ranks]
-        self._reporter.table(
-            (
-                "rank",
-                "host",
-                "step",
-                "compute",
-                "exposed communication",
-                "bubble",
-                "peak memory",
-                "predicted",
-                "",
-            ),
-            [
-                (
-                    str(each.rank),
-                    self._job.transport.hosts[each.rank],
-                    f"{each.times.step_seconds:.3f} s",
-                    f"{each.times.compute_seconds:.3f} s",
-                    f"{each.times.exposed_comm_seconds:.3f} s",
-                    f"{100 * each.times.bubble:.1f}%",
-                    gigabytes(each.peak_memory_bytes),
-                    gigabytes(peak),
-                    percent(each.peak_memory_bytes, peak),
-                )
-                for each, peak in zip(ranks, predicted, strict=True)
-            ],
-        )
-        step_seconds = ranks[0].times.step_seconds
+        self._show_ranks(ranks, expected)
         if expected.step_seconds is not None:
+            step_seconds = ranks[0].times.step_seconds
             self._reporter.say(
                 f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
                 f"({percent(step_seconds, expected.step_seconds)})"
@@ -236,8 +238,29 @@ class TrainingReport:
             },
         )
 
+    def _show_ranks(self, ranks: Sequence[RankReport], expected: Expected) -> None:
+        rows = []
+        for each in ranks:
+            _, pipeline_rank = self._job.plan.mesh.coordinates(each.rank)
+            predicted = expected.peaks[pipeline_rank]
+            rows.append(
+                (
+                    str(each.rank),
+                    self._job.transport.hosts[each.rank],
+                    f"{each.times.step_seconds:.3f} s",
+                    f"{each.times.compute_seconds:.3f} s",
+                    f"{each.times.exposed_comm_seconds:.3f} s",
+                    f"{100 * each.times.bubble:.1f}%",
+                    gigabytes(each.peak_memory_bytes),
+                    gigabytes(predicted),
+                    percent(each.peak_memory_bytes, predicted),
+                )
+            )
+        times = ("step", "compute", "exposed communication", "bubble")
+        self._reporter.table(("rank", "host", *times, "peak memory", "predicted", ""), rows)
+
     def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
-        """With the peak memory that was planned before the run, for its longest sequence."""
+        """Add the peak memory that was planned before the run, for its longest sequence."""
         return [
             {**each.as_json(), "planned_peak_bytes": self._job.limits[each.rank].planned.peak}
             for each in ranks
@@ -258,11 +281,23 @@ class TrainingReport:
         self._reporter.say(f"{self._config.rebalance}: {wanted}")
 
     def _expected(self) -> Expected:
-        """What the plan says of the steps that were run."""
+        """Predict the steps that were run."""
         job = self._job
         return expect(
             job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
         )
+
+
+def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:
+    """Return the mean over steps of a token's loss.
+
+    ``losses[rank][i]`` are the summed losses of step i by micro-batch, ``tokens[i]`` its tokens.
+    """
+    means = [
+        sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, count)
+        for i, count in enumerate(tokens)
+    ]
+    return sum(means) / len(means)
 
 
 def _compute_seconds(ranks: Sequence[RankReport]) -> list[float]:

@@ -28,7 +28,7 @@ from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
-from shardmlx.training.checkpointing import Checkpoints, Point, restore
+from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import SETUP_SECONDS, Job, prepare_job
 
@@ -66,13 +66,11 @@ class Trainer:
         trace = Path(config.trace) if config.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
         self._report = TrainingReport(job, self._meter)
-        self._updater = Updater(job.optimizer, job.stages)
         self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
-        self._checkpoints = Checkpoints(job, self._updater)
+        self._checkpoints = Checkpoints(job, Updater(job.optimizer, job.stages))
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._batches = self._open("train", loop=True)
-        self._place: Mapping[str, Any] = {}
         self._start = 0
         self._grad_norm: float | None = None
         self._spoiled = False
@@ -144,17 +142,14 @@ class Trainer:
         manifest = found.manifest
         state = manifest.state
         with self._transport.longer_timeout(SETUP_SECONDS):
-            restore(found, self._transport, self._job.stages, self._updater)
+            self._checkpoints.restore(found)
         self._start = manifest.step
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
-        self._place = self._reached()
-        self._checkpoints.mark(self._point(manifest.step))
-        if self._job.resumption.is_in_place:
-            self._checkpoints.resumed(manifest.step)
+        self._checkpoints.go_on_from(self._point(manifest.step, self._position()))
         where = found.store.path(manifest.step)
         left = self._config.iters - manifest.step
         self._reporter.go_on()
@@ -171,17 +166,14 @@ class Trainer:
             self._validate(step)
             self._transport.activity = f"step {step}"
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
-            # Drawn after the validation's, as in mlx-lm, the next batch travels while this one
-            # computes. A checkpoint of this step goes on with it, not with the one after.
-            self._place = self._reached()
-            feed.send_ahead()
+            position = self._send_next(feed)
             self._step(step, share)
         self._meter.count(step)
         bar.advance()
         if step % config.steps_per_report == 0 or step == config.iters:
-            self._report.step(step, self._updater.learning_rate, self._grad_norm, bar)
+            self._report.step(step, self._grad_norm, bar)
         if step % config.grad_accumulation_steps == 0:
-            self._checkpoints.mark(self._point(step))
+            self._checkpoints.mark(self._point(step, position))
         if step % config.save_every == 0:
             self._save(f"{step:07d}_adapters.safetensors")
         if step % config.checkpoint_every == 0:
@@ -216,9 +208,11 @@ class Trainer:
             return
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)
-        self._checkpoints.release()
-        with self._engine.recorder.span(Span.UPDATE, "optimizer"):
-            self._updater.apply(scale)
+        with (
+            self._checkpoints.updating() as updater,
+            self._engine.recorder.span(Span.UPDATE, "optimizer"),
+        ):
+            updater.apply(scale)
 
     def _pass_over(self, step: int) -> None:
         """Loss or gradient is not finite: forget the gradients, or end the run."""
@@ -230,19 +224,29 @@ class Trainer:
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
             raise AgreedFailure(f"step {step}: {what}: {kept}; {advice}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
-        self._updater.forget()
+        self._engine.forget_gradients()
         self._report.pass_over(self._config.grad_accumulation_steps)
 
-    def _point(self, step: int) -> Point:
-        """The run after the update of ``step``."""
-        state = {} if self._batches is None else {"report": self._report.state(), **self._place}
-        return Point(step, state, self._report.mine())
+    def _send_next(self, feed: BatchFeed) -> dict[str, Any]:
+        """Send the next batch on its way, and return the position in the data before it.
 
-    def _reached(self) -> dict[str, Any]:
-        """On rank 0, from where the next batches are drawn."""
+        The batch is drawn after the validation's, as in mlx-lm, and travels while this step
+        computes. A checkpoint of this step goes on with it, not with the one after.
+        """
+        position = self._position()
+        feed.send_ahead()
+        return position
+
+    def _position(self) -> dict[str, Any]:
+        """Return, on rank 0, from where the next batches are drawn."""
         if self._batches is None:
             return {}
         return {"random": random_state(self._random), "batches": self._batches.position()}
+
+    def _point(self, step: int, position: Mapping[str, Any]) -> Point:
+        """Return the run after the update of ``step``; batches from ``position`` are to come."""
+        state = {} if self._batches is None else {"report": self._report.state(), **position}
+        return Point(step, state, self._report.mine())
 
     def _keep(self) -> str:
         """Save the last update, and say where it is."""

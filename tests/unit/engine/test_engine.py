@@ -156,6 +156,25 @@ def test_gradients_add_up_over_steps_until_they_are_reduced(layout: Layout) -> N
         assert largest_difference(gradients, total)[0] <= 1e-6
 
 
+def test_forgotten_gradients_leave_no_trace() -> None:
+    plan = Layout("1f1b", 2).plan(LAYERS, 2)
+    batch = random_batch(2)
+
+    def work(transport: LocalTransport) -> list[dict[str, bytes]]:
+        stages = stages_of(transport, plan, models(False)[transport.rank])
+        engine = Engine(plan, transport, stages)
+        seen = []
+        for _ in range(2):
+            engine.train_step(split(batch, 1, 0, 1), scale=1 / batch.valid_tokens)
+            seen.append({n: bytes(np.array(g)) for s in stages for n, g in s.gradients.items()})
+            engine.forget_gradients()
+            assert not any(stage.gradients for stage in stages)
+        return seen
+
+    for first, second in LocalNetwork(2).run(work):
+        assert first == second
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_replicas_and_holders_of_tied_weights_stay_equal_to_the_bit(tied: bool) -> None:
     layout = Layout("1f1b", 2, 1, 2)

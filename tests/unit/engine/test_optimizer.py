@@ -82,6 +82,10 @@ CASES = [
 ]
 
 
+def learning_rate(run: _Run) -> float:
+    return float(run.updater.optimizer.learning_rate.item())
+
+
 @pytest.mark.parametrize("done", [0, 1, 4])
 @pytest.mark.parametrize(("name", "schedule", "settings"), CASES)
 def test_a_restored_optimizer_goes_on_to_the_bit(
@@ -92,11 +96,11 @@ def test_a_restored_optimizer_goes_on_to_the_bit(
     again = _Run(name, schedule=schedule, **settings)
     again.take(whole.weights, whole.updater.state())
     assert again.outcome() == whole.outcome()
-    assert again.updater.learning_rate == whole.updater.learning_rate
+    assert learning_rate(again) == learning_rate(whole)
     for run in (whole, again):
         run.update(*range(done, done + 3))
     assert again.outcome() == whole.outcome()
-    assert again.updater.learning_rate == whole.updater.learning_rate
+    assert learning_rate(again) == learning_rate(whole)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -124,7 +128,7 @@ def test_a_rank_that_trains_nothing_keeps_what_is_of_all_weights() -> None:
     again.take({}, run.updater.state())
     again.update(2)
     run.update(2)
-    assert again.updater.learning_rate == run.updater.learning_rate
+    assert learning_rate(again) == learning_rate(run)
 
 
 def test_the_state_is_named_for_its_weights() -> None:
@@ -143,15 +147,10 @@ def test_what_was_kept_does_not_change_with_later_updates() -> None:
     assert as_bytes(kept) == before
 
 
-def test_an_update_uses_the_gradients_up_and_forgetting_leaves_all_as_it_was() -> None:
+def test_an_update_uses_the_gradients_up() -> None:
     run = _Run("adam")
     run.update(0)
     assert not any(stage.gradients for stage in run.stages)
-    before = run.outcome()
-    run.stages[0].gradients["layers.0.weight"] = mx.zeros((2, 2))
-    run.updater.forget()
-    assert not any(stage.gradients for stage in run.stages)
-    assert run.outcome() == before
 
 
 @pytest.mark.parametrize(
