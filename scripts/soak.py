@@ -11,6 +11,8 @@ lost beyond the last checkpoint.
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import os
@@ -26,17 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.progress import track  # noqa: E402
-from rich.table import Table  # noqa: E402
-from tests.mpi.conftest import pirate_directory, small_directory, tokenizer_directory  # noqa: E402
-
-from shardmlx.checkpoint.store import Store  # noqa: E402
-from shardmlx.errors import UserError  # noqa: E402
-from tests.helpers.mpirun import Running, events  # noqa: E402
+from shardmlx.checkpoint.store import Store
+from shardmlx.errors import UserError
+from tests.helpers.mpirun import Running, events
+from tests.helpers.small_models import pirate_directory, small_directory, tokenizer_directory
 
 STEPS = 12
 ATTEMPTS = 3

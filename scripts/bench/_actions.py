@@ -6,29 +6,26 @@ round. Messages hold 256 bytes. GPipe: no action waits for an answer to the one 
 
 from __future__ import annotations
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
-import json  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
-from typing import Any, cast  # noqa: E402
+import mlx.core as mx
+import numpy as np
 
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
-
-from shardmlx.distributed.transport import new_buffer  # noqa: E402
-from shardmlx.engine.batches import MicroBatch  # noqa: E402
-from shardmlx.engine.engine import Engine  # noqa: E402
-from shardmlx.engine.stage import Stage  # noqa: E402
-from shardmlx.pipeline.mesh import Mesh  # noqa: E402
-from shardmlx.pipeline.plan import Plan  # noqa: E402
-from shardmlx.pipeline.stage_map import Partition, StageMap  # noqa: E402
-
-from shardmlx.distributed.mpi import MPITransport  # isort: skip  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport
+from shardmlx.distributed.transport import new_buffer
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.stage import Stage
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 WIDTH = 64
 

@@ -7,22 +7,18 @@ Buffers are MLX's in both, so only the way to MPI differs.
 
 from __future__ import annotations
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-import json  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from typing import Any, Protocol  # noqa: E402
+import mlx.core as mx
 
-import mlx.core as mx  # noqa: E402
-
-from shardmlx.distributed.mpi import MPITransport  # noqa: E402
-from shardmlx.distributed.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer  # noqa: E402
-
-from mpi4py import MPI  # isort: skip  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport
+from shardmlx.distributed.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer
 
 FLOW_BYTES = 128 << 20
 """Of one measurement one way, in as many messages as make it up, but at most ``MOST_MESSAGES``."""
@@ -46,25 +42,28 @@ class Way(Protocol):
 
 class Raw:
     def __init__(self, peer: int) -> None:
+        from mpi4py import MPI  # set up by MPITransport
+
         self._world, self._peer = MPI.COMM_WORLD, peer
+        self._byte, self._wait_all = MPI.BYTE, MPI.Request.Waitall
 
     def send(self, arrays: Sequence[mx.array]) -> None:
         if len(arrays) == 1:
-            self._world.Send([buffer_of(arrays[0]), MPI.BYTE], self._peer, TAG)
+            self._world.Send([buffer_of(arrays[0]), self._byte], self._peer, TAG)
             return
         requests = [
-            self._world.Isend([buffer_of(array), MPI.BYTE], self._peer, TAG) for array in arrays
+            self._world.Isend([buffer_of(array), self._byte], self._peer, TAG) for array in arrays
         ]
-        MPI.Request.Waitall(requests)
+        self._wait_all(requests)
 
     def receive(self, arrays: Sequence[mx.array]) -> None:
         if len(arrays) == 1:
-            self._world.Recv([buffer_of(arrays[0]), MPI.BYTE], self._peer, TAG)
+            self._world.Recv([buffer_of(arrays[0]), self._byte], self._peer, TAG)
             return
         requests = [
-            self._world.Irecv([buffer_of(array), MPI.BYTE], self._peer, TAG) for array in arrays
+            self._world.Irecv([buffer_of(array), self._byte], self._peer, TAG) for array in arrays
         ]
-        MPI.Request.Waitall(requests)
+        self._wait_all(requests)
 
 
 class Ours:

@@ -6,15 +6,13 @@ by itself computes with a BLAS that is 16 times as slow, and there would be noth
 
 from __future__ import annotations
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+from typing import Any
 
-from typing import Any  # noqa: E402
-
-from _turns import Turns  # noqa: E402
-from mlx_lm import lora  # noqa: E402
-from mlx_lm.tuner.callbacks import TrainingCallback  # noqa: E402
+from _turns import Turns
+from mlx_lm import lora
+from mlx_lm.tuner.callbacks import TrainingCallback
 
 
 class Resting(TrainingCallback):

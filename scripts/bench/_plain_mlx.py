@@ -8,21 +8,19 @@ Rests after each turn of ``--steps`` steps.
 
 from __future__ import annotations
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import argparse
+import time
+from pathlib import Path
+from typing import Any
 
-import argparse  # noqa: E402
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-from _turns import Turns  # noqa: E402
-from mlx.optimizers import AdamW  # noqa: E402
-from mlx.utils import tree_map  # noqa: E402
-from mlx_lm.utils import load_model  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+from _turns import Turns
+from mlx.optimizers import AdamW
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
 
 
 def mean_loss(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:

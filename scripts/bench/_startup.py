@@ -6,20 +6,21 @@ epoch; the seconds inside what prepares the run; bytes read while loading weight
 preparation, 0 where the system does not count them; and those of the rank's stages.
 """
 
+from __future__ import annotations
+
+from _began import BEGAN
+
+import json
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-began = time.time()
-
-import importlib  # noqa: E402
-import json  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from shardmlx.common.environment import launched_rank  # noqa: E402
-from shardmlx.config.train import load_config  # noqa: E402
-from shardmlx.distributed.run_ranks import run_ranks  # noqa: E402
+from shardmlx.common.environment import launched_rank
+from shardmlx.config.train import load_config
+from shardmlx.distributed.run_ranks import run_ranks
 
 PARTS = {
     "find_weights": "finding the model",
@@ -49,7 +50,7 @@ def bytes_read() -> int:
 
 def main() -> int:
     directory, *arguments = sys.argv[1:]
-    milestones = {"Python": began}
+    milestones = {"Python": BEGAN}
     seconds: dict[str, float] = {}
     loaded: dict[str, int] = {}
 
@@ -73,18 +74,17 @@ def main() -> int:
 
     def load() -> Callable[..., None]:
         reached("options")
+        from shardmlx.loading.transfer import Weights
+        from shardmlx.training import setup, trainer
         from shardmlx.training.report import TrainingReport
 
-        job: Any = importlib.import_module("shardmlx.training.setup")
-        trainer: Any = importlib.import_module("shardmlx.training.trainer")
-        supply: Any = importlib.import_module("shardmlx.loading.transfer")
         for function, name in PARTS.items():
-            if not hasattr(job, function):
+            if not hasattr(setup, function):
                 raise SystemExit(
                     f"shardmlx.training.setup has no {function} any more: mend {__file__}"
                 )
-            setattr(job, function, timed(name, getattr(job, function)))
-        read_all = timed(LOADING, supply.Weights.load)
+            setattr(setup, function, timed(name, getattr(setup, function)))
+        read_all = timed(LOADING, Weights.load)
 
         def read(weights: Any, parts: Any, *given: Any) -> None:
             before = bytes_read()
@@ -97,14 +97,11 @@ def main() -> int:
                 if not name.endswith(ADAPTERS)
             )
 
-        supply.Weights.load = read
-
         class Report(TrainingReport):
             def step(self, *given: Any) -> None:
                 reached("first step" if "first step" not in milestones else "second step")
                 super().step(*given)
 
-        trainer.TrainingReport = Report
         prepare_job = trainer.prepare_job
 
         def prepare(*given: Any) -> Any:
@@ -114,7 +111,9 @@ def main() -> int:
             reached("prepared")
             return job
 
-        trainer.prepare_job = prepare
+        patch.object(Weights, "load", read).start()
+        patch.object(trainer, "TrainingReport", Report).start()
+        patch.object(trainer, "prepare_job", prepare).start()
         reached("imports")
 
         def run(*given: Any) -> None:

@@ -6,12 +6,12 @@ summary; other ranks answer nothing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from _turns import Turns
 
@@ -32,9 +32,8 @@ def main() -> int:
         return [event for event in events if event["event"] == name][-1]
 
     def load() -> Callable[..., None]:
+        from shardmlx.training import trainer
         from shardmlx.training.report import TrainingReport
-
-        trainer: Any = importlib.import_module("shardmlx.training.trainer")
 
         class RestingReport(TrainingReport):
             def step(self, *given: Any) -> None:
@@ -42,9 +41,8 @@ def main() -> int:
                 turns.answer(last("train"))
                 turns.rest()
 
-        trainer.TrainingReport = RestingReport
-        run: Callable[..., None] = trainer.run
-        return run
+        patch.object(trainer, "TrainingReport", RestingReport).start()
+        return trainer.run
 
     status = run_ranks(
         lambda rank: load_config(arguments, rank), lambda config: config.timeout, load

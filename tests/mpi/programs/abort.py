@@ -1,14 +1,12 @@
 """Rank 1 gives up, by ``Transport.abort`` or with ``--die`` by a signal; the others wait for it."""
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import os
+import signal
+import sys
 
-import os  # noqa: E402
-import signal  # noqa: E402
-import sys  # noqa: E402
-
-from shardmlx.distributed.mpi import MPITransport  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport
 
 transport = MPITransport(timeout=600.0)
 transport.barrier()

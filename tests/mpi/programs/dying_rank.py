@@ -5,9 +5,9 @@ import signal
 import sys
 from typing import Any
 
-how = sys.argv.pop(1)
+from shardmlx import generate
 
-from shardmlx import generate  # noqa: E402 - argv first
+how = sys.argv.pop(1)
 
 
 def failing() -> Any:

@@ -4,19 +4,18 @@ WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second) or ``validati
 ``raise``, ``hang``, ``kill`` or ``stop``: the signals that no process can handle.
 """
 
+import shardmlx.common.prepared
+
 import os
 import signal
 import sys
 import time
 from typing import Any
 
-from shardmlx.common.environment import launched_rank, prepare
-
-prepare()
-
-from shardmlx.engine.stage import Stage  # noqa: E402
-from shardmlx.models.slice import Slice  # noqa: E402
-from shardmlx.train import main  # noqa: E402
+from shardmlx.common.environment import launched_rank
+from shardmlx.engine.stage import Stage
+from shardmlx.models.slice import Slice
+from shardmlx.train import main
 
 rank, when, how, *arguments = sys.argv[1:]
 

@@ -1,18 +1,17 @@
 """``failing_save.py HOW ARGUMENTS``: ``shardmlx.train`` whose rank 1 writes its first checkpoint
 well, and in the middle of the second is killed, or stopped."""
 
+import shardmlx.common.prepared
+
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.environment import launched_rank, prepare
-
-prepare()
-
-from shardmlx.checkpoint.writer import Snapshot  # noqa: E402
-from shardmlx.train import main  # noqa: E402
+from shardmlx.checkpoint.writer import Snapshot
+from shardmlx.common.environment import launched_rank
+from shardmlx.train import main
 
 how, *arguments = sys.argv[1:]
 pieces = Snapshot.pieces

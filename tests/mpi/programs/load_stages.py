@@ -5,21 +5,19 @@ all is loaded and until the run is over, 0 where the system does not count them;
 while loading; and its memory limit.
 """
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-blas = prepare()
+import json
+import sys
+from pathlib import Path
 
-import json  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
+import mlx.core as mx
 
-import mlx.core as mx  # noqa: E402
-
-from shardmlx.common.reporter import Reporter  # noqa: E402
-from shardmlx.config.train import load_config  # noqa: E402
-from shardmlx.distributed.mpi import MPITransport  # noqa: E402
-from shardmlx.training.setup import prepare_job  # noqa: E402
-from shardmlx.training.trainer import Trainer  # noqa: E402
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import load_config
+from shardmlx.distributed.mpi import MPITransport
+from shardmlx.training.setup import prepare_job
+from shardmlx.training.trainer import Trainer
 
 
 def bytes_read() -> int:

@@ -1,10 +1,8 @@
 """mlx_lm.generate's own main, in one process, in the environment of this project."""
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
-
-from mlx_lm.generate import main  # noqa: E402 - after prepare()
+from mlx_lm.generate import main
 
 if __name__ == "__main__":
     main()

@@ -4,17 +4,15 @@ Its losses go, at full precision, to the file's name with .json: lists "train" a
 (iteration, loss), "learning_rate" of each iteration, and "test".
 """
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
-import json  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from mlx_lm import lora  # noqa: E402
-from mlx_lm.tuner.callbacks import TrainingCallback  # noqa: E402
+from mlx_lm import lora
+from mlx_lm.tuner.callbacks import TrainingCallback
 
 
 class Losses(TrainingCallback):

@@ -1,17 +1,15 @@
 """``nonfinite_rank.py ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
 gradients of its third step."""
 
+import shardmlx.common.prepared
+
 import sys
 from collections.abc import Callable
 
-import shardmlx.common.environment
+import mlx.core as mx
 
-shardmlx.common.environment.prepare()
-
-import mlx.core as mx  # noqa: E402
-
-from shardmlx.engine.gradient_reducer import GradientReducer  # noqa: E402
-from shardmlx.train import main  # noqa: E402
+from shardmlx.engine.gradient_reducer import GradientReducer
+from shardmlx.train import main
 
 norm = GradientReducer.norm
 calls = 0

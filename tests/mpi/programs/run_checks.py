@@ -4,17 +4,15 @@ Every rank writes one JSON line a check to DIRECTORY/rank-R.jsonl: its name, and
 it failed. A failure ends the job, for the other ranks would wait for ever.
 """
 
-from shardmlx.common.environment import prepare
+import shardmlx.common.prepared
 
-prepare()
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
 
-import importlib  # noqa: E402
-import json  # noqa: E402
-import sys  # noqa: E402
-import traceback  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from shardmlx.distributed.mpi import MPITransport  # noqa: E402
+from shardmlx.distributed.mpi import MPITransport
 
 module, directory = sys.argv[1:]
 transport = MPITransport(timeout=20.0)

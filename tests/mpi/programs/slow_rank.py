@@ -1,16 +1,15 @@
 """``slow_rank.py ARGUMENTS``: ``shardmlx.train`` whose rank 1 takes three times as long for each
 forward from its 41st on."""
 
+import shardmlx.common.prepared
+
 import sys
 import time
 from typing import Any
 
-from shardmlx.common.environment import launched_rank, prepare
-
-prepare()
-
-from shardmlx.engine.stage import Stage  # noqa: E402
-from shardmlx.train import main  # noqa: E402
+from shardmlx.common.environment import launched_rank
+from shardmlx.engine.stage import Stage
+from shardmlx.train import main
 
 forward = Stage.forward
 calls = 0

@@ -1,0 +1,8 @@
+"""Put the root of the project on the path, for a script that uses what tests share."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+sys.path.insert(0, str(ROOT))
