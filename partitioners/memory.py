@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError
 from shardmlx.partitioners.evenest import evenest
 from shardmlx.partitioners.problem import Problem
@@ -82,18 +83,12 @@ def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
     )
     more = "a machine with more memory" if _is_least(ranges) else "more machines"
     return DoesNotFitError(
-        f"the model does not fit: at best {problem.name_of(rank)} would hold {gib(held)} of "
-        f"its {gib(has)} for {where}, {gib(held - has)} too much",
+        f"the model does not fit: at best {problem.name_of(rank)} would hold {gibibytes(held)} of "
+        f"its {gibibytes(has)} for {where}, {gibibytes(held - has)} too much",
         rank,
         held - has,
         f"quantise the model, use fewer tokens a micro-batch, or {more}",
     )
-
-
-def gib(size: float) -> str:
-    """Bytes in a message."""
-    size /= 2**30
-    return f"{size:.2f} GiB" if size >= 0.1 else f"{size:.2g} GiB"
 
 
 def _layers(start: int, stop: int) -> str:

@@ -21,6 +21,7 @@ from _compare import mpirun, run
 from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
 
 from shardmlx.common.formatting import columns
+from shardmlx.common.units import MIB
 from shardmlx.pipeline.schedules import SCHEDULES
 
 STEPS, WINDOW = 6, 2
@@ -112,8 +113,8 @@ def line(result: Result) -> tuple[str, ...]:
     ]
     for peak, expected in zip(result.peaks, result.predicted_peaks, strict=True):
         cells += [
-            f"{expected / 1e6:.0f} MB",
-            f"{peak / 1e6:.0f} MB",
+            f"{expected / MIB:.0f} MiB",
+            f"{peak / MIB:.0f} MiB",
             f"{100 * (expected / peak - 1):+.1f}%",
         ]
     return tuple(cells)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.common.formatting import columns, size
+from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -129,8 +129,8 @@ def line(case: Case, choice: Choice) -> tuple[str, ...]:
         f"{plan.mesh.dp} x {plan.mesh.pp}",
         plan.schedule,
         "yes" if choice.candidate.checkpoint else "-",
-        size(fullest.peak),
-        size(fullest.capacity),
+        gibibytes(fullest.peak),
+        gibibytes(fullest.capacity),
         f"{100 * prediction.simulation.bubble:.1f}%",
         f"{100 * max(rank.exposed for rank in ranks) / makespan:.1f}%",
         f"{prediction.step_seconds:.1f} s",

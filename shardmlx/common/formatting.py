@@ -1,4 +1,4 @@
-"""Numbers and columns for people. Pure."""
+"""Numbers and columns for people. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
+
+from shardmlx.common.units import GIB, KIB, MIB
 
 _NUMBERS = frozenset("0123456789.")
 
@@ -30,20 +32,17 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def count(number: float) -> str:
-    """Parameters for people."""
+    """Return a number of parameters as 1.23 B, M or k."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
     return f"{number:g}"
 
 
-def gigabytes(count: float) -> str:
-    """Bytes for people, in the decimal units of mlx-lm."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    if nbytes >= 1e5:
-        return gigabytes(nbytes)
-    return f"{nbytes / 1e3:.1f} kB" if nbytes >= 1e3 else f"{nbytes:g} B"
+def gibibytes(nbytes: float) -> str:
+    """Return bytes in GiB, as the memory of a Mac is sold; below 0.1 GiB in MiB, and so on."""
+    if nbytes >= GIB / 10:
+        return f"{nbytes / GIB:.2f} GiB"
+    if nbytes >= MIB / 10:
+        return f"{nbytes / MIB:.1f} MiB"
+    return f"{nbytes / KIB:.1f} KiB" if nbytes >= KIB else f"{nbytes:g} B"

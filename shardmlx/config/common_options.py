@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from shardmlx.common.units import parse_bytes
 from shardmlx.config.options import option
 from shardmlx.partitioners import partitioner_names
 
 WEIGHTS = ("auto", "local", "rank0")
 """Who reads the model: each rank that can, every rank, or rank 0 for all."""
-
-
-def parse_bytes(text: str) -> int:
-    """``2GB``, ``500 M`` or ``1000`` in bytes; decimal units, as mlx_lm counts them."""
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([MG]?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("give bytes, or a size like 500MB or 2GB")
-    unit = {"": 1, "M": 10**6, "G": 10**9}[match[2].upper()]
-    return round(float(match[1]) * unit)
 
 
 def weights_option(group: str) -> Any:
@@ -50,8 +41,8 @@ def partitioner_option(group: str) -> Any:
 def memory_limit_option(group: str) -> Any:
     return option(
         None,
-        "memory that each rank may use for MLX's arrays, like 12GB (default: three quarters of its "
-        "share of the machine, or what macOS wires)",
+        "memory that each rank may use for MLX's arrays, like 12GiB (default: three quarters of "
+        "its share of the machine, or what macOS wires)",
         above=0,
         parse=parse_bytes,
         group=group,

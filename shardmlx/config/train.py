@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardmlx.common.units import parse_bytes
 from shardmlx.config import options
 from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
@@ -19,7 +20,6 @@ from shardmlx.config.checks import (
 from shardmlx.config.common_options import (
     dtype_option,
     memory_limit_option,
-    parse_bytes,
     partitioner_option,
     stage_map_option,
     timeout_option,
@@ -124,7 +124,7 @@ class TrainConfig:
     )
     clear_cache_threshold: int = option(
         0,
-        "empty MLX's buffer cache between steps above this size, like 2GB",
+        "empty MLX's buffer cache between steps above this size, like 2GiB",
         minimum=0,
         parse=parse_bytes,
         group=_TRAINING,

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from shardmlx.common.units import BYTES, DECIMAL, MIB, split_quantity
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError
 
@@ -111,23 +112,19 @@ _MAX_SLOTS = tuple(
 )
 _PASSED_OVER = ("port", "username", "user-name", "user_name")
 
-_DECIMAL = {"": 1e0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_BYTES = {f"{prefix}B": size for prefix, size in (_DECIMAL | _BINARY).items()}
-
 UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "memory": _BYTES,
+        "memory": BYTES,
         "flops": {
             f"{prefix}{unit}": size
             for unit in ("", "FLOPS", "FLOP/s")
-            for prefix, size in _DECIMAL.items()
+            for prefix, size in DECIMAL.items()
         },
-        "link": {f"{unit}/s": size for unit, size in _BYTES.items()}
+        "link": {f"{unit}/s": size for unit, size in BYTES.items()}
         | {
             f"{prefix}{unit}": size / 8
             for unit in ("bps", "bit/s")
-            for prefix, size in _DECIMAL.items()
+            for prefix, size in DECIMAL.items()
         },
         "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
     }
@@ -149,8 +146,8 @@ _LIMITS = {
 }
 """Least and most: beyond it is a typing error, with which nothing can be computed."""
 
-_LEAST_MEMORY = 1 << 20
-"""Bytes of a slot."""
+_LEAST_MEMORY = MIB
+"""Bytes of each slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,15 +277,17 @@ def _kind(value: str, where: str) -> str:
 
 
 def _quantity(key: str, value: str, where: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(.*)", value, re.ASCII)
-    if match is None:
-        raise UserError(f"{where}: {key} is {value!r}: give a number, like {_EXAMPLES[key]}")
-    unit = match[2]
+    try:
+        number, unit = split_quantity(value)
+    except ValueError:
+        raise UserError(
+            f"{where}: {key} is {value!r}", f"give a number, like {_EXAMPLES[key]}"
+        ) from None
     if unit not in UNITS[key]:
         said = f"has the unknown unit {unit!r}" if unit else "has no unit"
         some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
         raise UserError(f"{where}: {key}={value} {said}: use one of {', '.join(some)}")
-    size = float(match[1]) * UNITS[key][unit]
+    size = number * UNITS[key][unit]
     (least, its_unit), (most, other_unit) = _LIMITS[key]
     if not least * UNITS[key][its_unit] <= size <= most * UNITS[key][other_unit]:
         raise UserError(

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
+from shardmlx.common.units import GIB, MIB, parse_bytes
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.errors import UserError
 
@@ -130,15 +131,15 @@ def check_budgets(
     for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True)):
         if plan.peak > budget.nbytes:
             raise UserError(
-                f"rank {rank} ({budget.host}) would hold {gigabytes(plan.peak)} of its "
-                f"{gigabytes(budget.nbytes)} ({budget.reason}): "
+                f"rank {rank} ({budget.host}) would hold {gibibytes(plan.peak)} of its "
+                f"{gibibytes(budget.nbytes)} ({budget.reason}): "
                 f"{how_to_allow(budget, plan.peak)}{remedy}"
             )
 
 
 def how_to_allow(budget: MemoryBudget, nbytes: int) -> str:
     """The limit that would be enough, where the machine has as much; else nothing."""
-    if _rounded_up(nbytes) > budget.most:
+    if parse_bytes(limit_for(nbytes)) > budget.most:
         return ""
     return f"give --memory-limit {limit_for(nbytes)} or more, "
 
@@ -150,16 +151,10 @@ def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str
 
 
 def limit_for(nbytes: int) -> str:
-    """A ``--memory-limit`` that is enough for so many bytes."""
-    enough = _rounded_up(nbytes)
-    if enough < 10**9:
-        return f"{enough // 10**6}MB"
-    return f"{enough / 1e9:.1f}".removesuffix(".0") + "GB"
-
-
-def _rounded_up(nbytes: int) -> int:
-    step = 10**8 if nbytes >= 10**9 else 10**6
-    return -(-nbytes // step) * step
+    """Return a ``--memory-limit`` that is enough for ``nbytes``, rounded up to be typed."""
+    if nbytes <= GIB - MIB:
+        return f"{math.ceil(nbytes / MIB)}MiB"
+    return f"{math.ceil(10 * nbytes / GIB) / 10:g}GiB"
 
 
 def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
@@ -195,8 +190,8 @@ def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
 def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
     """A warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
     return tuple(
-        f"rank {rank} ({budget.host}) plans {gigabytes(plan.peak)}, of which macOS keeps "
-        f"{gigabytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
+        f"rank {rank} ({budget.host}) plans {gibibytes(plan.peak)}, of which macOS keeps "
+        f"{gibibytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
         "python -m shardmlx.doctor prints the command that raises iogpu.wired_limit_mb"
         for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True))
         if budget.wirable is not None and plan.peak > budget.wirable
@@ -208,8 +203,8 @@ def exceeded(
 ) -> tuple[str, ...]:
     """A warning for each rank that took more than its memory limit, which MLX does not enforce."""
     return tuple(
-        f"rank {rank} ({host}) held {gigabytes(peak)} at its peak, more than its limit of "
-        f"{gigabytes(each.memory)} ({each.reasons[0]}), and {gigabytes(each.planned.peak)} were "
+        f"rank {rank} ({host}) held {gibibytes(peak)} at its peak, more than its limit of "
+        f"{gibibytes(each.memory)} ({each.reasons[0]}), and {gibibytes(each.planned.peak)} were "
         "planned"
         for rank, (each, host, peak) in enumerate(zip(limits, hosts, peaks, strict=True))
         if peak > each.memory

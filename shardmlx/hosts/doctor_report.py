@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import shardmlx
-from shardmlx.common.formatting import columns, gigabytes
+from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
 from shardmlx.hosts.doctor_ssh import Asked, Visit
@@ -174,7 +174,7 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
 
 
 def _bytes(count: int | None) -> str | None:
-    return None if count is None else gigabytes(count)
+    return None if count is None else gibibytes(count)
 
 
 def _speed_of(dtype: str) -> Callable[[Host], str | None]:

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
 from shardmlx.hosts.host_facts import HostFacts
 from shardmlx.hosts.system_parsers import WIFI, Interface
 
@@ -193,13 +193,13 @@ def _of_host(host: Host) -> Iterator[Finding]:
     if facts.memory and facts.memory_free and facts.memory_free < LITTLE_MEMORY * facts.memory:
         yield Finding(
             host.name,
-            f"only {gigabytes(facts.memory_free)} of {gigabytes(facts.memory)} memory are free",
+            f"only {gibibytes(facts.memory_free)} of {gibibytes(facts.memory)} memory are free",
             "end other programs there",
         )
     if facts.disk_free is not None and facts.disk_free < LITTLE_DISK:
         yield Finding(
             host.name,
-            f"only {gigabytes(facts.disk_free)} of disk are free for {facts.directory}",
+            f"only {gibibytes(facts.disk_free)} of disk are free for {facts.directory}",
             "delete something, or work on another disk",
         )
     if facts.cores is not None and len(host.ranks) > facts.cores:

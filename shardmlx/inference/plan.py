@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from shardmlx.common.formatting import gibibytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory import cache_memory, inference_memory, kept_memory
@@ -19,7 +20,6 @@ from shardmlx.costmodel.memory_limits import (
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
-from shardmlx.partitioners.memory import gib
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import make_mesh
@@ -238,9 +238,10 @@ def _check_memory(
         needed = memory.total(start, stop)
         if needed > budget.nbytes:
             raise UserError(
-                f"rank {rank} ({budget.host}) would hold {gib(needed)} of its {gib(budget.nbytes)} "
-                f"({budget.reason}) for layers {start}-{stop - 1}, "
-                f"{gib(memory.caches(start, stop))} of it keys and values of {_texts(memory)}: "
+                f"rank {rank} ({budget.host}) would hold {gibibytes(needed)} of its "
+                f"{gibibytes(budget.nbytes)} ({budget.reason}) for layers {start}-{stop - 1}, "
+                f"{gibibytes(memory.caches(start, stop))} of it keys and values of "
+                f"{_texts(memory)}: "
                 f"{how_to_allow(budget, needed)}{remedy}"
             )
 

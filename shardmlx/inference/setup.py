@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
@@ -284,7 +284,7 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
     everyone = transport.gather(mine, what="memory")
     if everyone is None:
         return
-    reporter.say(f"Peak memory: {max(peak for _, peak in everyone) / 1e9:.3f} GB")
+    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak in everyone))}")
     predicted = [limits.planned.peak for limits in prepared.limits]
     reporter.table(
         ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
@@ -293,9 +293,9 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
                 str(rank),
                 transport.hosts[rank],
                 f"{start}-{stop - 1}",
-                gigabytes(weights),
-                gigabytes(peak),
-                gigabytes(predicted[rank]),
+                gibibytes(weights),
+                gibibytes(peak),
+                gibibytes(predicted[rank]),
                 percent(peak, predicted[rank]),
             )
             for rank, ((weights, peak), (start, stop)) in enumerate(

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shardmlx.common.durable_files import flush_directory
+from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
@@ -95,7 +96,7 @@ class PartialCopy:
         wanted, free = self.nbytes(names), shutil.disk_usage(self.directory.parent).free
         if wanted > free:
             raise UserError(
-                f"{self.directory} has {free / 1e9:.2f} GB free, and {wanted / 1e9:.2f} GB of the "
+                f"{self.directory} has {gibibytes(free)} free, and {gibibytes(wanted)} of the "
                 "model must be copied there: free some, or name a directory on another disk with "
                 "--weight-cache"
             )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import on_all_ranks
@@ -159,9 +160,9 @@ class Bundle:
             "from the hub": sum(each.downloaded for each in everyone),
             "from caches": sum(each.kept for each in everyone),
         }
-        parts = [f"{nbytes / 1e9:.3f} GB {way}" for way, nbytes in ways.items() if nbytes]
+        parts = [f"{gibibytes(nbytes)} {way}" for way, nbytes in ways.items() if nbytes]
         who = [
-            f"{self._transport.name(rank)} {(m.received + m.downloaded + m.kept) / 1e9:.3f} GB"
+            f"{self._transport.name(rank)} {gibibytes(m.received + m.downloaded + m.kept)}"
             for rank, m in enumerate(everyone)
             if m != Moved()
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.formatting import columns, count, size
+from shardmlx.common.formatting import columns, count, gibibytes
 from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.modelfiles.verify import Verification
@@ -46,16 +46,16 @@ def summary(inspection: Inspection) -> str:
     packing = "" if how == "-" else f", {how}"
     lines.append(
         f"{len(whole.tensors)} tensors, {count(whole.parameters)} parameters, "
-        f"{size(whole.nbytes)} of {dtypes(whole)}{packing}"
+        f"{gibibytes(whole.nbytes)} of {dtypes(whole)}{packing}"
     )
     if inspection.is_computed:
         lines.append("no weights there: all sizes are computed from config.json")
     else:
         number = len(files.headers)
-        total = size(sum(header.file_size for header in files.headers.values()))
+        total = gibibytes(sum(header.file_size for header in files.headers.values()))
         lines.append(
             f"{number} file{'' if number == 1 else 's'} of {total}, of which only the headers, "
-            f"{size(files.header_bytes)}, were read"
+            f"{gibibytes(files.header_bytes)}, were read"
         )
     return "\n".join(lines)
 
@@ -104,7 +104,7 @@ def _part_line(row: Row) -> tuple[str, ...]:
         f"{each}{count(first.parameters)}",
         dtypes(first) or "-",
         quantisation(first),
-        f"{each}{size(first.nbytes)}",
+        f"{each}{gibibytes(first.nbytes)}",
         shown_files(files) or "-",
     )
 
@@ -128,11 +128,11 @@ def stage_table(split: Split) -> str:
                 count(part.parameters),
                 dtypes(part),
                 quantisation(part),
-                size(part.nbytes),
-                "-" if split.generation is None else size(split.nbytes(stage)),
+                gibibytes(part.nbytes),
+                "-" if split.generation is None else gibibytes(split.nbytes(stage)),
                 "-"
                 if memory is None
-                else f"{split.nbytes(stage) / memory:.1%} of {memory / 2**30:g} GiB",
+                else f"{split.nbytes(stage) / memory:.1%} of {gibibytes(memory)}",
                 shown_files(part.files) or "-",
             ]
         )
@@ -148,7 +148,7 @@ def rank_report(split: Split, rank: int) -> str:
     share = split.memory_share(rank)
     lines = [
         f"rank {rank}{f' on {host}' if host else ''}: {_stages(split, rank)}, "
-        f"{len(part.tensors)} tensors, {size(part.nbytes)}"
+        f"{len(part.tensors)} tensors, {gibibytes(part.nbytes)}"
         + ("" if share is None else f", {share:.1%} of its memory"),
         "",
         columns(
@@ -170,7 +170,7 @@ def rank_report(split: Split, rank: int) -> str:
     files = byte_ranges(part)
     for each in files:
         whole = split.inspection.files.headers[each.file].file_size
-        lines += ["", f"{each.file}: {size(each.nbytes)} of {size(whole)}, bytes"]
+        lines += ["", f"{each.file}: {gibibytes(each.nbytes)} of {gibibytes(whole)}, bytes"]
         lines += [f"  {start}-{end - 1}" for start, end in each.ranges]
     if files:
         total = sum(each.nbytes for each in files)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.formatting import columns, size
+from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.costmodel.workload import Workload
@@ -67,14 +67,14 @@ def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
     ranges = ", ".join(
         str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in each.ranges
     )
-    has = "?" if math.isinf(each.capacity) else size(each.capacity)
+    has = "?" if math.isinf(each.capacity) else gibibytes(each.capacity)
     seconds = each.seconds
     return (
         str(rank),
         _hosts(each.hosts),
         ranges,
-        size(each.weights),
-        size(each.peak),
+        gibibytes(each.weights),
+        gibibytes(each.peak),
         has,
         _seconds(seconds.forward),
         _seconds(seconds.input_gradient),

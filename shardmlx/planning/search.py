@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from shardmlx.common.formatting import gibibytes
 from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError, Problem, get_partitioner
-from shardmlx.partitioners.memory import gib
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
@@ -243,8 +243,8 @@ def _predict(
 def _does_not_fit(name: str, number: int, rank: RankPrediction) -> DoesNotFitError:
     shortage = rank.peak - rank.capacity
     return DoesNotFitError(
-        f"the model does not fit: {name} would hold {gib(rank.peak)} of its {gib(rank.capacity)}, "
-        f"{gib(shortage)} too much",
+        f"the model does not fit: {name} would hold {gibibytes(rank.peak)} of its "
+        f"{gibibytes(rank.capacity)}, {gibibytes(shortage)} too much",
         number,
         shortage,
         "divide the layers otherwise, or use more machines",

@@ -13,7 +13,7 @@ import mlx.core as mx
 from shardmlx.checkpoint.reader import CheckpointReader, Found
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.version_check import package_versions
@@ -155,7 +155,7 @@ class Checkpoints:
         self._saved.append(saved)
         exposed = self._saves[-1].exposed_seconds
         self._job.reporter.say(
-            f"step {saved.step}: checkpoint of {gigabytes(saved.nbytes)} written in "
+            f"step {saved.step}: checkpoint of {gibibytes(saved.nbytes)} written in "
             f"{saved.seconds:.1f} s, for which training waited {exposed:.2f} s"
         )
         self._job.reporter.event(

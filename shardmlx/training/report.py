@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
@@ -251,8 +251,8 @@ class TrainingReport:
                     f"{each.times.compute_seconds:.3f} s",
                     f"{each.times.exposed_comm_seconds:.3f} s",
                     f"{100 * each.times.bubble:.1f}%",
-                    gigabytes(each.peak_memory_bytes),
-                    gigabytes(predicted),
+                    gibibytes(each.peak_memory_bytes),
+                    gibibytes(predicted),
                     percent(each.peak_memory_bytes, predicted),
                 )
             )
@@ -305,5 +305,5 @@ def _compute_seconds(ranks: Sequence[RankReport]) -> list[float]:
 
 
 def _describe(rank: RankReport) -> str:
-    memory = gigabytes(rank.peak_memory_bytes)
+    memory = gibibytes(rank.peak_memory_bytes)
     return f"rank {rank.rank} {memory}, {100 * rank.times.bubble:.0f}% bubble"

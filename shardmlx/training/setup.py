@@ -16,7 +16,7 @@ from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import identity_of
-from shardmlx.common.formatting import gigabytes
+from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -380,12 +380,12 @@ def _load(
                     str(rank),
                     transport.hosts[rank],
                     _describe(plan, rank),
-                    gigabytes(nbytes),
+                    gibibytes(nbytes),
                     f"{trained / 1e6:.3f}M",
-                    gigabytes(memory),
+                    gibibytes(memory),
                     f"{seconds:.1f} s",
-                    gigabytes(limits[rank].planned.peak),
-                    gigabytes(limits[rank].memory),
+                    gibibytes(limits[rank].planned.peak),
+                    gibibytes(limits[rank].memory),
                 )
                 for rank, (nbytes, trained, memory, seconds) in enumerate(gathered)
             ],

@@ -33,7 +33,9 @@ def test_the_second_host_is_sent_its_part_of_the_model(lab: Lab, small: Path) ->
     job = mpirun(2, command=command)
     assert job.returncode == 0, job.output
     assert re.search(
-        r"^weights: [\d.]+ GB over MPI in [\d.]+ s \(rank 1 on mac2 [\d.]+ GB\)$", job.stdout, re.M
+        r"^weights: [\d.]+ [GMK]iB over MPI in [\d.]+ s \(rank 1 on mac2 [\d.]+ [GMK]iB\)$",
+        job.stdout,
+        re.M,
     )
     text = job.stdout.split("==========")[1]
     assert text.strip("\n") == said_by_mlx_lm(small)
@@ -41,4 +43,4 @@ def test_the_second_host_is_sent_its_part_of_the_model(lab: Lab, small: Path) ->
     assert (lab.home("mac2") / "kept").exists()
     again = mpirun(2, command=command)
     assert again.stdout.split("==========")[1] == text
-    assert re.search(r"^weights: [\d.]+ GB from caches in", again.stdout, re.M)
+    assert re.search(r"^weights: [\d.]+ [GMK]iB from caches in", again.stdout, re.M)

@@ -153,10 +153,10 @@ def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> 
 
 
 def test_a_memory_limit_below_what_the_plan_needs(model: Path, data: Path, tmp_path: Path) -> None:
-    line = refused(tmp_path, 2, "--memory-limit", "0.6MB")
+    line = refused(tmp_path, 2, "--memory-limit", "0.6MiB")
     assert re.fullmatch(
-        r"rank 0 \(\S+\) would hold \S+ MB of its 0\.6 MB \(--memory-limit\): give "
-        r"--memory-limit \d+MB or more, lower --max-seq-length, add --grad-checkpoint, try "
+        r"rank 0 \(\S+\) would hold \S+ MiB of its 0\.6 MiB \(--memory-limit\): give "
+        r"--memory-limit \d+MiB or more, lower --max-seq-length, add --grad-checkpoint, try "
         r"--partitioner memory, or use more machines",
         line,
     )

@@ -95,7 +95,7 @@ def test_what_it_says(small: Path) -> None:
     assert job.returncode == 0, job.output
     assert re.search(r"^Prompt: \d+ tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
     assert re.search(r"^Generation: \d tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
-    assert re.search(r"^Peak memory: [\d.]+ GB$", job.stdout, re.M)
+    assert re.search(r"^Peak memory: [\d.]+ [GMK]iB$", job.stdout, re.M)
     table = job.stdout.splitlines()[-3:]
     assert table[0].split() == [
         "rank",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.common.units import parse_bytes
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train_well
 
@@ -73,11 +74,11 @@ def test_generate_with_model_and_adapters_on_the_first_machine_alone(
     job = group.run("generate", "--model", "model", "--adapter-path", "adapters", *SAY)
     assert text_of(job) == expected
     weights = (small / "model.safetensors").stat().st_size
-    line = re.search(r"^weights: ([\d.]+) GB over MPI in .* s \((rank 1 .*), (rank 2 .*)\)$",
+    line = re.search(r"^weights: ([\d.]+ [GMK]iB) over MPI in .* s \((rank 1 .*), (rank 2 .*)\)$",
                      job.stdout, re.M)  # fmt: skip
     assert line is not None, job.stdout
-    assert float(line[1]) < 0.9 * weights / 1e9
-    assert re.search(r"^adapters: [\d.]+ GB over MPI", job.stdout, re.M)
+    assert parse_bytes(line[1]) < 0.9 * weights
+    assert re.search(r"^adapters: [\d.]+ [GMK]iB over MPI", job.stdout, re.M)
     assert group.left() == []
 
 
@@ -145,7 +146,7 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     plain = mpirun(1, "-m", "shardmlx.generate", "--model", small, *SAY)
     job = group.run("generate", "--model", "me/small", *SAY, env=environment)
     assert text_of(job) == text_of(plain)
-    assert re.search(r"^weights: [\d.]+ GB from the hub in", job.stdout, re.M)
+    assert re.search(r"^weights: [\d.]+ [GMK]iB from the hub in", job.stdout, re.M)
     size = (small / "model.safetensors").stat().st_size
     small_files = sum(p.stat().st_size for p in small.iterdir()) - size
     assert size < hub.bytes_served < size + 2 * small_files + 60_000
@@ -153,7 +154,7 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     hub.requests.clear()
     job = group.run("generate", "--model", "me/small", *SAY, env=environment)
     assert text_of(job) == text_of(plain)
-    assert re.search(r"^weights: [\d.]+ GB from caches in", job.stdout, re.M)
+    assert re.search(r"^weights: [\d.]+ [GMK]iB from caches in", job.stdout, re.M)
     assert len([r for r in hub.requests if r.startswith("GET /cdn")]) <= 2  # headers
     # A machine without internet has its part from rank 0, to whom the connection breaks off.
     hub.drops = 2
@@ -161,7 +162,9 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     offline = environment | {"SHARDMLX_TEST_OFFLINE": "1"}
     job = group.run("generate", "--model", "me/small", *SAY, env=offline)
     assert text_of(job) == text_of(plain)
-    assert re.search(r"^weights: [\d.]+ GB over MPI, [\d.]+ GB from the hub in", job.stdout, re.M)
+    assert re.search(
+        r"^weights: [\d.]+ [GMK]iB over MPI, [\d.]+ [GMK]iB from the hub in", job.stdout, re.M
+    )
     # A hub that gives whole files only.
     hub.ignores_ranges = True
     group = machines(tmp_path / "mac1", 2)

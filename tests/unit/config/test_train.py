@@ -189,7 +189,10 @@ def test_text_that_only_looks_like_a_number_stays_text(tmp_path: Path, text: str
     assert load_config(["-c", write(tmp_path, f"project_name: {text}")]).project_name == text
 
 
-@pytest.mark.parametrize(("size", "count"), [("2GB", 2 * 10**9), ("1.5 m", 1_500_000), ("7", 7)])
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("2GB", 2 * 10**9), ("1.5 m", 1_500_000), ("7", 7), ("2 GiB", 2**31), ("3mi", 3 << 20)],
+)
 def test_sizes_may_have_units(tmp_path: Path, size: str, count: int) -> None:
     assert load_config(["--clear-cache-threshold", size]).clear_cache_threshold == count
     path = write(tmp_path, f"clear_cache_threshold: {size}")
@@ -239,7 +242,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--virtual-stages 3 --schedule zb-v", "--virtual-stages is 3: zb-v runs 2"),
         ("--max-grad-norm 0", "--max-grad-norm is 0.0: give more than 0"),
         ("--seed 4294967296", "--seed is 4294967296: give less than 2**32"),
-        ("--clear-cache-threshold many", "'many': give bytes, or a size like 500MB or 2GB"),
+        ("--clear-cache-threshold many", "'many': give bytes, or a size like 500MiB or 2GB"),
         ("--report-to wanbd", "--report-to names 'wanbd': choose from wandb, swanlab"),
         ("--unfreeze-all", "--unfreeze-all is set with fine_tune_type lora: use full"),
         ("--iters many", "--iters: invalid int value: 'many': see python -m shardmlx.train"),

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from shardmlx.common.units import GIB, MIB, parse_bytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -22,6 +23,7 @@ from shardmlx.costmodel.memory_limits import (
     budgets_of,
     check_budgets,
     exceeded,
+    limit_for,
     memory_limits,
     unwired,
     within,
@@ -39,15 +41,13 @@ from shardmlx.planning.partition_problem import Candidate, plan_of
 from shardmlx.training.predicted import longest_inputs, planned_memory
 from tests.helpers.models_and_batches import tiny_config
 
-GB = 10**9
-
 
 def cluster(*machines: tuple[str, int | None]) -> Cluster:
     return Cluster(machines=tuple(Machine(host=host, memory=memory) for host, memory in machines))
 
 
-MACS = cluster(("studio", 64 * GB), ("mini", 16 * GB))
-ONE_MAC = cluster(("studio", 32 * GB), ("studio", 32 * GB))
+MACS = cluster(("studio", 64 * GIB), ("mini", 16 * GIB))
+ONE_MAC = cluster(("studio", 32 * GIB), ("studio", 32 * GIB))
 """Two ranks, each with its share."""
 
 
@@ -56,49 +56,49 @@ ONE_MAC = cluster(("studio", 32 * GB), ("studio", 32 * GB))
 
 def test_a_rank_may_use_the_part_of_its_machine_that_plans_count_on() -> None:
     assert budgets_of(MACS) == (
-        MemoryBudget("studio", 48 * GB, "75% of the machine's memory", 64 * GB),
-        MemoryBudget("mini", 12 * GB, "75% of the machine's memory", 16 * GB),
+        MemoryBudget("studio", 48 * GIB, "75% of the machine's memory", 64 * GIB),
+        MemoryBudget("mini", 12 * GIB, "75% of the machine's memory", 16 * GIB),
     )
-    assert budgets_of(replace(MACS, memory_fraction=0.5))[1].nbytes == 8 * GB
+    assert budgets_of(replace(MACS, memory_fraction=0.5))[1].nbytes == 8 * GIB
 
 
 def test_ranks_on_one_machine_share_its_memory_and_what_it_wires() -> None:
-    budget, same = budgets_of(ONE_MAC, working_sets=(40 * GB, 40 * GB))
+    budget, same = budgets_of(ONE_MAC, working_sets=(40 * GIB, 40 * GIB))
     assert budget == same
-    assert (budget.nbytes, budget.most, budget.wirable) == (24 * GB, 32 * GB, 20 * GB)
+    assert (budget.nbytes, budget.most, budget.wirable) == (24 * GIB, 32 * GIB, 20 * GIB)
     assert budget.reason == "75% of the machine's memory, shared by 2 ranks"
 
 
 def test_where_macos_was_told_to_wire_more_a_rank_may_use_more() -> None:
     # sudo sysctl iogpu.wired_limit_mb=56000
-    budget, other = budgets_of(MACS, working_sets=(56 * GB, 11 * GB))
-    assert (budget.nbytes, budget.reason) == (56 * GB, "what macOS wires for the GPU")
-    assert (other.nbytes, other.wirable) == (12 * GB, 11 * GB)
+    budget, other = budgets_of(MACS, working_sets=(56 * GIB, 11 * GIB))
+    assert (budget.nbytes, budget.reason) == (56 * GIB, "what macOS wires for the GPU")
+    assert (other.nbytes, other.wirable) == (12 * GIB, 11 * GIB)
 
 
 def test_no_rank_uses_more_than_the_hostfile_says_whatever_macos_wires() -> None:
-    (budget,) = budgets_of(cluster(("studio", 8 * GB)), working_sets=(48 * GB,))
-    assert budget.nbytes == 8 * GB
+    (budget,) = budgets_of(cluster(("studio", 8 * GIB)), working_sets=(48 * GIB,))
+    assert budget.nbytes == 8 * GIB
 
 
 def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
-    studio, mini = budgets_of(MACS, 20 * GB, working_sets=(48 * GB, 11 * GB))
-    assert (studio.nbytes, studio.reason) == (20 * GB, "--memory-limit")
+    studio, mini = budgets_of(MACS, 20 * GIB, working_sets=(48 * GIB, 11 * GIB))
+    assert (studio.nbytes, studio.reason) == (20 * GIB, "--memory-limit")
     assert (mini.nbytes, mini.reason) == (
-        16 * GB,
+        16 * GIB,
         "all that there is; --memory-limit is more",
     )
-    assert mini.wirable == 11 * GB
+    assert mini.wirable == 11 * GIB
     # More than plans count on, if the user says so.
-    assert budgets_of(MACS, 14 * GB)[1].nbytes == 14 * GB
+    assert budgets_of(MACS, 14 * GIB)[1].nbytes == 14 * GIB
 
 
 def test_the_layers_are_divided_for_what_each_rank_may_use() -> None:
-    limited = within(MACS, budgets_of(MACS, 20 * GB))
-    assert [limited.capacity(rank) for rank in range(2)] == [20 * GB, 16 * GB]
-    unknown = cluster(("studio", None), ("mini", 16 * GB))
+    limited = within(MACS, budgets_of(MACS, 20 * GIB))
+    assert [limited.capacity(rank) for rank in range(2)] == [20 * GIB, 16 * GIB]
+    unknown = cluster(("studio", None), ("mini", 16 * GIB))
     assert within(unknown, budgets_of(unknown)).capacity(0) == math.inf
-    assert within(unknown, budgets_of(unknown, 5 * GB)).capacity(0) == 5 * GB
+    assert within(unknown, budgets_of(unknown, 5 * GIB)).capacity(0) == 5 * GIB
 
 
 # What is refused
@@ -108,7 +108,7 @@ ROOMS = budgets_of(MACS)
 
 
 def planned(*peaks: float) -> list[PlannedMemory]:
-    return [PlannedMemory(round(peak * GB), round(peak * GB / 2)) for peak in peaks]
+    return [PlannedMemory(round(peak * GIB), round(peak * GIB / 2)) for peak in peaks]
 
 
 def refusal(budgets: tuple[MemoryBudget, ...], *peaks: float) -> str:
@@ -122,29 +122,36 @@ def test_a_plan_that_fits_exactly_is_not_refused() -> None:
 
 
 def test_a_limit_below_the_plan_is_refused_with_numbers_and_the_limit_that_would_do() -> None:
-    assert refusal(budgets_of(MACS, 8 * GB), 7.9, 8.11) == (
-        "rank 1 (mini) would hold 8.11 GB of its 8.00 GB (--memory-limit): give --memory-limit "
-        "8.2GB or more, use more machines"
+    assert refusal(budgets_of(MACS, 8 * GIB), 7.9, 8.11) == (
+        "rank 1 (mini) would hold 8.11 GiB of its 8.00 GiB (--memory-limit): give --memory-limit "
+        "8.2GiB or more, use more machines"
     )
-    check_budgets(budgets_of(MACS, 82 * GB // 10), planned(7.9, 8.11), "")
-    assert "give --memory-limit 124MB or more" in refusal(budgets_of(MACS, 10**8), 0.1235, 0.1)
+    check_budgets(budgets_of(MACS, 82 * GIB // 10), planned(7.9, 8.11), "")
+    assert "give --memory-limit 124MiB or more" in refusal(budgets_of(MACS, 100 * MIB), 0.1205, 0.1)
 
 
 def test_no_limit_is_recommended_that_the_machine_does_not_have() -> None:
     assert refusal(ROOMS, 40, 13) == (
-        "rank 1 (mini) would hold 13.00 GB of its 12.00 GB (75% of the machine's memory): give "
-        "--memory-limit 13GB or more, use more machines"
+        "rank 1 (mini) would hold 13.00 GiB of its 12.00 GiB (75% of the machine's memory): give "
+        "--memory-limit 13GiB or more, use more machines"
     )
     assert refusal(ROOMS, 40, 17) == (
-        "rank 1 (mini) would hold 17.00 GB of its 12.00 GB (75% of the machine's memory): use more "
-        "machines"
+        "rank 1 (mini) would hold 17.00 GiB of its 12.00 GiB (75% of the machine's memory): use "
+        "more machines"
     )
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, MIB, MIB + 1, GIB - MIB + 1, GIB, GIB + 1, 19 * GIB // 10 + 1]
+)
+def test_the_limit_in_a_remedy_is_enough_when_it_is_typed(nbytes: int) -> None:
+    assert nbytes <= parse_bytes(limit_for(nbytes)) <= 1.1 * nbytes + MIB
 
 
 # The limits
 
 
-PLAN = PlannedMemory(peak=10 * GB, resident=6 * GB)
+PLAN = PlannedMemory(peak=10 * GIB, resident=6 * GIB)
 
 
 def limits(
@@ -153,13 +160,13 @@ def limits(
     return memory_limits(budget, plan, backend)
 
 
-def budget(nbytes: int, wirable: int | None = 24 * GB) -> MemoryBudget:
-    return MemoryBudget("studio", nbytes, "--memory-limit", 32 * GB, wirable)
+def budget(nbytes: int, wirable: int | None = 24 * GIB) -> MemoryBudget:
+    return MemoryBudget("studio", nbytes, "--memory-limit", 32 * GIB, wirable)
 
 
 def test_the_cache_holds_what_a_step_frees_and_the_gpu_keeps_plan_and_cache() -> None:
-    of_rank = limits(budget(20 * GB))
-    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, 5 * GB, 15 * GB)
+    of_rank = limits(budget(20 * GIB))
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GIB, 5 * GIB, 15 * GIB)
     assert of_rank.reasons == (
         "--memory-limit",
         "what a step frees, and a margin",
@@ -168,35 +175,35 @@ def test_the_cache_holds_what_a_step_frees_and_the_gpu_keeps_plan_and_cache() ->
 
 
 def test_cache_and_what_is_always_there_stay_within_the_limit() -> None:
-    of_rank = limits(budget(10 * GB))
-    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (10 * GB, 4 * GB, 10 * GB)
+    of_rank = limits(budget(10 * GIB))
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (10 * GIB, 4 * GIB, 10 * GIB)
     assert of_rank.reasons[1] == "what the weights leave"
 
 
 def test_together_the_ranks_of_a_machine_wire_no_more_than_it_can() -> None:
-    budgets = budgets_of(ONE_MAC, working_sets=(24 * GB, 24 * GB))
+    budgets = budgets_of(ONE_MAC, working_sets=(24 * GIB, 24 * GIB))
     wired = [limits(each).wired for each in budgets]
-    assert wired == [12 * GB, 12 * GB]
+    assert wired == [12 * GIB, 12 * GIB]
     assert limits(budgets[0]).reasons[2] == "this rank's share of what macOS wires for the GPU"
 
 
 def test_a_little_model_has_a_cache_all_the_same() -> None:
-    assert limits(budget(GB), plan=PlannedMemory(1000, 900)).cache == LEAST_CACHE
+    assert limits(budget(GIB), plan=PlannedMemory(1000, 900)).cache == LEAST_CACHE
 
 
 def test_on_a_cpu_nothing_is_wired_and_plan_and_cache_stay_within_the_limit() -> None:
-    of_rank = limits(budget(20 * GB, None), "cpu")
-    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GB, LEAST_CACHE, None)
-    tight = limits(budget(10 * GB + 5, None), "cpu")
+    of_rank = limits(budget(20 * GIB, None), "cpu")
+    assert (of_rank.memory, of_rank.cache, of_rank.wired) == (20 * GIB, LEAST_CACHE, None)
+    tight = limits(budget(10 * GIB + 5, None), "cpu")
     assert (tight.cache, tight.reasons[1]) == (5, "what the plan leaves")
 
 
 def test_metrics_have_the_limits_with_their_reasons() -> None:
-    assert limits(budget(20 * GB)).as_json() == {
-        "planned_peak_bytes": 10 * GB,
-        "memory_limit_bytes": 20 * GB,
-        "cache_limit_bytes": 5 * GB,
-        "wired_limit_bytes": 15 * GB,
+    assert limits(budget(20 * GIB)).as_json() == {
+        "planned_peak_bytes": 10 * GIB,
+        "memory_limit_bytes": 20 * GIB,
+        "cache_limit_bytes": 5 * GIB,
+        "wired_limit_bytes": 15 * GIB,
         "reasons": {
             "memory": "--memory-limit",
             "cache": "what a step frees, and a margin",
@@ -206,21 +213,21 @@ def test_metrics_have_the_limits_with_their_reasons() -> None:
 
 
 def test_a_plan_that_macos_cannot_keep_in_memory_is_warned_of() -> None:
-    budgets = budgets_of(MACS, working_sets=(48 * GB, 11 * GB))
+    budgets = budgets_of(MACS, working_sets=(48 * GIB, 11 * GIB))
     assert unwired(budgets, planned(40, 11)) == ()
     (warning,) = unwired(budgets, planned(40, 11.5))
     assert warning.startswith(
-        "rank 1 (mini) plans 11.50 GB, of which macOS keeps 11.00 GB in memory: it may swap the "
+        "rank 1 (mini) plans 11.50 GiB, of which macOS keeps 11.00 GiB in memory: it may swap the "
         "rest out"
     )
 
 
 def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
-    of_ranks = [limits(budget(20 * GB)), limits(budget(11 * GB))]
-    assert exceeded(of_ranks, ("a", "b"), (20 * GB, 11 * GB)) == ()
-    assert exceeded(of_ranks, ("a", "b"), (20 * GB, 12 * GB)) == (
-        "rank 1 (b) held 12.00 GB at its peak, more than its limit of 11.00 GB (--memory-limit), "
-        "and 10.00 GB were planned",
+    of_ranks = [limits(budget(20 * GIB)), limits(budget(11 * GIB))]
+    assert exceeded(of_ranks, ("a", "b"), (20 * GIB, 11 * GIB)) == ()
+    assert exceeded(of_ranks, ("a", "b"), (20 * GIB, 12 * GIB)) == (
+        "rank 1 (b) held 12.00 GiB at its peak, more than its limit of 11.00 GiB (--memory-limit), "
+        "and 10.00 GiB were planned",
     )
 
 
@@ -237,8 +244,8 @@ def test_the_limit_is_a_size_like_the_others(
     config: type[TrainConfig] | type[InferenceConfig],
 ) -> None:
     assert config().memory_limit is None
-    assert config(memory_limit="12GB").memory_limit == 12 * GB  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="give bytes, or a size like 500MB or 2GB"):
+    assert config(memory_limit="12GiB").memory_limit == 12 * GIB  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="give bytes, or a size like 500MiB or 2GB"):
         config(memory_limit="12 apples")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="give more than 0"):
         config(memory_limit=0)
@@ -260,7 +267,7 @@ def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
     way = Candidate(Mesh(2, 2), "1f1b", 1, 4, 1, False)
     work = workload(tied=False)
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
-    machines = cluster(*[("studio", 8 * GB)] * 4)
+    machines = cluster(*[("studio", 8 * GIB)] * 4)
     of_ranks = planned_memory(plan, work, machines, (64, 0), False)
     peaks, stages = predict_memory(plan, work, 64, checkpoint=False, backend="metal")
     assert [each.peak for each in of_ranks] == [*peaks, *peaks]
@@ -278,7 +285,7 @@ def test_long_sequences_that_only_pass_forward_count_too() -> None:
     way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, False)
     work = workload(tied=False)
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
-    machines = cluster(*[("studio", 8 * GB)] * 2)
+    machines = cluster(*[("studio", 8 * GIB)] * 2)
 
     def peaks(length: int) -> list[int]:
         return [p.peak for p in planned_memory(plan, work, machines, (64, length), False)]
@@ -294,7 +301,7 @@ def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
     layers = Partition(((0, 2), (2, 4), (4, 6), (6, 8)))
     work = workload(tied=True)
     plan = plan_of(way, StageMap(layers, (0, 1, 1, 0)), work)
-    first, second = planned_memory(plan, work, cluster(*[("studio", GB)] * 2), (64, 0), False)
+    first, second = planned_memory(plan, work, cluster(*[("studio", GIB)] * 2), (64, 0), False)
     # Layers of 100 kB, the lower half of them without adapters.
     adapters = second.resident - 4 * 100_000
     assert first.resident == 50_000 + 4 * 100_000 + adapters
@@ -320,10 +327,10 @@ def mlx_limits() -> Iterator[None]:
 def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[int] = []
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    set_limits(limits(budget(20 * GB)))
-    assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GB, 5 * GB, [15 * GB])
-    set_limits(limits(budget(20 * GB, None), "cpu"))
-    assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GB])
+    set_limits(limits(budget(20 * GIB)))
+    assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GIB, 5 * GIB, [15 * GIB])
+    set_limits(limits(budget(20 * GIB, None), "cpu"))
+    assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GIB])
 
 
 def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
@@ -334,9 +341,9 @@ def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
 
 
 def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
-    assert working_set() == 11 * GB
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GIB})
+    assert working_set() == 11 * GIB
     found = LocalNetwork(2).run(lambda transport: find_budgets(transport, ONE_MAC, None))
-    assert found == [budgets_of(ONE_MAC, None, (11 * GB, 11 * GB))] * 2
+    assert found == [budgets_of(ONE_MAC, None, (11 * GIB, 11 * GIB))] * 2
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert working_set() is None

@@ -36,11 +36,11 @@ def test_nothing_is_said_of_what_is_unknown() -> None:
     [
         (
             host("a", of={"memory_free": 5 * GIB, "memory": 16 * GIB}),
-            "a: only 5.37 GB of 17.18 GB memory are free: end other programs there",
+            "a: only 5.00 GiB of 16.00 GiB memory are free: end other programs there",
         ),
         (
             host("a", of={"disk_free": 3 * GB}),
-            "a: only 3.00 GB of disk are free for /Users/anna: delete something, or work on "
+            "a: only 2.79 GiB of disk are free for /Users/anna: delete something, or work on "
             "another disk",
         ),
         (

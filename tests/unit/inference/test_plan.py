@@ -97,7 +97,7 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(UserError) as error:
         plan(Load(8, 500, 100_000, 100_500), 64 * MB, 2000 * MB)
     assert str(error.value) == (
-        "rank 0 (mac0) would hold 0.39 GiB of its 0.047 GiB (75% of the machine's memory) "
+        "rank 0 (mac0) would hold 0.39 GiB of its 48.0 MiB (75% of the machine's memory) "
         "for layers 0-3, 0.38 GiB of it keys and values of 8 texts of 100500 tokens: "
         "lower --max-tokens or --batch-size, try --partitioner memory, or use more machines"
     )
@@ -106,7 +106,9 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
 
 def test_a_memory_limit_may_be_what_is_to_be_raised() -> None:
     too_long = Load(8, 500, 100_000, 100_500)
-    with pytest.raises(UserError, match=r": give --memory-limit 420MB or more, lower --max-tokens"):
+    with pytest.raises(
+        UserError, match=r": give --memory-limit 400MiB or more, lower --max-tokens"
+    ):
         plan(too_long, 500 * MB, 2000 * MB, memory_limit=48 * MB)
     # Where the machine has as much.
     with pytest.raises(UserError, match=r": lower --max-tokens or --batch-size, try --partitioner"):

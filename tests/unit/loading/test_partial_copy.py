@@ -103,7 +103,7 @@ def test_more_than_fits_is_refused_with_numbers(
     with pytest.raises(UserError) as error:
         copy.check_room(blueprint.tensors())
     assert str(error.value) == (
-        f"{tmp_path}/copy has 3.21 GB free, and 14.50 GB of the model must be copied there: free "
+        f"{tmp_path}/copy has 2.99 GiB free, and 13.50 GiB of the model must be copied there: free "
         "some, or name a directory on another disk with --weight-cache"
     )
     copy.close()

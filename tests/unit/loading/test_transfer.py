@@ -349,7 +349,7 @@ def test_a_disk_that_is_full_is_refused_on_all_ranks(
 ) -> None:
     usage = shutil.disk_usage(temporary)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000))
-    with pytest.raises(AgreedError, match=r"^rank 1 on localhost: .* has .* GB free, and .* GB of"):
+    with pytest.raises(AgreedError, match=r"^rank 1 on localhost: .* has .*iB free, and .*iB of"):
         run(lambda t: load(t, llama, (0, 4)), 2)
     assert list(temporary.iterdir()) == []
 

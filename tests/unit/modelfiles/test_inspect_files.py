@@ -64,13 +64,13 @@ def test_layers_that_are_alike_are_one_line(tmp_path: Path, capsys: Capture) -> 
     assert output(capsys, model).splitlines() == [
         model,
         "mistral: 32 layers, hidden 4096, ffn 14336, 32/8 heads, vocabulary 32768, untied head",
-        "291 tensors, 7.25 B parameters, 14.50 GB of BF16",
-        "1 file of 14.50 GB, of which only the headers, 36.5 kB, were read",
+        "291 tensors, 7.25 B parameters, 13.50 GiB of BF16",
+        "1 file of 13.50 GiB, of which only the headers, 35.7 KiB, were read",
         "",
-        "part           tensors     parameters  dtype  quantisation         bytes  files",
-        "embedding            1       134.22 M  BF16   -                  0.27 GB  model",
-        "layers 0-31     32 x 9  32 x 218.11 M  BF16   -             32 x 0.44 GB  model",
-        "norm and head        2       134.22 M  BF16   -                  0.27 GB  model",
+        "part           tensors     parameters  dtype  quantisation          bytes  files",
+        "embedding            1       134.22 M  BF16   -                  0.25 GiB  model",
+        "layers 0-31     32 x 9  32 x 218.11 M  BF16   -             32 x 0.41 GiB  model",
+        "norm and head        2       134.22 M  BF16   -                  0.25 GiB  model",
     ]
 
 

@@ -1,0 +1,57 @@
+"""Numbers as people read them, and sizes as they write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmlx.common.formatting import gibibytes
+from shardmlx.common.units import BYTES, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (64 << 30, "64.00 GiB"),
+        (10**9, "0.93 GiB"),
+        (0.1 * 2**30, "0.10 GiB"),
+        (100 << 20, "100.0 MiB"),
+        (100 << 10, "100.0 KiB"),
+        (1024, "1.0 KiB"),
+        (1023, "1023 B"),
+        (0, "0 B"),
+    ],
+)
+def test_memory_is_in_the_units_in_which_a_mac_is_sold(nbytes: float, text: str) -> None:
+    assert gibibytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("64GiB", 64 << 30),
+        ("64 gib", 64 << 30),
+        ("64GB", 64 * 10**9),
+        ("1.5 m", 1_500_000),
+        ("512MiB", 512 << 20),
+        ("0.5Ki", 512),
+        ("3kB", 3000),
+        ("7", 7),
+        ("7 B", 7),
+        ("1e3", 1000),
+    ],
+)
+def test_units_of_memory_mean_what_they_say(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "12 apples", "1e999", "5Gbps", "nan", "1 G i B"]
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^give bytes, or a size like 500MiB or 2GB$"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("unit", BYTES)
+def test_a_size_reads_the_same_on_the_command_line_and_in_a_hostfile(unit: str) -> None:
+    assert parse_bytes(f"12{unit}") == 12 * BYTES[unit]
