@@ -24,8 +24,15 @@ from shardmlx.config.train import TrainConfig, load_given_config
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.degraded_layout import plan_again
-from shardmlx.hosts.mpirun import Job, find_mpirun, replaced
-from shardmlx.hosts.reachability import Way, addresses_of, check_hosts, is_local, without_hosts
+from shardmlx.hosts.findings import Finding
+from shardmlx.hosts.mpirun import MpirunJob, find_mpirun, replaced
+from shardmlx.hosts.reachability import (
+    RemoteLogin,
+    addresses_of,
+    check_hosts,
+    is_local,
+    without_hosts,
+)
 from shardmlx.hosts.restart_policy import FAILED, Attempt, after, changes
 from shardmlx.hosts.supervisor import Supervisor
 
@@ -205,43 +212,43 @@ class Launcher:
     def run(self) -> int:
         """The status to end with."""
         launch = self.launch
-        complaints = self._ask()
-        for host, complaint in complaints.items():
-            print(f"shardmlx: error: {host}: {complaint}", file=sys.stderr)
-        if complaints:
+        findings = self._ask()
+        for finding in findings.values():
+            print(f"shardmlx: error: {finding}", file=sys.stderr)
+        if findings:
             return 2
         if launch.max_restarts and launch.config.train and "checkpoint_dir" not in launch.given:
             _say(f"checkpoints in {launch.config.checkpoint_dir}, to restart from")
         hosts, job = launch.hosts, self._job()
         while True:
             self.attempts.append(self._start(hosts, job))
-            verdict = after(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
-            if verdict.status is not None:
-                if verdict.reason:
-                    raise GaveUp(verdict.reason)
-                return verdict.status
+            decision = after(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
+            if decision.status is not None:
+                if decision.reason:
+                    raise GaveUp(decision.reason)
+                return decision.status
             _say(
                 f"the job failed with status {self.attempts[-1].status}: restart "
-                f"{len(self.attempts)} of {launch.max_restarts} in {verdict.pause:g} s"
+                f"{len(self.attempts)} of {launch.max_restarts} in {decision.pause:g} s"
             )
-            time.sleep(verdict.pause)
+            time.sleep(decision.pause)
             hosts, job = self._next(hosts)
 
-    def _ask(self) -> dict[str, str]:
+    def _ask(self) -> dict[str, Finding]:
         launch = self.launch
         if launch.hostfile is None:
             return {}
         written = list(addresses_of(launch.hostfile_text).values())
-        way = Way(
+        remote = RemoteLogin(
             agent=tuple(shlex.split(launch.agent or "ssh")),
             python=launch.python,
             daemon=str(self.mpirun.with_name("prted")),
         )
-        return check_hosts(dict(zip(launch.hosts, written, strict=True)), way)
+        return check_hosts(dict(zip(launch.hosts, written, strict=True)), remote)
 
-    def _job(self) -> Job:
+    def _job(self) -> MpirunJob:
         launch = self.launch
-        return Job(
+        return MpirunJob(
             mpirun=self.mpirun,
             python=launch.python,
             command=launch.command,
@@ -252,7 +259,7 @@ class Launcher:
             extra=launch.extra,
         )
 
-    def _start(self, hosts: Sequence[str], job: Job) -> Attempt:
+    def _start(self, hosts: Sequence[str], job: MpirunJob) -> Attempt:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             gone, _ = changes(self.launch.hosts, hosts)
@@ -267,7 +274,7 @@ class Launcher:
         gained = None if before is None or now is None else bool(now - before)
         return Attempt(status, tuple(hosts), gained)
 
-    def _status_of(self, job: Job, mark: Path) -> int:
+    def _status_of(self, job: MpirunJob, mark: Path) -> int:
         status = self.supervisor.run(job.words, mark)
         # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
         # where it runs on this host.
@@ -277,19 +284,20 @@ class Launcher:
             return 1
         return status
 
-    def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], Job]:
+    def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], MpirunJob]:
         """The hosts that answer, and the job for them."""
         launch = self.launch
-        complaints = self._ask()
-        left = tuple(host for host in launch.hosts if host not in complaints)
+        findings = self._ask()
+        left = tuple(host for host in launch.hosts if host not in findings)
         gone, back = changes(before, left)
         for host in gone:
-            _say(f"goes on without {host}: {complaints[host]}")
+            _say(f"goes on without {findings[host]}")
         for host in back:
             _say(f"{host} is back")
         first = launch.hosts[0]
-        if first in complaints:
-            raise GaveUp(f"{first}, the host of rank 0, {complaints[first]}")
+        if first in findings:
+            finding = findings[first]
+            raise GaveUp(f"{first}, the host of rank 0: {finding.problem}: {finding.remedy}")
         job = self._job()
         if len(left) < len(launch.hosts):
             machines = [machine for machine in launch.machines if machine.host in left]

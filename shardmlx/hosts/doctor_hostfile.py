@@ -1,4 +1,4 @@
-"""A hostfile of what ``shardmlx.doctor`` has measured, annotated for the planner. Pure."""
+"""A hostfile of what ``shardmlx.doctor`` has measured, annotated for the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADER = """\
 
 
 def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tuple[Machine, ...]:
-    """What was measured, in the order of ``known`` machines, then of the ranks.
+    """Return what was measured, in the order of ``known`` machines, then of the ranks.
 
     A known machine keeps its name and its slots, and what was not measured; one without ranks is
     kept as it is. A link is as fast as the host's fastest: the planner takes the slower of two
@@ -41,7 +41,7 @@ def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tupl
 
 
 def _is(host: Host, machine: Machine) -> bool:
-    """By name, by an address that it has, or as the machine where mpirun was called."""
+    """Return whether a host is a machine: by name, by address, or as that of mpirun itself."""
     if machine.host == "localhost":
         return 0 in host.ranks
     if is_unnamed(machine.host):
@@ -71,7 +71,7 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
 def hostfile_text(
     machines: Iterable[Machine], written: Mapping[str, str] | None = None, date: str = ""
 ) -> str:
-    """A hostfile that ``read_hostfile`` reads as these machines, to five digits.
+    """Return a hostfile that ``read_hostfile`` reads as these machines, to five digits.
 
     ``written`` has, by ``host_key``, how a host is to be written, such as with its user.
     """

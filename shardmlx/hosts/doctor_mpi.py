@@ -21,14 +21,14 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import content, deliver, progress, text, write
-from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Way, is_used
+from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used
 from shardmlx.hosts.host_facts import HostFacts, collect, interface_to
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.reachability import addresses_of
 from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
 
 SECONDS_FOR_FACTS = 120.0
-"""For all tools that a machine is asked with."""
+"""Seconds for all tools that a machine is asked with."""
 
 INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 """Open MPI's list of networks or interfaces to use; set by ``mpirun --mca``."""
@@ -36,7 +36,7 @@ INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """Of a host: its facts, the port it listens on, and what Open MPI may use of it."""
+    """A host's facts, the port it listens on, and what Open MPI may use of it."""
 
     facts: HostFacts
     port: int
@@ -45,7 +45,7 @@ class _Door:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What one rank has found out with its MLX and MPI."""
+    """A rank's findings with its MLX and MPI."""
 
     library: str | None
     blas: Blas
@@ -55,7 +55,10 @@ class _Rank:
 
 
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
-    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``. Collective."""
+    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``.
+
+    All ranks must call it.
+    """
     prepared = on_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
     examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _hush)
     examination = examiner.examine(blas)
@@ -77,7 +80,7 @@ def _leave_without_mpi(transport: Transport, status: int) -> None:
 
 
 class Examiner:
-    """One rank's part in an examination. ``say`` is told what comes next."""
+    """A rank's part in an examination. ``say`` is told what comes next."""
 
     def __init__(self, transport: Transport, seconds: float, say: Callable[[str], None]) -> None:
         self._transport = transport
@@ -91,9 +94,9 @@ class Examiner:
         self._leads = self._ranks[self._mine][0] == transport.rank
 
     def examine(self, blas: Blas) -> Examination:
-        """Collective."""
+        """Examine the hosts and their links. All ranks must call it, and get the same."""
         transport = self._transport
-        facts, ways = self._ask()
+        facts, routes = self._ask()
         self._say("exchanging arrays")
         copies = check_copies(transport)
         self._say("multiplying matrices")
@@ -104,7 +107,7 @@ class Examiner:
             transport.library, blas, _name_of(device), _flops(device, self._seconds), copies
         )
         ranks = transport.all_gather(found, "multiplying matrices")
-        links = tuple(self._links(ways))
+        links = tuple(self._links(routes))
         first = next(iter(self._ranks))
         speeds = {link.second: link.speed for link in links if link.first == first}
         hosts = (
@@ -113,8 +116,8 @@ class Examiner:
         )
         return Examination(tuple(hosts), links)
 
-    def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Way, ...]]]]:
-        """By host: its facts, and its ways to each other host."""
+    def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Route, ...]]]]:
+        """Return, by host, its facts, and its routes to each other host."""
         transport = self._transport
         self._say(f"asking {_count(len(self._ranks), 'host')}")
         with contextlib.ExitStack() as stack:
@@ -125,15 +128,15 @@ class Examiner:
                 door = _Door(collect(), port, os.environ.get(INCLUDE))
             everyone = transport.all_gather(door, "asking the hosts")
             doors = {host: everyone[first] for host, (first, *_) in self._ranks.items()}
-            mine = self._ways(doors) if self._leads else {}
-            ways = transport.all_gather(mine, "trying connections")
+            mine = self._routes(doors) if self._leads else {}
+            routes = transport.all_gather(mine, "trying connections")
         return (
             {host: door.facts for host, door in doors.items()},
-            {host: ways[first] for host, (first, *_) in self._ranks.items()},
+            {host: routes[first] for host, (first, *_) in self._ranks.items()},
         )
 
-    def _ways(self, doors: Mapping[str, _Door]) -> dict[str, tuple[Way, ...]]:
-        """From this host to the addresses of each other that are not its own too."""
+    def _routes(self, doors: Mapping[str, _Door]) -> dict[str, tuple[Route, ...]]:
+        """Return the routes to the addresses of each other host that are not this one's too."""
         here = doors[self._mine].facts.interfaces
         media = {each.name: each.medium for each in here}
         own = {each.address for each in here}
@@ -145,11 +148,11 @@ class Examiner:
             if each.address not in own and not each.is_loopback
         ]
         errors = connect_errors([(each.address, door.port) for _, each, door in targets])
-        found: dict[str, list[Way]] = {host: [] for host in doors}
+        found: dict[str, list[Route]] = {host: [] for host in doors}
         for (host, each, door), error in zip(targets, errors, strict=True):
             through = interface_to(each.address)
             found[host].append(
-                Way(
+                Route(
                     interface=through,
                     medium=media.get(through or ""),
                     address=each.address,
@@ -158,15 +161,15 @@ class Examiner:
                     used=is_used(each, door.include),
                 )
             )
-        return {host: tuple(ways) for host, ways in found.items()}
+        return {host: tuple(routes) for host, routes in found.items()}
 
-    def _links(self, ways: Mapping[str, Mapping[str, tuple[Way, ...]]]) -> list[Link]:
-        """One after another, so that none disturbs another."""
+    def _links(self, routes: Mapping[str, Mapping[str, tuple[Route, ...]]]) -> list[Link]:
+        """Measure one after another, so that none disturbs another."""
         links = []
         pairs = list(combinations(self._ranks, 2))
         for number, (a, b) in enumerate(pairs, start=1):
             self._say(f"measuring {a} - {b} ({number} of {len(pairs)})")
-            there, back = ways[a][b], ways[b][a]
+            there, back = routes[a][b], routes[b][a]
             speed = None
             if _may_talk(there) and _may_talk(back):
                 speed = self._measure(self._ranks[a][0], self._ranks[b][0])
@@ -189,10 +192,10 @@ class Examiner:
         return found
 
 
-def _may_talk(ways: Sequence[Way]) -> bool:
-    """Unless nobody could connect. Where no address is known, MPI may know one."""
-    used = [way for way in ways if way.used]
-    return not used or any(way.problem is None for way in used)
+def _may_talk(routes: Sequence[Route]) -> bool:
+    """Return whether messages may pass: where no address is known, MPI may know one."""
+    used = [route for route in routes if route.used]
+    return not used or any(route.problem is None for route in used)
 
 
 def _host(
@@ -220,7 +223,7 @@ def _host(
 
 
 def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
-    """CPUs compute in half precision, if at all, far too slowly for a run."""
+    """Measure FLOP/s by dtype. CPUs compute in half precision far too slowly for a run."""
     dtypes = {"fp32": mx.float32}
     if device.type == mx.DeviceType.gpu:
         dtypes["bf16"] = mx.bfloat16
@@ -240,7 +243,7 @@ class _Prepared:
 
 
 def _prepare(config: DoctorConfig) -> _Prepared:
-    """Before anything is measured: what cannot be read or written later."""
+    """Find out, before anything is measured, what cannot be read or written later."""
     if config.json not in (None, STDOUT):
         check_writable(Path(str(config.json)), "--json")
     if config.write_hostfile is not None:
@@ -252,7 +255,7 @@ def _prepare(config: DoctorConfig) -> _Prepared:
 
 
 def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared | None) -> int:
-    """Show and write; how many warnings there are."""
+    """Show and write what was found; return how many warnings there are."""
     findings = examination.findings()
     deliver(text(examination, findings), content(examination, findings), config.json)
     if config.write_hostfile is not None and prepared is not None:
@@ -268,4 +271,4 @@ def _count(number: int, what: str) -> str:
 
 
 def _hush(line: str) -> None:
-    """The other ranks'."""
+    """Say nothing, on the other ranks."""

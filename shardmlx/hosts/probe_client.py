@@ -1,11 +1,10 @@
-"""Talks to ``host_probe`` on another host, through ssh, and to several at once. Pure."""
+"""Talks to ``probe_script`` on another host, through ssh, and to several at once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.reachability import Way
+from shardmlx.hosts.reachability import RemoteLogin
 
 BOOT = "import json,sys;exec(json.loads(sys.stdin.readline()))"
 """Runs the program in the first line of stdin: no shell on the way can mistake it."""
@@ -26,11 +25,10 @@ SECONDS_TO_CLOSE = 1.0
 T = TypeVar("T")
 
 
-def probe_command(way: Way, login: str | None) -> list[str]:
-    """What starts Python on a host; on this one without a ``login``."""
-    question = [way.python, "-c", BOOT, way.daemon]
-    # The question of a Way comes last.
-    return question if login is None else [*way.command(login)[:-1], shlex.join(question)]
+def probe_command(remote: RemoteLogin, login: str | None) -> list[str]:
+    """Return the command line that starts the probe on a host; on this one without a ``login``."""
+    question = [remote.python, "-c", BOOT, remote.daemon]
+    return question if login is None else remote.command(login, *question)
 
 
 class Talk:
@@ -55,14 +53,14 @@ class Talk:
         self.say(Path(probe_script.__file__).read_text(encoding="utf-8"))
 
     def say(self, value: object) -> None:
-        """One line. Who has gone is found by what it does not answer."""
+        """Send one line. A probe that has gone is found by what it does not answer."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.write(json.dumps(value) + "\n")
                 self._process.stdin.flush()
 
     def hear(self) -> dict[str, Any] | None:
-        """The next answer; None once there are no more."""
+        """Return the next answer; None once there are no more."""
         with self._reading:
             for line in self._process.stdout or ():
                 # Login scripts may say other things before.
@@ -72,7 +70,7 @@ class Talk:
         return None
 
     def ended(self) -> tuple[int, str]:
-        """Its exit status, and what it wrote on stderr, once it answers no more."""
+        """Return its exit status, and what it wrote on stderr, once it answers no more."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_CLOSE)
         self._stderr.seek(0)
@@ -95,7 +93,7 @@ class Talk:
 
 
 def at_once(work: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:
-    """The results of all, each on a thread of its own; without those that take longer."""
+    """Run each on a thread of its own; return the results, without those that take longer."""
     results: dict[str, T] = {}
 
     def run(name: str) -> None:

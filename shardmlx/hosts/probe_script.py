@@ -1,4 +1,4 @@
-"""What ``shardmlx.doctor`` asks of a host with its Python alone: versions, and who can connect.
+"""Tells ``shardmlx.doctor`` of a host with its Python alone: versions, and who can connect.
 
 The text of this file is sent to each host and run there, so that it needs nothing but the standard
 library, also where shardmlx is not installed; Python 3.8 is enough to be told that it is too old.
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 MARK = "shardmlx-doctor "
-"""Before each line that is for the doctor: login scripts may print others."""
+"""Beginning of each line that is for the doctor: login scripts may print others."""
 
 NEEDED = ("shardmlx", "mlx", "mlx-lm", "mpi4py")
 
@@ -26,7 +26,7 @@ SECONDS_TO_CONNECT = 3.0
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of ``PACKAGES``; None for what is not installed."""
+    """Return those of Python and of ``PACKAGES``; None for what is not installed."""
     found: dict[str, str | None] = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -37,13 +37,15 @@ def versions() -> dict[str, str | None]:
 
 
 def listen() -> socket.socket:
-    """A socket on a free port of all IPv4 addresses, as Open MPI opens them; the system answers
-    those who connect."""
+    """Return a socket on a free port of all IPv4 addresses, as Open MPI opens them.
+
+    The system answers those who connect.
+    """
     return socket.create_server(("", 0), backlog=64)
 
 
 def connect_error(address: str, port: int, seconds: float = SECONDS_TO_CONNECT) -> str | None:
-    """Why nobody can connect there; None if one can."""
+    """Return why nobody can connect there; None if one can."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except ConnectionRefusedError:
@@ -56,7 +58,7 @@ def connect_error(address: str, port: int, seconds: float = SECONDS_TO_CONNECT) 
 
 
 def connect_errors(targets: list[tuple[str, int]]) -> list[str | None]:
-    """As ``connect_error``, of all at once."""
+    """Return ``connect_error`` of each target; all are tried at once."""
     if not targets:
         return []
     with ThreadPoolExecutor(len(targets)) as pool:

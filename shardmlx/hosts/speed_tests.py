@@ -1,5 +1,5 @@
-"""What two ranks reach on their link, how far their clocks are apart, whether arrays go through MPI
-without a copy, and how fast this machine multiplies matrices."""
+"""Measures the link of two ranks, their clocks, and how fast this machine multiplies matrices;
+tests whether arrays go through MPI without a copy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardmlx.hosts.findings import LinkSpeed
 SECONDS_OF_PINGS = 0.3
 FEWEST_PINGS, MOST_PINGS = 5, 400
 WARM_UPS = 5
-"""The first messages open the connection."""
+"""Messages that are not measured: the first open the connection."""
 
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26
-"""Of one transfer: the largest is that of a large micro-batch."""
+"""Bytes of one transfer: the largest are those of a large micro-batch."""
 
 TRANSFERS_A_MEASUREMENT = 2
-"""At least, of the size that is measured with."""
+"""Fewest transfers of the size that is measured with."""
 
 PATTERN_BYTES = 1 << 20
 
@@ -37,7 +37,7 @@ LARGEST_MATRIX = 4096
 RUNS_OF_A_MATRIX = 3
 
 
-class _Peer:
+class _LinkEnd:
     """The other end of a link, for one thread and one link."""
 
     def __init__(self, transport: Transport, rank: int, tag: int) -> None:
@@ -75,17 +75,17 @@ def measure_link(
     seconds: float,
     clock: Callable[[], float] = time.time,
 ) -> LinkSpeed | str | None:
-    """What ``first`` has measured with ``second``, both of which call it; None on ``second``.
+    """Measure the link of two ranks; return what ``first`` has found, and None on ``second``.
 
     Each direction takes about ``seconds``. A message that does not come in the transport's time
-    ends it with a text that names who waited for what. Collective of the two.
+    ends it with a text that names who waited for what. Both ranks must call it.
     """
     if transport.rank not in (first, second):
         raise ValueError(f"rank {transport.rank} is no end of the link of {first} and {second}")
     is_first = transport.rank == first
     # A tag for each link: what one that failed leaves behind must not be taken for another's.
     tag = FIRST_ENGINE_TAG + first * transport.size + second
-    peer = _Peer(transport, second if is_first else first, tag)
+    peer = _LinkEnd(transport, second if is_first else first, tag)
     try:
         if is_first:
             latency, offset, error = _ping(peer, clock)
@@ -103,8 +103,8 @@ def measure_link(
     return None
 
 
-def _ping(peer: _Peer, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Half a round trip; the clock's offset with its greatest error (Cristian, 1989)."""
+def _ping(peer: _LinkEnd, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Return half a round trip, and the clock's offset with its greatest error (Cristian, 1989)."""
 
     def round_trip() -> tuple[float, float]:
         # Seconds of the machine's own counter; only the difference of the clocks is clock's.
@@ -124,8 +124,8 @@ def _ping(peer: _Peer, clock: Callable[[], float]) -> tuple[float, float, float]
     return latency, offset, fastest / 2
 
 
-def _pong(peer: _Peer, clock: Callable[[], float]) -> float:
-    """Answer; the latency that the other end has found."""
+def _pong(peer: _LinkEnd, clock: Callable[[], float]) -> float:
+    """Answer ``_ping``; return the latency that the other end has found."""
 
     def answer(count: int) -> None:
         for _ in range(count):
@@ -137,8 +137,8 @@ def _pong(peer: _Peer, clock: Callable[[], float]) -> float:
     return peer.hear()
 
 
-def _push(peer: _Peer, seconds: float, latency: float) -> float:
-    """Bytes a second to the other end, which calls ``_pull``."""
+def _push(peer: _LinkEnd, seconds: float, latency: float) -> float:
+    """Return the bytes a second that go to the other end, which calls ``_pull``."""
     size, rates, end = SMALLEST_BYTES, list[float](), time.perf_counter() + seconds
     data = new_buffer((size,), mx.uint8)
     while True:
@@ -160,7 +160,7 @@ def _push(peer: _Peer, seconds: float, latency: float) -> float:
     return statistics.median(rates)
 
 
-def _pull(peer: _Peer) -> None:
+def _pull(peer: _LinkEnd) -> None:
     """Take what ``_push`` sends."""
     data = new_buffer((0,), mx.uint8)
     while size := int(peer.hear()):
@@ -171,7 +171,7 @@ def _pull(peer: _Peer) -> None:
 
 
 def shares_memory() -> bool:
-    """Whether the bytes that MPI is given of an ``mx.array`` are the array's own."""
+    """Return whether the bytes that MPI is given of an ``mx.array`` are the array's own."""
     array = new_buffer((16,), mx.int32)
     buffer_of(array)[:4] = (7).to_bytes(4, "little")
     where = [np.frombuffer(buffer_of(array), np.uint8).ctypes.data for _ in range(2)]
@@ -180,9 +180,10 @@ def shares_memory() -> bool:
 
 
 def check_copies(transport: Transport) -> str | None:
-    """What is wrong with the messages of this rank; None if nothing. Collective.
+    """Return what is wrong with the messages of this rank; None if nothing.
 
-    Every rank sends rank 0 a bfloat16 array, which sends back what it has received.
+    All ranks must call it. Every rank sends rank 0 a bfloat16 array, which sends back what it has
+    received.
     """
     if not shares_memory():
         return "MPI gets a copy of an mx.array"
@@ -190,7 +191,7 @@ def check_copies(transport: Transport) -> str | None:
     received = new_buffer(pattern.shape, pattern.dtype)
     wrong = []
     for rank in range(1, transport.size) if transport.rank == 0 else (0,):
-        peer = _Peer(transport, rank, FIRST_ENGINE_TAG)
+        peer = _LinkEnd(transport, rank, FIRST_ENGINE_TAG)
         if transport.rank == 0:
             peer.receive(received)
             peer.send(received)
@@ -204,14 +205,14 @@ def check_copies(transport: Transport) -> str | None:
 
 
 def _pattern() -> mx.array:
-    """Of all bit patterns of bfloat16."""
+    """Return an array of all bit patterns of bfloat16."""
     array = mx.arange(PATTERN_BYTES // 2, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
     mx.eval(array)
     return array
 
 
 def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:
-    """FLOP/s of square matrix products on the default device, of the size that suits it."""
+    """Return the FLOP/s of square matrix products of the size that suits the default device."""
     size, rates, end = 256, list[float](), time.perf_counter() + seconds
     a = _matrix(size, dtype)
     while True:

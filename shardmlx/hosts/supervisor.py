@@ -1,4 +1,4 @@
-"""One mpirun, and the signals that are to stop it."""
+"""Runs one mpirun, and passes on the signals that are to stop it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from shardmlx.errors import Stopped
 from shardmlx.hosts.restart_policy import status_of
 
 ASK_TO_STOP = signal.SIGUSR1
-"""mpirun passes it on to all ranks, on all hosts, and goes on. At SIGTERM and SIGINT it would kill
-them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later, with nothing to set that time by."""
+"""Signal that mpirun passes on to all ranks, on all hosts, and goes on.
+
+At SIGTERM and SIGINT it would kill them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later,
+with nothing to set that time by.
+"""
 
 SECONDS_TO_SAVE = 120
-"""For the ranks to save and leave in order, before they are killed."""
+"""Seconds for the ranks to save and leave in order, before they are killed."""
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,7 +42,7 @@ class Supervisor:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, signals come here; those that are ignored (nohup) stay so."""
+        """Take signals while inside; those that are ignored (nohup) stay so."""
         numbers = [n for n in _STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
         before = {n: signal.signal(n, self._stop) for n in (*numbers, signal.SIGALRM)}
         try:
@@ -50,7 +53,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], mark: Path) -> int:
-        """The status of a command, as a shell counts; its ranks are told of ``mark``."""
+        """Run a command, whose ranks are told of ``mark``; return its status as a shell counts."""
         self._is_starting = True
         # In a session of its own: a terminal sends Ctrl-C to all processes of a group, and this
         # one alone shall have it.

@@ -1,4 +1,4 @@
-"""What the tools of macOS and Linux print about a machine, as values. Pure.
+"""Values out of what the tools of macOS and Linux print about a machine. No MLX, no MPI.
 
 Every function returns None, or nothing, for a text that is not what it expects: what cannot be
 read is unknown. The formats of macOS are by documentation and by recorded outputs, see the tests.
@@ -31,26 +31,28 @@ class Interface:
 
 
 def sysctl_values(text: str) -> dict[str, str]:
-    """The lines ``key: value`` of macOS's ``sysctl KEY ...``."""
+    """Return the lines ``key: value`` of macOS's ``sysctl KEY ...``."""
     pairs = (line.partition(": ") for line in text.splitlines())
     return {key: value.strip() for key, colon, value in pairs if colon}
 
 
 def chip_by_cpuinfo(text: str) -> str | None:
-    """The processor of Linux's /proc/cpuinfo."""
+    """Return the processor of Linux's /proc/cpuinfo."""
     line = re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE)
     return None if line is None else line[1].strip()
 
 
 def hardware_ports(text: str) -> dict[str, str]:
-    """Device -> port of macOS's ``networksetup -listallhardwareports``: bridge0 -> Thunderbolt
-    Bridge."""
+    """Return the port of each device in macOS's ``networksetup -listallhardwareports``.
+
+    An example: bridge0 -> Thunderbolt Bridge.
+    """
     found = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
     return {device: port.strip() for port, device in found}
 
 
 def medium_of_port(port: str) -> str | None:
-    """What carries a hardware port of macOS; None for one that is not known."""
+    """Return what carries a hardware port of macOS; None for one that is not known."""
     name = port.casefold()
     if "wi-fi" in name or "airport" in name:
         return WIFI
@@ -60,13 +62,13 @@ def medium_of_port(port: str) -> str | None:
 
 
 def route_by_bsd(text: str) -> str | None:
-    """The interface of macOS's ``route -n get ADDRESS``."""
+    """Return the interface of macOS's ``route -n get ADDRESS``."""
     line = re.search(r"^\s*interface: (\S+)$", text, re.MULTILINE)
     return None if line is None else line[1]
 
 
 def route_by_ip(text: str) -> str | None:
-    """The interface of Linux's ``ip route get ADDRESS``."""
+    """Return the interface of Linux's ``ip route get ADDRESS``."""
     words = text.split()
     if "dev" not in words[:-1]:
         return None
@@ -74,6 +76,6 @@ def route_by_ip(text: str) -> str | None:
 
 
 def firewall_state(text: str) -> str | None:
-    """``off``, ``on`` or ``blocks all``, by macOS's ``socketfilterfw --getglobalstate``."""
+    """Return ``off``, ``on`` or ``blocks all``: macOS's ``socketfilterfw --getglobalstate``."""
     state = re.search(r"\(State = ([012])\)", text)
     return None if state is None else ("off", "on", "blocks all")[int(state[1])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardmlx.hosts.findings import Host, Link, LinkSpeed, Way
+from shardmlx.hosts.findings import Host, Link, LinkSpeed, Route
 from shardmlx.hosts.host_facts import HostFacts
 from shardmlx.hosts.system_parsers import Interface
 
@@ -61,7 +61,7 @@ def host(name: str, rank: int = 0, *, of: Mapping[str, Any] | None = None, **cha
     return Host(**{**known, **changes})
 
 
-def way(medium: str | None = "Thunderbolt", problem: str | None = None, **changes: Any) -> Way:
+def route(medium: str | None = "Thunderbolt", problem: str | None = None, **changes: Any) -> Route:
     interface, address = {
         "Thunderbolt": ("bridge0", "10.25.0.2"),
         "Wi-Fi": ("en0", "192.168.1.8"),
@@ -74,7 +74,7 @@ def way(medium: str | None = "Thunderbolt", problem: str | None = None, **change
         "network": address.rpartition(".")[0] + ".0/24",
         "problem": problem,
     }
-    return Way(**{**known, **changes})
+    return Route(**{**known, **changes})
 
 
 def speed(there: float = 2 * GB, back: float | None = None, latency: float = 3e-5) -> LinkSpeed:
@@ -93,8 +93,8 @@ def link(first: str, second: str, **changes: Any) -> Link:
     known: dict[str, Any] = {
         "first": first,
         "second": second,
-        "there": (way(),),
-        "back": (way(),),
+        "there": (route(),),
+        "back": (route(),),
         "speed": speed(),
     }
     return Link(**{**known, **changes})

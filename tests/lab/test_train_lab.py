@@ -87,7 +87,7 @@ def test_of_four_hosts_one_goes_and_the_others_go_on(
         assert job.returncode == 0, job.output
         (line,) = job.error_lines
         assert "rank 2 on mac3" in line
-        assert "launch: goes on without mac3: cannot be reached" in job.stdout
+        assert "launch: goes on without mac3: there is no way to it" in job.stdout
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
         check_losses(home, expected)

@@ -136,7 +136,7 @@ def test_a_host_that_dies_is_left_behind(lab: Lab, tmp_path: Path) -> None:
         training=("--pipeline-stages", "3"),
     ) as running:
         output = finished(running, 0)
-    assert "launch: goes on without south: cannot be reached" in output
+    assert "launch: goes on without south: there is no way to it" in output
     assert "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 3" in output
     expected = lab.expected(tmp_path / "reference")
     assert difference(lab.weights, expected) <= 1e-5

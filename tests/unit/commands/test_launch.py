@@ -42,6 +42,8 @@ exec sh -c "$*"
 WELL = 'touch "$SHARDMLX_LAUNCHED"'
 """All ranks come to their end."""
 
+NO_WAY = "there is no way to it: see that it is on and in the same network: cable, Wi-Fi, address"
+
 HOSTS = """\
 localhost slots=1  # memory=64GiB flops=20T
 anna@mini.lan slots=1  # memory=16GiB flops=4T
@@ -194,11 +196,9 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
     ]
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
     assert [line for line in said if "restart" not in line] == [
-        "launch: goes on without mini.lan: cannot be reached (ssh: connect to host anna@mini.lan "
-        f"port 22: No route to host): try {lab.path}/agent anna@mini.lan",
+        f"launch: goes on without mini.lan: {NO_WAY}",
         "launch: layout for 3 ranks: one pipeline of 3, instead of --pipeline-stages 4",
-        "launch: goes on without book: cannot be reached (ssh: connect to host book port 22: No "
-        f"route to host): try {lab.path}/agent book",
+        f"launch: goes on without book: {NO_WAY}",
         "launch: mini.lan is back",
         "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 4",
         "launch: book is back",
@@ -219,7 +219,7 @@ def test_no_file_stays_behind(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_without_the_host_of_rank_0_there_is_nothing_to_go_on_from(lab: Lab) -> None:
     lab.write("hosts", "mini.lan slots=1\nlocalhost slots=1\n")
     lab.ends("echo mini.lan > down; exit 1")
-    with pytest.raises(GaveUp, match=r"^mini\.lan, the host of rank 0, cannot be reached"):
+    with pytest.raises(GaveUp, match=r"^mini\.lan, the host of rank 0: there is no way to it: "):
         lab.launcher().run()
 
 
@@ -230,10 +230,7 @@ def test_a_host_that_never_answered_is_bad_input(
     assert lab.launcher().run() == 2
     assert lab.starts == []
     lines = capfd.readouterr().err.splitlines()
-    assert [line.split(" (")[0] for line in lines] == [
-        "shardmlx: error: mini.lan: cannot be reached",
-        "shardmlx: error: book: cannot be reached",
-    ]
+    assert lines == [f"shardmlx: error: {host}: {NO_WAY}" for host in ("mini.lan", "book")]
 
 
 def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: Lab) -> None:

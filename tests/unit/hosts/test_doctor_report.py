@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.hosts.doctor_report import bandwidth, content, deliver, latency, text
 from shardmlx.hosts.findings import Examination, Host
-from tests.helpers.doctor import GIB, host, link, speed, way
+from tests.helpers.doctor import GIB, host, link, route, speed
 
 
 def rows(*hosts: Host) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_the_command_that_raises_the_wired_limit(gib: int, command: str | None) 
 def test_a_line_for_each_link() -> None:
     links = (
         link("a", "b", speed=speed(2e9, 1.5e9)),
-        link("a", "c", there=(way("Wi-Fi"), way(None)), speed=speed(1e7, latency=0.004)),
+        link("a", "c", there=(route("Wi-Fi"), route(None)), speed=speed(1e7, latency=0.004)),
         link("b", "c", there=(), back=(), speed=None),
     )
     hosts = (host("a"), host("b", 1), host("c", 2))

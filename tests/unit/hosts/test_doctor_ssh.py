@@ -16,12 +16,12 @@ import shardmlx
 from shardmlx import doctor
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_report import visit_content, visit_text
-from shardmlx.hosts.doctor_ssh import Asked, Visit, address_of, find, login_problem, visit
+from shardmlx.hosts.doctor_ssh import Asked, Visit, address_of, find, visit
 from shardmlx.hosts.probe_client import Talk, at_once, probe_command
-from shardmlx.hosts.reachability import Way
+from shardmlx.hosts.reachability import RemoteLogin, login_problem
 from tests.helpers.doctor import VERSIONS
 
-WAY = Way(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
+REMOTE = RemoteLogin(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
 
 ME = socket.gethostname()
 
@@ -43,7 +43,7 @@ def lines(found: Visit) -> list[str]:
 
 
 def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -> None:
-    *words, question = probe_command(WAY, "anna@mini.lan")
+    *words, question = probe_command(REMOTE, "anna@mini.lan")
     assert words == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "anna@mini.lan"]
     assert question == (
         "/v/bin/python -c 'import json,sys;exec(json.loads(sys.stdin.readline()))' /v/bin/prted"
@@ -164,7 +164,7 @@ def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
     ids=range(9),
 )
 def test_what_is_said_of_a_host_that_does_not_answer(status: int, stderr: str, line: str) -> None:
-    assert str(login_problem("mini", status, stderr, "anna@mini", WAY)) == line
+    assert str(login_problem("mini", status, stderr, "anna@mini", REMOTE)) == line
 
 
 def asked(name: str, **changes: Any) -> Asked:
@@ -193,13 +193,13 @@ def asked(name: str, **changes: Any) -> Asked:
     ],
 )
 def test_what_a_host_lacks(host: Asked, line: str | None) -> None:
-    assert [str(each) for each in find([host], WAY)] == ([] if line is None else [line])
+    assert [str(each) for each in find([host], REMOTE)] == ([] if line is None else [line])
 
 
 def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
     other = asked("b", versions={**VERSIONS, "mlx": "0.30.0"})
     other.errors = {"a": "refused"}
-    mlx, connection = (str(each) for each in find([asked("a"), other], WAY))
+    mlx, connection = (str(each) for each in find([asked("a"), other], REMOTE))
     assert mlx.startswith("mlx differs: 0.32.4 on a, 0.30.0 on b")
     assert connection.startswith("b: cannot connect to a (refused): let Python through")
 

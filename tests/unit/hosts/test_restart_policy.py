@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.hosts.mpirun import Job, replaced
-from shardmlx.hosts.restart_policy import Attempt, Verdict, after, changes, status_of
+from shardmlx.hosts.mpirun import MpirunJob, replaced
+from shardmlx.hosts.restart_policy import Attempt, Decision, after, changes, status_of
 
 HOSTS = ("a", "b")
 USED_UP = "2 restarts used up (see --max-restarts)"
@@ -18,21 +18,23 @@ def failed(gained: bool | None = True, hosts: tuple[str, ...] = HOSTS) -> Attemp
 
 
 @pytest.mark.parametrize(
-    ("status", "stopped_by", "verdict"),
+    ("status", "stopped_by", "decision"),
     [
-        (0, None, Verdict(0)),
-        (0, 15, Verdict(0)),  # it was done before it heard of it
-        (2, None, Verdict(2)),
-        (138, 2, Verdict(130)),
-        (1, 15, Verdict(143)),
-        (2, 15, Verdict(143)),
-        (1, None, Verdict(None, pause=1.0)),
-        (137, None, Verdict(None, pause=1.0)),
-        (143, None, Verdict(None, pause=1.0)),  # not by us: a machine that shuts down
+        (0, None, Decision(0)),
+        (0, 15, Decision(0)),  # it was done before it heard of it
+        (2, None, Decision(2)),
+        (138, 2, Decision(130)),
+        (1, 15, Decision(143)),
+        (2, 15, Decision(143)),
+        (1, None, Decision(None, pause=1.0)),
+        (137, None, Decision(None, pause=1.0)),
+        (143, None, Decision(None, pause=1.0)),  # not by us: a machine that shuts down
     ],
 )
-def test_the_end_of_the_first_start(status: int, stopped_by: int | None, verdict: Verdict) -> None:
-    assert after([Attempt(status, HOSTS, False)], 3, stopped_by) == verdict
+def test_the_end_of_the_first_start(
+    status: int, stopped_by: int | None, decision: Decision
+) -> None:
+    assert after([Attempt(status, HOSTS, False)], 3, stopped_by) == decision
 
 
 def test_pauses_grow() -> None:
@@ -57,13 +59,13 @@ def test_reasons_to_give_up(attempts: list[Attempt], reason: str) -> None:
 
 
 def test_a_job_that_loses_the_same_work_twice_is_given_up() -> None:
-    verdict = after([failed(gained=False)] * 2, 3, None)
-    assert verdict.status == 1
-    assert "twice in a row on the same hosts without a new checkpoint" in verdict.reason
+    decision = after([failed(gained=False)] * 2, 3, None)
+    assert decision.status == 1
+    assert "twice in a row on the same hosts without a new checkpoint" in decision.reason
 
 
 def test_no_restarts_need_no_reason() -> None:
-    assert after([failed()], 0, None) == Verdict(1)
+    assert after([failed()], 0, None) == Decision(1)
 
 
 def test_a_process_that_a_signal_ends() -> None:
@@ -75,7 +77,7 @@ def test_hosts_that_go_and_come() -> None:
 
 
 def test_the_command_line() -> None:
-    job = Job(
+    job = MpirunJob(
         mpirun=Path("/v/bin/mpirun"),
         python="/v/bin/python",
         command="train",
@@ -92,7 +94,7 @@ def test_the_command_line() -> None:
 
 
 def test_the_command_line_of_one_machine() -> None:
-    job = Job(
+    job = MpirunJob(
         mpirun=Path("/v/bin/mpirun"), python="python", command="profile", options=("M",), ranks=2
     )
     assert job.words == ["/v/bin/mpirun", "-n", "2", "python", "-m", "shardmlx.profile", "M"]
