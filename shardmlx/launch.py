@@ -12,14 +12,14 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
-from shardmlx import profile
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.cli import OneLineParser, run_command
+from shardmlx.config.profile import read_options as read_profile_options
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig, load_given_config
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import Stopped, UserError, one_line
@@ -38,33 +38,21 @@ from shardmlx.hosts.supervisor import Supervisor
 
 MAX_RESTARTS = 3
 
-Given = tuple[TrainConfig, frozenset[str]]
-"""What a job's options say, and the names of those that were given."""
-
-
-def _profile(options: Sequence[str]) -> Given:
-    return profile.read_options(options).config, frozenset()
-
-
-COMMANDS: Mapping[str, Callable[[Sequence[str]], Given]] = MappingProxyType(
-    {"train": load_given_config, "profile": _profile}
-)
-"""What can be launched, with what checks its options before anything starts."""
-
-RESTARTED = ("train",)
-"""Of them, those that go on where they were."""
+COMMANDS = ("train", "profile")
+"""The commands that can be launched. Only ``train`` goes on where it was, when started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the command was told. ``machines`` are in mpirun's order, rank 0's first.
+    """The options of the command. ``machines`` are in mpirun's order, rank 0's first; ``config``
+    are the options of ``train``, of which ``given`` were given, and None of another command.
 
     The hostfile is as it was at the start: who edits it meanwhile changes the next job.
     """
 
     command: str
     options: tuple[str, ...]
-    config: TrainConfig
+    config: TrainConfig | None
     given: frozenset[str]
     ranks: int
     machines: tuple[Machine, ...]
@@ -85,7 +73,7 @@ class GaveUp(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 done; 2 bad input; 1 given up; 128 + n after signal n."""
+    """Return the exit status: 0 done; 2 bad input; 1 given up; 128 + n after signal n."""
     given = list(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: _run(given))
 
@@ -104,12 +92,13 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def read_options(argv: Sequence[str]) -> Launch:
-    """Flags of this command, then a command and its own options, checked as far as they can be."""
+    """Read flags of this command, then a command and its own options, checked as far as they can
+    be. Raises ``UserError``."""
     flags = _parser().parse_args(argv)
     options = tuple(flags.options)
-    config, given = COMMANDS[flags.command](options)
+    config, given = _check(flags.command, options)
     restarts = flags.max_restarts
-    if flags.command not in RESTARTED:
+    if config is None:
         if restarts:
             raise UserError(
                 f"--max-restarts {restarts}: {flags.command} cannot go on where it was: leave out"
@@ -120,7 +109,7 @@ def read_options(argv: Sequence[str]) -> Launch:
     for flag, number, least in (("--max-restarts", restarts, 0), ("-n", flags.n, 1)):
         if number is not None and number < least:
             raise UserError(f"{flag} is {number}: give {least} or more")
-    if restarts and config.train and config.checkpoint_dir is None:
+    if restarts and config is not None and config.train and config.checkpoint_dir is None:
         directory = Path(config.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))
         config = replace(config, checkpoint_dir=str(directory))
@@ -139,6 +128,15 @@ def read_options(argv: Sequence[str]) -> Launch:
         python=flags.python,
         extra=tuple(shlex.split(flags.mpirun_options)),
     )
+
+
+def _check(command: str, options: Sequence[str]) -> tuple[TrainConfig | None, frozenset[str]]:
+    """Check a command's options before anything starts; return those of ``train`` if it is that,
+    and the names of those that were given."""
+    if command == "train":
+        return load_given_config(options)
+    read_profile_options(options)
+    return None, frozenset()
 
 
 def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, ...], int]:
@@ -193,16 +191,14 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
     )
-    parser.add_argument(
-        "command", metavar="COMMAND", choices=tuple(COMMANDS), help=" or ".join(COMMANDS)
-    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=" or ".join(COMMANDS))
     parser.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
     return parser
 
 
 @dataclass
 class Launcher:
-    """Starts a job until it is done, or there is a reason to give up."""
+    """Starts of a job until it is done, or there is a reason to give up."""
 
     launch: Launch
     mpirun: Path
@@ -210,15 +206,16 @@ class Launcher:
     attempts: list[Attempt] = field(default_factory=list)
 
     def run(self) -> int:
-        """The status to end with."""
+        """Start the job as often as it makes sense; return the status to end with."""
         launch = self.launch
         findings = self._ask()
         for finding in findings.values():
             print(f"shardmlx: error: {finding}", file=sys.stderr)
         if findings:
             return 2
-        if launch.max_restarts and launch.config.train and "checkpoint_dir" not in launch.given:
-            _say(f"checkpoints in {launch.config.checkpoint_dir}, to restart from")
+        config = launch.config
+        if launch.max_restarts and config and config.train and "checkpoint_dir" not in launch.given:
+            _say(f"checkpoints in {config.checkpoint_dir}, to restart from")
         hosts, job = launch.hosts, self._job()
         while True:
             self.attempts.append(self._start(hosts, job))
@@ -285,8 +282,9 @@ class Launcher:
         return status
 
     def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], MpirunJob]:
-        """The hosts that answer, and the job for them."""
-        launch = self.launch
+        """Return the hosts that answer, and the job for them."""
+        launch, config = self.launch, self.launch.config
+        assert config is not None, "only train is started again"
         findings = self._ask()
         left = tuple(host for host in launch.hosts if host not in findings)
         gone, back = changes(before, left)
@@ -303,27 +301,27 @@ class Launcher:
             machines = [machine for machine in launch.machines if machine.host in left]
             each = machine_of_each_rank(machines)[: launch.ranks]
             try:
-                layout = plan_again(launch.options, launch.config, launch.given, each)
+                layout = plan_again(
+                    launch.options, RunSpec.of(config), launch.given, each, config.config
+                )
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(layout.line)
             job = replace(job, ranks=layout.ranks, options=layout.options)
         elif back:
             _say("all hosts are there: layout as given")
-        if self._may_resume():
+        if config.resume == "auto" or any(attempt.gained for attempt in self.attempts):
+            # Not where the user wants no older run's checkpoint, and this one has none yet.
             job = replace(job, options=replaced(job.options, resume="auto"))
         return left, job
 
-    def _may_resume(self) -> bool:
-        """Not where the user wants no older run's checkpoint, and there is none of this one yet."""
-        return self.launch.config.resume == "auto" or any(a.gained for a in self.attempts)
-
     def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
-        """(step, when it was committed) of those there are; None where that cannot be seen."""
-        launch = self.launch
-        if launch.config.checkpoint_dir is None or not is_local(launch.hosts[0]):
+        """Return (step, when it was committed) of the checkpoints; None where that cannot be
+        seen."""
+        launch, config = self.launch, self.launch.config
+        if config is None or config.checkpoint_dir is None or not is_local(launch.hosts[0]):
             return None
-        store = Store(Path(launch.config.checkpoint_dir))
+        store = Store(Path(config.checkpoint_dir))
         try:
             return frozenset(
                 (step, (store.path(step) / MARKER).stat().st_mtime_ns) for step in store.steps()

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from shardmlx.common.cli import OneLineParser, run_command
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.train import TrainConfig, load_given_config
+from shardmlx.config.specs import RunSpec
+from shardmlx.config.train import load_given_config
 from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
 from shardmlx.costmodel.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
 from shardmlx.costmodel.layer_memory import BACKENDS
@@ -30,6 +31,7 @@ from shardmlx.pipeline.report import show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
+from shardmlx.planning.layout import settled
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
 from shardmlx.planning.suggestions import remedies
@@ -43,19 +45,19 @@ _PLANNED = (
     "--virtual-stages",
     "--micro-batch-size",
 )
-"""Flags of training whose place the plan takes."""
+"""The flags of training whose place the plan takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command was told: its own flags, and a training run's options.
+    """The options of the command: its own flags, and a training run's.
 
     ``given`` names those of training that were given, by flag or file; ``train_options`` are
     the flags that the planner leaves as they were.
     """
 
     flags: argparse.Namespace
-    config: TrainConfig
+    run: RunSpec
     given: frozenset[str]
     train_options: tuple[str, ...]
 
@@ -71,41 +73,40 @@ def _run(argv: Sequence[str]) -> int:
         print(show_schedule(argv))
         return 0
     options = read_options(argv)
-    flags = options.flags
+    flags, run = options.flags, options.run
     for picture in flags.draw:
         check_picture(Path(picture))
         check_writable(Path(picture), "--draw")
     if flags.output:
         check_writable(Path(flags.output), "-o")
-    cluster = _cluster(flags, options.config.profile)
-    cluster = limited(cluster, options.config.memory_limit)
+    cluster = _cluster(flags, run.machines.profile)
+    cluster = limited(cluster, run.machines.memory_limit)
     cluster.check_speeds()
-    files = open_model(options.config.model)
-    workload = Workload.of(files, options.config)
+    files = open_model(run.model)
+    workload = Workload.of(files, run.fine_tune, run.batch)
     limits = _limits(options, cluster.size)
     if limits.stage_map is not None:
         limits.stage_map.check_layers(workload.shape.num_layers)
     choice = _choose(workload, cluster, limits)
     prediction = choice.prediction
     if flags.output:
-        write_stage_map(_to_write(prediction.plan.stage_map, options.config.model), flags.output)
+        write_stage_map(_to_write(prediction.plan.stage_map, run.model), flags.output)
     names = [rank.hosts[0] for rank in prediction.ranks]
     for picture in flags.draw:
-        title = f"{Path(options.config.model).name}: {prediction.plan.schedule}, one step"
+        title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
         draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
     if flags.json:
         print(json.dumps(as_json(choice, limits)))
         return 0
-    print(
-        report(choice, workload, cluster, limits, flags.hosts, flags.output, options.train_options)
-    )
+    print(report(choice, cluster, limits, flags.hosts, flags.output, options.train_options))
     if flags.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0
 
 
 def _to_write(stage_map: StageMap, model: str) -> StageMap:
-    """With the model it is for. A host that goes by an address is left out: ranks know names."""
+    """Name the model that the map is for. A host that goes by an address is left out: ranks know
+    names."""
     hosts = tuple(None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
     return replace(stage_map, model=model, hosts=hosts)
 
@@ -122,11 +123,11 @@ def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
             found = remedies(workload, cluster, limits)
             remedy = "; ".join(found) or "more machines, or machines with more memory"
             where = cluster.machines[error.rank].where
-            raise UserError(f"{where}: {error.fact}; it would fit with: {remedy}") from None
+            raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
 
 
 def read_options(argv: Sequence[str]) -> PlanOptions:
-    """Flags of this command, and any of ``shardmlx.train``'s."""
+    """Read the flags of this command, and any of ``shardmlx.train``'s. Raises ``UserError``."""
     parser = _parser()
     flags, rest = parser.parse_known_args(argv)
     schedule = [] if flags.schedule in (None, AUTO) else ["--schedule", flags.schedule]
@@ -134,14 +135,16 @@ def read_options(argv: Sequence[str]) -> PlanOptions:
         ["--model", flags.model, "--hosts", flags.hosts, *rest, *schedule]
     )
     if not config.train:
-        raise UserError("--test alone trains nothing: plan the training, without it")
+        raise UserError("--test alone trains nothing", "plan the training, without it")
     if flags.schedule == AUTO:
         given -= {"schedule"}
-    return PlanOptions(flags, config, given, tuple(_left_alone(rest)))
+    return PlanOptions(
+        flags, RunSpec.of(config), given, ("--model", flags.model, *_left_alone(rest))
+    )
 
 
 def _left_alone(options: Sequence[str]) -> Iterator[str]:
-    """Without the flags that the plan itself gives."""
+    """Leave out the flags that the plan itself gives."""
     is_value = False
     for word in options:
         name = word.partition("=")[0]
@@ -217,7 +220,7 @@ def _cluster(flags: argparse.Namespace, profile: str | None) -> Cluster:
         ("--efficiency", flags.efficiency),
     ):
         if not 0 < value <= 1:
-            raise UserError(f"{flag} is {value:g}: give more than 0, and at most 1")
+            raise UserError(f"{flag} is {value:g}", "give more than 0, and at most 1")
     return Cluster(
         machines=machine_of_each_rank(read_hostfile(flags.hosts)),
         profile=None if profile is None else read_profiles(profile),
@@ -228,26 +231,16 @@ def _cluster(flags: argparse.Namespace, profile: str | None) -> Cluster:
 
 
 def _limits(options: PlanOptions, ranks: int) -> Limits:
-    flags, config = options.flags, options.config
-    stage_map = None if config.stage_map is None else read_stage_map(config.stage_map)
+    layout = options.run.layout
+    stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
     if stage_map is not None:
-        stage_map.check_pipeline(config.pipeline_stages, config.virtual_stages)
-    pp = config.pipeline_stages if stage_map is None else stage_map.pp
-    replicas = flags.data_parallel
+        stage_map.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
+    pp = layout.pipeline_stages if stage_map is None else stage_map.pp
+    replicas = options.flags.data_parallel
     if replicas is None and pp is not None:
         replicas = Mesh.for_world(ranks, pp).dp
-    given = options.given
-    return Limits(
-        batch_size=config.batch_size,
-        length=config.max_seq_length,
-        data_parallel=replicas,
-        schedule=config.schedule if "schedule" in given else None,
-        virtual=config.virtual_stages,
-        micro_batch_size=config.micro_batch_size,
-        checkpoint=config.grad_checkpoint if "grad_checkpoint" in given else None,
-        partitioner=config.partitioner if "partitioner" in given else None,
-        stage_map=stage_map,
-    )
+    limits = settled(layout, options.run.batch, options.given)
+    return replace(limits, data_parallel=replicas, stage_map=stage_map)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.predict import Prediction, predict
@@ -29,15 +29,15 @@ class Splits:
     length: int
 
     @classmethod
-    def of(cls, config: TrainConfig, profile: Path, ranks: int, length: int) -> Splits:
+    def of(cls, run: RunSpec, profile: Path, ranks: int, length: int) -> Splits:
         measured = read_profiles(str(profile))
         machine = Machine(host=measured.machines[0].host)
-        workload = Workload.of(open_model(config.model), config)
+        workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
         return cls(workload, Cluster(machines=(machine,) * ranks, profile=measured), length)
 
     def _way(self, schedule: str, virtual: int) -> Candidate:
         mesh = Mesh(1, self.cluster.size)
-        rows, micro_batch_size = divide_batch(self.workload.config, mesh)
+        rows, micro_batch_size = divide_batch(self.workload.batch, mesh)
         return Candidate(mesh, schedule, virtual, rows, micro_batch_size, False)
 
     def balanced(self, schedule: str) -> tuple[int, ...]:

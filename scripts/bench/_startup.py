@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from _began import BEGAN
 
+import importlib
 import json
 import sys
 import time
@@ -23,15 +24,15 @@ from shardmlx.config.train import load_config
 from shardmlx.distributed.run_ranks import run_ranks
 
 PARTS = {
-    "find_weights": "finding the model",
-    "build_model": "building it, lazily",
-    "make_stage_map": "planning",
-    "Plan": "planning",
-    "compare_plans": "comparing plans",
-    "read_tokenizer": "tokenizer and data",
-    "read_data": "tokenizer and data",
+    "loading.rank_setup.find_weights": "finding the model",
+    "training.setup.build_model": "building it, lazily",
+    "training.plan.make_stage_map": "planning",
+    "training.plan.Plan": "planning",
+    "training.setup.compare_plans": "comparing plans",
+    "training.setup.read_tokenizer": "tokenizer and data",
+    "training.setup.read_data": "tokenizer and data",
 }
-"""What of ``shardmlx.training.setup`` is timed, and under which name."""
+"""What is timed, as the module that calls it knows it, and under which name."""
 
 LOADING = "loading weights"
 
@@ -75,15 +76,15 @@ def main() -> int:
     def load() -> Callable[..., None]:
         reached("options")
         from shardmlx.loading.transfer import Weights
-        from shardmlx.training import setup, trainer
+        from shardmlx.training import trainer
         from shardmlx.training.report import TrainingReport
 
-        for function, name in PARTS.items():
-            if not hasattr(setup, function):
-                raise SystemExit(
-                    f"shardmlx.training.setup has no {function} any more: mend {__file__}"
-                )
-            setattr(setup, function, timed(name, getattr(setup, function)))
+        for path, name in PARTS.items():
+            where, _, function = path.rpartition(".")
+            module = importlib.import_module(f"shardmlx.{where}")
+            if not hasattr(module, function):
+                raise SystemExit(f"shardmlx.{where} has no {function} any more: mend {__file__}")
+            setattr(module, function, timed(name, getattr(module, function)))
         read_all = timed(LOADING, Weights.load)
 
         def read(weights: Any, parts: Any, *given: Any) -> None:
@@ -102,18 +103,18 @@ def main() -> int:
                 reached("first step" if "first step" not in milestones else "second step")
                 super().step(*given)
 
-        prepare_job = trainer.prepare_job
+        prepare_training = trainer.prepare_training
 
         def prepare(*given: Any) -> Any:
             before = bytes_read()
-            job = prepare_job(*given)
+            job = prepare_training(*given)
             loaded["preparing"] = bytes_read() - before
             reached("prepared")
             return job
 
         patch.object(Weights, "load", read).start()
         patch.object(trainer, "TrainingReport", Report).start()
-        patch.object(trainer, "prepare_job", prepare).start()
+        patch.object(trainer, "prepare_training", prepare).start()
         reached("imports")
 
         def run(*given: Any) -> None:

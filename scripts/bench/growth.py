@@ -27,6 +27,7 @@ from _models import WIDE, check_prepared, make_long_rows, make_wide, of_width
 from _splits import Splits, write_split
 from _training import as_flags
 
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 
 LAYERS_A_RANK = 4
@@ -110,8 +111,8 @@ class Laboratory:
 
     def _measure(self, case: Case) -> Result:
         model = self._model(case)
-        config = TrainConfig(model=str(model), **case.flags)
-        splits = Splits.of(config, self._profile(case), case.ranks, case.length)
+        run_spec = RunSpec.of(TrainConfig(model=str(model), **case.flags))
+        splits = Splits.of(run_spec, self._profile(case), case.ranks, case.length)
         sizes = splits.balanced("1f1b")
         expected = splits.predicted("1f1b", sizes)
         result = Result(

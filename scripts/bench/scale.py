@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -66,7 +67,7 @@ MODELS = {
     },
 }
 
-RUN = TrainConfig(model="model", num_layers=-1, batch_size=64, max_seq_length=2048)
+RUN = RunSpec.of(TrainConfig(model="model", num_layers=-1, batch_size=64, max_seq_length=2048))
 """LoRA of rank 8 on all layers, in bf16, batches of 64 sequences of 2048 tokens."""
 
 HEADER = (
@@ -148,8 +149,8 @@ def main() -> None:
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(config))
-            workloads[name] = Workload.of(open_model(directory), RUN)
-    limits = Limits(batch_size=RUN.batch_size, length=RUN.max_seq_length)
+            workloads[name] = Workload.of(open_model(directory), RUN.fine_tune, RUN.batch)
+    limits = Limits(batch_size=RUN.batch.batch_size, length=RUN.batch.max_seq_length)
     lines, plans = [], {}
     for case in cases():
         print(case, file=sys.stderr)

@@ -13,7 +13,7 @@ from shardmlx.checkpoint.reader import Found, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import CheckpointOptions
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.distributed.transport import Transport
@@ -52,23 +52,22 @@ class Resumption:
 
 
 def prepare_resumption(
-    config: TrainConfig,
+    options: CheckpointOptions,
     transport: Transport,
     reporter: Reporter,
     identity: Mapping[str, Any] | None,
     owners: int,
 ) -> Resumption:
-    """What ``--checkpoint-dir`` and ``--resume`` ask for. Collective; ``AgreedError`` on all.
+    """Find where the run saves its checkpoints, and the one that it goes on from.
 
-    ``identity``, on rank 0, says which run this is. Never takes a damaged checkpoint, nor
-    one of another run; auto passes over damaged ones, with a warning that names the file.
+    ``identity``, on rank 0, says which run this is; ``owners`` are the ranks of a pipeline. Never
+    takes a damaged checkpoint, nor one of another run; auto passes over damaged ones, with a
+    warning that names the file. All ranks must call it. Raises ``AgreedError``.
     """
-    if not config.train:
-        return Resumption()
-    resume = None if config.resume in ("auto", "never") else Path(config.resume)
+    resume = options.named
     step = None if resume is None else _named_step(resume)
-    directory = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
-    place = None if directory is None else _open(config, transport, directory, owners)
+    directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+    place = None if directory is None else _open(options, transport, directory, owners)
     if place is None and resume is None:
         return Resumption()
     if resume is None:
@@ -79,15 +78,15 @@ def prepare_resumption(
     ):
         store, disks = place.store, place.storage.disks
     else:
-        _refuse_mixture(config, transport, place)
+        _refuse_mixture(options, transport, place)
         store = Store(resume.parent)
         disks = find_disks(transport, resume.parent, make=False)
-    if config.resume == "never":
-        _refuse_mixture(config, transport, place)
+    if options.resume == "never":
+        _refuse_mixture(options, transport, place)
         return Resumption(place)
     search = find_checkpoint(transport, store, disks, step)
     if search.found is None:
-        _refuse_to_start_anew(config, search.faults)
+        _refuse_to_start_anew(options, search.faults)
         return Resumption(place)
     found = search.found
     where = store.path(found.manifest.step)
@@ -97,10 +96,10 @@ def prepare_resumption(
             check_identity(identity, found.manifest.identity, where)
 
     on_all_ranks(transport, "comparing the checkpoint with this run", compare)
-    if found.manifest.step > config.iters:
+    if found.manifest.step > options.iters:
         raise AgreedError(
-            f"{where} is of step {found.manifest.step}, beyond --iters {config.iters}: raise that, "
-            "or name another --checkpoint-dir"
+            f"{where} is of step {found.manifest.step}, beyond --iters {options.iters}",
+            "raise that, or name another --checkpoint-dir",
         )
     for text in search.faults.values():
         reporter.warn(f"damaged checkpoint passed over: {text}")
@@ -121,16 +120,17 @@ def _named_step(path: Path) -> int:
     step = step_of(path.name)
     if step is None:
         raise AgreedError(
-            f"--resume {path}: give auto, never, or the directory of a checkpoint, which is called "
-            f"like {name_of(100)}"
+            f"--resume {path}",
+            f"give auto, never, or the directory of a checkpoint, which is called like "
+            f"{name_of(100)}",
         )
     return step
 
 
-def _open(config: TrainConfig, transport: Transport, directory: Path, owners: int) -> Place:
+def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:
     disks = find_disks(transport, directory)
     names = [transport.name(rank) for rank in range(transport.size)]
-    storage = choose_storage(config.checkpoint_storage, disks, owners, names)
+    storage = choose_storage(options.checkpoint_storage, disks, owners, names)
     store = Store(directory)
     if not any(disks.of(rank) == disks.of(transport.rank) for rank in storage.writers):
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def _open(config: TrainConfig, transport: Transport, directory: Path, owners: in
     return Place(store, storage, on_all_ranks(transport, "locking the checkpoints", lock))
 
 
-def _refuse_mixture(config: TrainConfig, transport: Transport, place: Place | None) -> None:
+def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Place | None) -> None:
     """Checkpoints of two runs in one directory: auto could not tell which is the newest."""
     if place is None:
         return
@@ -150,21 +150,21 @@ def _refuse_mixture(config: TrainConfig, transport: Transport, place: Place | No
     steps = sorted({s for theirs in transport.all_gather(mine, "looking around") for s in theirs})
     if steps:
         raise AgreedError(
-            f"--resume {config.resume}: --checkpoint-dir {config.checkpoint_dir} holds checkpoints "
-            f"of another run, up to step {steps[-1]}: go on from them with --resume auto, or name "
-            "another directory"
+            f"--resume {options.resume}: --checkpoint-dir {options.checkpoint_dir} holds "
+            f"checkpoints of another run, up to step {steps[-1]}",
+            "go on from them with --resume auto, or name another directory",
         )
 
 
-def _refuse_to_start_anew(config: TrainConfig, faults: Mapping[int, str]) -> None:
+def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
     """Where something was asked for, or something is there that should be looked at."""
     if faults:
         raise AgreedError(
-            f"--resume {config.resume}: no checkpoint is sound: {'; '.join(faults.values())}: "
-            "restore the file, or name another --checkpoint-dir to start anew"
+            f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
+            "restore the file, or name another --checkpoint-dir to start anew",
         )
-    if config.resume != "auto":
-        raise AgreedError(f"--resume {config.resume}: there is no complete checkpoint")
+    if options.resume != "auto":
+        raise AgreedError(f"--resume {options.resume}: there is no complete checkpoint")
 
 
 def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:

@@ -1,7 +1,7 @@
 """Which run a checkpoint belongs to: model, data, optimizer, and what else decides the losses.
 
 What may change from one part of a run to the next is left out: the layout, the number of steps,
-reports, paths. Pure.
+reports, paths. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -10,32 +10,51 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import Spec
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 
-SAME_OPTIONS = (
-    "fine_tune_type",
-    "num_layers",
-    "lora_parameters",
-    "unfreeze_all",
-    "resume_adapter_file",
-    "batch_size",
-    "grad_accumulation_steps",
-    "max_seq_length",
-    "mask_prompt",
-    "max_grad_norm",
-    "dtype",
-    "seed",
-)
-"""Options without which a run would be another one."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameOptions(Spec):
+    """The options without which a run would be another one, compared by name."""
+
+    fine_tune_type: str
+    num_layers: int
+    lora_parameters: Mapping[str, Any]
+    unfreeze_all: bool
+    resume_adapter_file: str | None
+    batch_size: int
+    grad_accumulation_steps: int
+    max_seq_length: int
+    mask_prompt: bool
+    max_grad_norm: float | None
+    dtype: str | None
+    seed: int
+
+
+SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(SameOptions):
+    """All options that say which run it is."""
+
+    model: str
+    data: str
+    optimizer: str
+    optimizer_config: Mapping[str, Any]
+    learning_rate: float
+    lr_schedule: Mapping[str, Any] | None
+
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
@@ -49,31 +68,30 @@ Read = Callable[[str, int, int], bytes]
 
 
 def identity_of(
-    config: TrainConfig,
+    options: RunOptions,
     model_path: Path,
     train: Sequence[Sample],
     valid: Sequence[Sample],
     read: Read | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run; JSON-able.
+    """Return what a checkpoint says of its run; JSON-able.
 
     ``read`` reads the weights of a model that is not whole at ``model_path``.
     """
-    values = {name: getattr(config, name) for name in SAME_OPTIONS}
     identity = {
-        "model": {"name": config.model, "sha256": _model(model_path, read)},
+        "model": {"name": options.model, "sha256": _model(model_path, read)},
         "data": {
-            "name": config.data,
+            "name": options.data,
             "train": {"samples": len(train), "sha256": _samples(train)},
             "valid": {"samples": len(valid), "sha256": _samples(valid)},
         },
         "optimizer": {
-            "name": config.optimizer,
-            "learning_rate": config.learning_rate,
-            "lr_schedule": config.lr_schedule,
-            "settings": config.optimizer_config.get(config.optimizer, {}),
+            "name": options.optimizer,
+            "learning_rate": options.learning_rate,
+            "lr_schedule": options.lr_schedule,
+            "settings": options.optimizer_config.get(options.optimizer, {}),
         },
-        "options": values,
+        "options": {name: getattr(options, name) for name in SAME_OPTIONS},
     }
     result: dict[str, Any] = json.loads(json.dumps(identity))
     return result

@@ -46,3 +46,8 @@ def gibibytes(nbytes: float) -> str:
     if nbytes >= MIB / 10:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / KIB:.1f} KiB" if nbytes >= KIB else f"{nbytes:g} B"
+
+
+def percent(measured: float, predicted: float) -> str:
+    """Return how far a measurement is from what was predicted: ``+3%``."""
+    return f"{100 * (measured / predicted - 1):+.0f}%"

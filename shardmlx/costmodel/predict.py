@@ -101,7 +101,7 @@ def predict(
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
         for rank in range(mesh.pp)
     ]
-    accumulated = workload.config.grad_accumulation_steps
+    accumulated = workload.batch.grad_accumulation_steps
     return Prediction(
         plan=plan,
         ranks=tuple(

@@ -1,4 +1,7 @@
-"""The file of measured times that ``shardmlx.profile`` writes and the planner reads. Pure."""
+"""The file of measured times that ``shardmlx.profile`` writes and the planner reads.
+
+No MLX, no MPI.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import FineTune
 from shardmlx.costmodel.hostfile import kind_key, same_host
 from shardmlx.costmodel.timing import Measured, Sample, Seconds
 from shardmlx.errors import UserError
@@ -119,7 +122,7 @@ def _is_of_kind(machine: MachineProfile, kind: str) -> bool:
 
 
 def work_of(
-    config: TrainConfig,
+    fine_tune: FineTune,
     shape: ModelShape,
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
@@ -128,11 +131,11 @@ def work_of(
 
     ``quantization`` is the entry of config.json.
     """
-    trained: dict[str, Any] = {"fine_tune_type": config.fine_tune_type}
-    if config.fine_tune_type == "full":
-        trained["unfreeze_all"] = config.unfreeze_all
+    trained: dict[str, Any] = {"fine_tune_type": fine_tune.fine_tune_type}
+    if fine_tune.is_full:
+        trained["unfreeze_all"] = fine_tune.unfreeze_all
     else:
-        trained["lora_parameters"] = json.loads(json.dumps(dict(config.lora_parameters)))
+        trained["lora_parameters"] = json.loads(json.dumps(dict(fine_tune.lora_parameters)))
     sizes = asdict(shape)
     for each in ("num_layers", "windows"):
         del sizes[each]
@@ -140,7 +143,7 @@ def work_of(
         **sizes,
         "dtype": dtype,
         "quantization": _quantisation(quantization),
-        "optimizer": config.optimizer,
+        "optimizer": fine_tune.optimizer,
         **trained,
     }
 

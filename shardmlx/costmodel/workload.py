@@ -1,13 +1,16 @@
-"""A model and what a run trains of it: what times and memory depend on, beside the layout. Pure."""
+"""A model and what a run trains of it: what times and memory depend on, beside the layout.
+
+No MLX, no MPI.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.costmodel.memory import TrainingSetup
 from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, Speed
@@ -18,59 +21,28 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Of weights that compute, as a header and as MLX name them."""
+"""The types of weights that compute, as a header and as MLX name them."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """One training run's work.
+class ModelSizes:
+    """A model as ranks hold it in memory.
 
-    ``dtype`` is that of activations, ``weight_sizes`` in memory, ``quantization`` as config.json
-    has it.
+    ``dtype`` is that of activations, ``weight_sizes`` are bytes in memory, ``quantization`` is as
+    config.json has it.
     """
 
     shape: ModelShape
     weight_sizes: LayerCosts
     dtype: str
-    config: TrainConfig
     quantization: Mapping[str, Any] | None = None
 
-    @classmethod
-    def of(cls, files: ModelFiles, config: TrainConfig) -> Workload:
-        """The work of ``config`` on a model of which the headers are known."""
-        inspection = inspect_files(files)
-        if inspection.shape is None:
-            # The shape says by itself what is wrong with the configuration.
-            ModelShape.from_config(files.config)
-            raise UserError(f"{files.name} is no model that can be trained: name one with weights")
-        dtype = config.dtype or activation_dtype(inspection.head)
-        sizes = LayerCosts(
-            tuple(_held(layer, config.dtype) for layer in inspection.layers),
-            _held(inspection.embedding, config.dtype),
-            _held(inspection.head, config.dtype),
-        )
-        return cls(
-            shape=inspection.shape,
-            weight_sizes=sizes,
-            dtype=dtype,
-            config=config,
-            quantization=files.config.get("quantization"),
-        )
-
-    def __post_init__(self) -> None:
-        if self.config.num_layers > self.shape.num_layers:
-            raise UserError(
-                f"--num-layers {self.config.num_layers}: the model has {self.shape.num_layers} "
-                "layers; -1 trains all of them"
-            )
-        is_full = self.config.train and self.config.fine_tune_type == "full"
-        if is_full and self.quantization is not None:
-            raise UserError(
-                "--fine-tune-type full: MLX has no gradients for quantised weights, which this "
-                "model has: use lora, or the model before it was quantised"
-            )
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an element of the activations."""
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def held_sizes(self) -> LayerCosts:
@@ -78,91 +50,146 @@ class Workload:
         sizes = self.weight_sizes
         return replace(sizes, head=sizes.head + self.shape.tied * sizes.embedding)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload(ModelSizes):
+    """A model, what a run trains of it, and its batches. Raises ``UserError`` where the model
+    cannot be trained so."""
+
+    fine_tune: FineTune
+    batch: BatchOptions
+
+    @classmethod
+    def of(cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions) -> Workload:
+        """Return the work of a run on a model of which the headers are known."""
+        sizes = model_sizes(files, fine_tune.dtype)
+        known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
+        return cls(**known, fine_tune=fine_tune, batch=batch)
+
+    def __post_init__(self) -> None:
+        if self.fine_tune.num_layers > self.shape.num_layers:
+            raise UserError(
+                f"--num-layers {self.fine_tune.num_layers}: the model has {self.shape.num_layers} "
+                "layers; -1 trains all of them"
+            )
+        is_full = self.fine_tune.train and self.fine_tune.is_full
+        if is_full and self.quantization is not None:
+            raise UserError(
+                "--fine-tune-type full: MLX has no gradients for quantised weights, which this "
+                "model has: use lora, or the model before it was quantised"
+            )
+
     @property
     def first_trained(self) -> int:
-        """Where the backward pass ends: at the lowest layer with trained weights.
+        """Layer at which the backward pass ends: the lowest one with trained weights.
 
         A trained embedding counts as layer 0: its gradient comes down through all of them.
         """
-        return 0 if self.config.unfreeze_all else self.first_trained_layer
+        return 0 if self.fine_tune.unfreeze_all else self.first_trained_layer
 
     @property
     def first_trained_layer(self) -> int:
         """The lowest layer with trained weights, ``num_layers`` where none has."""
-        config, count = self.config, self.shape.num_layers
-        if not config.train:
+        count, trained = self.shape.num_layers, self.fine_tune.num_layers
+        if not self.fine_tune.train:
             return count
-        return count - config.num_layers if config.num_layers > 0 else 0
+        return count - trained if trained > 0 else 0
 
     def micro_batch(self, rows: int, length: int) -> tuple[int, int]:
-        """(rows, tokens a row) that are computed for so many sequences of ``length``; with --pack
-        one row of all."""
-        return (1, rows * length) if self.config.pack else (rows, length)
+        """Return (rows, tokens a row) that ``rows`` sequences of ``length`` tokens are computed as:
+        with --pack one row of all."""
+        return (1, rows * length) if self.batch.pack else (rows, length)
 
     def setup(
         self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
     ) -> TrainingSetup:
-        """What decides the memory of the run with micro-batches of ``rows`` x ``length``."""
-        config = self.config
+        """Return what decides the run's memory with micro-batches of ``rows`` x ``length``."""
+        tune = self.fine_tune
         rows, length = self.micro_batch(rows, length)
         # A full fine-tune may have anything there: it is not looked at.
-        lora = {} if config.fine_tune_type == "full" else config.lora_parameters
+        lora = {} if tune.is_full else tune.lora_parameters
         keys = lora.get("keys")
         return TrainingSetup(
             shape=self.shape,
             weight_sizes=self.weight_sizes,
-            dtype_bytes=DTYPE_BYTES[self.dtype],
+            dtype_bytes=self.dtype_bytes,
             rows=rows,
             length=length,
-            fine_tune_type=config.fine_tune_type,
+            fine_tune_type=tune.fine_tune_type,
             first_trained_layer=self.first_trained_layer,
             dropout=bool(lora.get("dropout")),
             lora_rank=lora.get("rank", 8),
             lora_keys=None if keys is None else tuple(keys),
-            unfreeze_all=config.unfreeze_all,
-            optimizer=config.optimizer,
-            first_moment=_has_first_moment(config),
+            unfreeze_all=tune.unfreeze_all,
+            optimizer=tune.optimizer,
+            first_moment=_has_first_moment(tune),
             grad_checkpoint=checkpoint,
-            masks=(1 + any(self.shape.windows)) * config.pack,
+            masks=(1 + any(self.shape.windows)) * self.batch.pack,
             dp=dp,
             backend=backend,
         )
 
     def at_speed(self, flops: float, checkpoint: bool) -> Speed:
-        """Its times on a machine of which only the speed is known."""
+        """Return the work's times on a machine of which only the speed is known."""
         return Speed(
             shape=self.shape,
             flops=flops,
             first_trained=self.first_trained,
-            trains_weights=self.config.fine_tune_type == "full",
-            trains_ends=self.config.unfreeze_all,
+            trains_weights=self.fine_tune.is_full,
+            trains_ends=self.fine_tune.unfreeze_all,
             checkpoint=checkpoint,
         )
 
     def measured(self, profile: Profile, host: str, kind: str | None, checkpoint: bool) -> Measured:
-        """Its times on a machine that was measured; ``UserError`` if it was not, or otherwise."""
-        profile.check(work_of(self.config, self.shape, self.dtype, self.quantization))
+        """Return the work's times on a machine that was measured.
+
+        Raises ``UserError`` where it was not measured, or for other work.
+        """
+        profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
         return profile.measured(host, kind, self.shape.num_layers, self.first_trained, checkpoint)
 
 
-def _has_first_moment(config: TrainConfig) -> bool:
-    """Whether Adafactor keeps a mean of gradients too; the others do or not by their nature."""
-    settings = config.optimizer_config.get("adafactor") or {}
-    return config.optimizer == "adafactor" and settings.get("beta_1") is not None
+def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
+    """Return the sizes of a model of which the headers are known.
+
+    ``dtype`` is that to which floating weights are cast; None leaves them as stored. Raises
+    ``UserError`` where the files hold no model.
+    """
+    inspection = inspect_files(files)
+    if inspection.shape is None:
+        # The shape says by itself what is wrong with the configuration.
+        ModelShape.from_config(files.config)
+        raise UserError(f"{files.name} is no model that can be trained", "name one with weights")
+    return ModelSizes(
+        shape=inspection.shape,
+        weight_sizes=LayerCosts(
+            tuple(_held(layer, dtype) for layer in inspection.layers),
+            _held(inspection.embedding, dtype),
+            _held(inspection.head, dtype),
+        ),
+        dtype=dtype or activation_dtype(inspection.head),
+        quantization=files.config.get("quantization"),
+    )
+
+
+def _has_first_moment(fine_tune: FineTune) -> bool:
+    """Tell whether Adafactor keeps a mean of gradients too; the others do or not by nature."""
+    settings = fine_tune.optimizer_settings
+    return fine_tune.optimizer == "adafactor" and settings.get("beta_1") is not None
 
 
 def activation_dtype(head: Part) -> str:
-    """What activations are computed in: the final norm is never quantised."""
+    """Return the type that activations are computed in: the final norm is never quantised."""
     stored = next((t.place.dtype for t in head.tensors if t.name == "model.norm.weight"), "none")
     if stored not in DTYPES:
         raise UserError(
-            f"the weights are stored as {stored}: use --dtype float32, bfloat16 or float16"
+            f"the weights are stored as {stored}", "use --dtype float32, bfloat16 or float16"
         )
     return DTYPES[stored]
 
 
 def _held(part: Part, dtype: str | None) -> float:
-    """Bytes in memory: a --dtype casts what is stored in a floating type."""
+    """Return bytes in memory: a --dtype casts what is stored in a floating type."""
     tensors: Iterable[tuple[int, str, int]] = (
         (tensor.place.nbytes, tensor.place.dtype, math.prod(tensor.place.shape))
         for tensor in part.tensors

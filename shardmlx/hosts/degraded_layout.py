@@ -1,4 +1,4 @@
-"""How a run is laid out on the hosts that are left of those it was meant for. Pure.
+"""A run's layout on the hosts that are left of those it was meant for. No MLX, no MPI.
 
 All by options, none by a new stage map: the command that is printed can be typed again.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import BatchOptions, LayoutOptions, MachineOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, is_unnamed, same_host
 from shardmlx.costmodel.memory_limits import limited
@@ -22,7 +22,7 @@ from shardmlx.partitioners import DoesNotFitError, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
-from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.layout import divide_batch, settled
 from shardmlx.planning.partition_problem import make_problem
 from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
 
@@ -38,51 +38,55 @@ class Layout:
 
 def plan_again(
     options: Sequence[str],
-    config: TrainConfig,
+    run: RunSpec,
     given: frozenset[str],
     machines: Sequence[Machine],
+    file: str | None = None,
 ) -> Layout:
-    """The layout for ``machines``, one a rank: the user's, else the planner's, else train's own.
+    """Return the layout for ``machines``, one a rank: the user's, else the planner's, else train's
+    own.
 
-    ``config`` is what ``options`` say, and ``given`` what of it the user gave. The batch size
-    stays. ``DoesNotFitError`` where the planner knows that the machines are too small;
-    ``UserError`` where the user's file settles what has to be changed.
+    ``run`` is what ``options`` and the YAML ``file`` say, and ``given`` names the options that the
+    user gave. The batch size stays. Raises ``DoesNotFitError`` where the planner knows that the
+    machines are too small, ``UserError`` where the user's file settles what has to be changed.
     """
-    workload = _workload(config)
+    workload = _workload(run)
     layers = None if workload is None else workload.shape.num_layers
-    stage_map = None if config.stage_map is None else read_stage_map(config.stage_map)
+    path = run.layout.stage_map
+    stage_map = None if path is None else read_stage_map(path)
     ranks = len(machines)
-    if fits(config, stage_map, machines, layers):
+    if fits(run.layout, run.batch, stage_map, machines, layers):
         return Layout(ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given")
     cleared = replaced(options, stage_map=None, pipeline_stages=None)
     if stage_map is not None and cleared == tuple(options):
         raise UserError(
-            f"{config.config}: stage_map does not suit the {ranks} {_ranks(ranks)} left: give it "
-            "by --stage-map, and launch can plan again without it"
+            f"{file}: stage_map does not suit the {ranks} {_ranks(ranks)} left",
+            "give it by --stage-map, and launch can plan again without it",
         )
-    cluster = _cluster(config, machines)
+    cluster = _cluster(run.machines, machines)
     if workload is not None and cluster is not None:
-        planned = _planned(cleared, config, given, workload, cluster)
+        planned = _planned(cleared, run.layout, given, workload, cluster)
         if planned is not None:
             return planned
-    return _default(cleared, config, stage_map, machines, layers)
+    return _default(cleared, run, stage_map, machines, layers)
 
 
 def fits(
-    config: TrainConfig,
+    layout: LayoutOptions,
+    batch: BatchOptions,
     stage_map: StageMap | None,
     machines: Sequence[Machine],
     layers: int | None,
 ) -> bool:
-    """Whether the options can be used as they are on these machines, one a rank."""
+    """Tell whether the options can be used as they are on these machines, one a rank."""
     ranks = len(machines)
-    pp = config.pipeline_stages or ranks if stage_map is None else stage_map.pp
-    schedule = get_schedule(config.schedule)
+    pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
+    schedule = get_schedule(layout.schedule)
     try:
         mesh = Mesh.for_world(ranks, pp)
-        rows, size = divide_batch(config, mesh)
+        rows, size = divide_batch(batch, mesh)
         if stage_map is None:
-            virtual = config.virtual_stages or schedule.default_virtual
+            virtual = layout.virtual_stages or schedule.default_virtual
             schedule.check(pp, -(-rows // size), virtual)
             return layers is None or pp * virtual <= layers
     except UserError:
@@ -91,49 +95,41 @@ def fits(
 
 
 def _runs_on(wanted: str | None, host: str) -> bool:
-    """As ``train`` looks at it, as far as the hostfile names its machines."""
+    """Compare hosts as ``train`` does, as far as the hostfile names its machines."""
     return wanted is None or is_unnamed(host) or same_host(wanted, host)
 
 
-def _workload(config: TrainConfig) -> Workload | None:
-    """None where the model cannot be read from here."""
+def _workload(run: RunSpec) -> Workload | None:
+    """Read the model's headers; None where they cannot be read from here."""
     try:
-        return Workload.of(open_model(config.model), config)
+        return Workload.of(open_model(run.model), run.fine_tune, run.batch)
     except (UserError, OSError):
         return None
 
 
-def _cluster(config: TrainConfig, machines: Sequence[Machine]) -> Cluster | None:
-    """None where memory or speed of a machine is not known."""
+def _cluster(known: MachineOptions, machines: Sequence[Machine]) -> Cluster | None:
+    """Return the machines; None where memory or speed of one is not known."""
     if any(machine.memory is None for machine in machines):
         return None
     try:
-        profile = None if config.profile is None else read_profiles(config.profile)
+        profile = None if known.profile is None else read_profiles(known.profile)
         backend = "metal" if sys.platform == "darwin" else "cpu"
         cluster = Cluster(machines=tuple(machines), profile=profile, backend=backend)
         cluster.check_speeds()
     except UserError:
         return None
-    return limited(cluster, config.memory_limit)
+    return limited(cluster, known.memory_limit)
 
 
 def _planned(
     options: Sequence[str],
-    config: TrainConfig,
+    layout: LayoutOptions,
     given: frozenset[str],
     workload: Workload,
     cluster: Cluster,
 ) -> Layout | None:
-    """The planner's choice for all machines, or for as many as there is work for."""
-    limits = Limits(
-        batch_size=config.batch_size,
-        length=config.max_seq_length,
-        schedule=config.schedule if "schedule" in given else None,
-        virtual=config.virtual_stages,
-        micro_batch_size=config.micro_batch_size,
-        checkpoint=config.grad_checkpoint if "grad_checkpoint" in given else None,
-        partitioner=config.partitioner if "partitioner" in given else None,
-    )
+    """Return the planner's choice for all machines, or for as many as there is work for."""
+    limits = settled(layout, workload.batch, given)
     for ranks in range(cluster.size, 0, -1):
         some = replace(cluster, machines=cluster.machines[:ranks])
         try:
@@ -144,8 +140,8 @@ def _planned(
             raise
         except UserError:
             return None
-        new = _changes(config, choice, workload, some, limits)
-        again = _again(config, choice)
+        new = _changes(layout, choice, workload, some, limits)
+        again = _again(workload.batch, choice)
         text = shlex.join(replaced((), **new) + again)
         return Layout(
             ranks,
@@ -157,9 +153,9 @@ def _planned(
 
 
 def _changes(
-    config: TrainConfig, choice: Choice, workload: Workload, cluster: Cluster, limits: Limits
+    layout: LayoutOptions, choice: Choice, workload: Workload, cluster: Cluster, limits: Limits
 ) -> dict[str, str | int]:
-    """The options with values that make ``train`` run the choice."""
+    """Return the options with values that make ``train`` run the choice."""
     way = choice.candidate
     wanted: dict[str, str | int] = {
         "pipeline_stages": way.mesh.pp,
@@ -172,35 +168,33 @@ def _changes(
         problem = make_problem(way, workload, cluster, limits.length)
         is_even = get_partitioner("balanced")(problem) == choice.prediction.plan.stage_map
         wanted["partitioner"] = "balanced" if is_even else "memory"
-    return {
-        name: value
-        for name, value in wanted.items()
-        if name == "pipeline_stages" or getattr(config, name) != value
-    }
+    asked = {**asdict(workload.batch), **asdict(layout), "pipeline_stages": None}
+    return {name: value for name, value in wanted.items() if asked[name] != value}
 
 
-def _again(config: TrainConfig, choice: Choice) -> tuple[str, ...]:
-    """The switch of recomputing, where it has to change."""
+def _again(batch: BatchOptions, choice: Choice) -> tuple[str, ...]:
+    """Return the switch of gradient checkpointing, where it has to change."""
     wanted = choice.candidate.checkpoint
-    if wanted == config.grad_checkpoint:
+    if wanted == batch.grad_checkpoint:
         return ()
     return ("--grad-checkpoint",) if wanted else ("--no-grad-checkpoint",)
 
 
 def _default(
     options: Sequence[str],
-    config: TrainConfig,
+    run: RunSpec,
     stage_map: StageMap | None,
     machines: Sequence[Machine],
     layers: int | None,
 ) -> Layout:
-    """One pipeline through as many machines as can be."""
+    """Return the layout of one pipeline through as many machines as can be."""
+    layout = run.layout
     for ranks in range(len(machines), 0, -1):
-        alone = replace(config, stage_map=None, pipeline_stages=ranks)
-        if not fits(alone, None, machines[:ranks], layers):
+        alone = replace(layout, stage_map=None, pipeline_stages=ranks)
+        if not fits(alone, run.batch, None, machines[:ranks], layers):
             continue
-        new = {} if config.pipeline_stages is None else {"pipeline_stages": ranks}
-        given = stage_map or f"--pipeline-stages {config.pipeline_stages}"
+        new = {} if layout.pipeline_stages is None else {"pipeline_stages": ranks}
+        given = stage_map or f"--pipeline-stages {layout.pipeline_stages}"
         instead = f", instead of {given}" if stage_map or new else ""
         return Layout(
             ranks,
@@ -209,8 +203,8 @@ def _default(
             f"{ranks}{instead}",
         )
     raise UserError(
-        f"no layout of {config.schedule} for the {len(machines)} {_ranks(len(machines))} left: "
-        "leave --schedule and --virtual-stages out"
+        f"no layout of {layout.schedule} for the {len(machines)} {_ranks(len(machines))} left",
+        "leave --schedule and --virtual-stages out",
     )
 
 

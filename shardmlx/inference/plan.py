@@ -17,7 +17,7 @@ from shardmlx.costmodel.memory_limits import (
     how_to_allow_more,
     within,
 )
-from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
@@ -67,7 +67,7 @@ def plan_inference(
     config: InferenceConfig,
     given: StageMap | None,
     load: Load,
-    workload: Workload,
+    sizes: ModelSizes,
     cluster: Cluster,
     budgets: Sequence[MemoryBudget],
     model: str,
@@ -78,21 +78,21 @@ def plan_inference(
     ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
     """
     size = cluster.size
-    limit = None if workload.shape.model_type in CHOOSE_CACHES else config.max_kv_size
+    limit = None if sizes.shape.model_type in CHOOSE_CACHES else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     # mlx-lm merges no caches that keep the beginning of a text.
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
-    memory = _StageMemory(workload, load, most, chunk, limit, cluster.backend)
+    memory = _StageMemory(sizes, load, most, chunk, limit, cluster.backend)
     can_divide = given is None and size > 1 and config.partitioner != "memory"
     remedy = _how_to_need_less(memory, can_divide)
     cluster = within(cluster, budgets)
     if given is not None:
-        _check_map(given, config, workload, cluster)
+        _check_map(given, config, sizes, cluster)
     rows = -(-most // groups)
     remedy_of_all = how_to_allow_more(config.memory_limit, budgets) + remedy
     stage_map = given or _divided(
-        config.partitioner, rows, load, workload, cluster, memory, remedy_of_all
+        config.partitioner, rows, load, sizes, cluster, memory, remedy_of_all
     )
     plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
     _check_memory(stage_map, budgets, memory, remedy)
@@ -103,7 +103,7 @@ def plan_inference(
 class _StageMemory:
     """Bytes of a stage."""
 
-    workload: Workload
+    sizes: ModelSizes
     load: Load
     most: int
     chunk: int
@@ -119,13 +119,13 @@ class _StageMemory:
 
     def _bytes(self, start: int, stop: int, chunk: int) -> int:
         return inference_memory(
-            self.workload.shape,
-            self.workload.weight_sizes,
+            self.sizes.shape,
+            self.sizes.weight_sizes,
             start,
             stop,
             self.most,
             self.load.context,
-            DTYPE_BYTES[self.workload.dtype],
+            self.sizes.dtype_bytes,
             chunk=chunk,
             max_kv_size=self.max_kv_size,
             backend=self.backend,
@@ -135,34 +135,34 @@ class _StageMemory:
     def caches(self, start: int, stop: int) -> int:
         if self.load.capacity is not None:
             return kept_memory(
-                self.workload.shape,
+                self.sizes.shape,
                 start,
                 stop,
                 self.load.capacity,
-                DTYPE_BYTES[self.workload.dtype],
+                self.sizes.dtype_bytes,
             )
         return self.most * cache_memory(
-            self.workload.shape,
+            self.sizes.shape,
             start,
             stop,
             self.load.context,
-            DTYPE_BYTES[self.workload.dtype],
+            self.sizes.dtype_bytes,
             self.max_kv_size,
         )
 
 
 def planned_memory(
-    plan: InferencePlan, workload: Workload, backend: str
+    plan: InferencePlan, sizes: ModelSizes, backend: str
 ) -> tuple[PlannedMemory, ...]:
     """What the plan expects of each rank."""
-    memory = _StageMemory(workload, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
+    memory = _StageMemory(sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
 
 def _check_map(
-    stage_map: StageMap, config: InferenceConfig, workload: Workload, cluster: Cluster
+    stage_map: StageMap, config: InferenceConfig, sizes: ModelSizes, cluster: Cluster
 ) -> None:
-    stage_map.check_model(config.model, workload.shape.num_layers)
+    stage_map.check_model(config.model, sizes.shape.num_layers)
     for rank in range(stage_map.pp):
         if stage_map.stages_of(rank) != (rank,):
             stages = " and ".join(map(str, stage_map.stages_of(rank)))
@@ -182,7 +182,7 @@ def _divided(
     partitioner: str,
     rows: int,
     load: Load,
-    workload: Workload,
+    sizes: ModelSizes,
     cluster: Cluster,
     memory: _StageMemory,
     remedy: str,
@@ -190,13 +190,13 @@ def _divided(
     mesh = Mesh(1, cluster.size)
     speeds = [machine.flops for machine in cluster.machines if machine.flops is not None]
     is_timed = len(speeds) == mesh.pp
-    costs = inference_costs(workload, load, rows)
+    costs = inference_costs(sizes, load, rows)
     problem = Problem(
         placement=tuple(range(mesh.pp)),
         costs=tuple(_scaled(costs, 1 / speed) for speed in speeds)
         if is_timed
         else (costs,) * mesh.pp,
-        sizes=workload.held_sizes,
+        sizes=sizes.held_sizes,
         peak=lambda _, start, stop: float(memory.total(start, stop)),
         capacity=tuple(map(cluster.capacity, range(mesh.pp))),
         unit="seconds" if is_timed else "FLOPs",
@@ -208,13 +208,13 @@ def _divided(
         raise UserError(f"{error.fact}: {remedy}") from None
 
 
-def inference_costs(workload: Workload, load: Load, rows: int) -> LayerCosts:
+def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
     """FLOPs of one text in a group of ``rows``, a token of the answer at what it takes.
 
     A text by itself is in one stage at a time: how its answer is divided makes no difference, and
     only its prompt counts. The head sees the last position alone.
     """
-    shape = workload.shape
+    shape = sizes.shape
     answer = 0.0
     if load.sequences > 1:
         answer = load.answer * max(1.0, STEP_TOKENS / rows)

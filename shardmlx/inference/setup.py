@@ -6,18 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded, memory_limits, unwired
-from shardmlx.costmodel.workload import Workload
+from shardmlx.config.specs import MachineOptions, ModelSource
+from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
+from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -35,22 +34,19 @@ from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
-from shardmlx.loading.allocator import find_budgets, set_limits
+from shardmlx.loading.allocator import limit_memory
 from shardmlx.loading.build import build_to_generate
-from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
-    cluster_of,
+    OpenedModel,
     compare_plans,
-    given_stage_map,
-    model_digest,
+    gather_plan_inputs,
+    open_on_all_ranks,
 )
-from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.training.datasets import read_tokenizer
-from shardmlx.training.predicted import percent
+from shardmlx.models.tokenizer import read_tokenizer
 
 SPACES = ("\u2581", "\u0120")
 """How vocabularies write a space: SentencePiece's, and those of bytes."""
@@ -67,7 +63,7 @@ class Prepared:
     config: InferenceConfig
     transport: Transport
     plan: InferencePlan
-    workload: Workload
+    shape: ModelShape
     part: Slice
     reader: PromptReader | None
     random_state: int
@@ -110,17 +106,9 @@ def prepare(
     for what the user can mend, before weights are read.
     """
     transport.activity = "loading"
-    with transport.longer_timeout(SETUP_SECONDS):
-        weights = find_weights(
-            transport,
-            reporter,
-            config.model,
-            mode=config.weights,
-            cache=config.weight_cache,
-            adapters=config.adapter_path,
-        )
-    with weights:
-        return _prepare(config, transport, reporter, read, weights)
+    source = ModelSource.of(config)
+    with open_on_all_ranks(transport, reporter, source, config.adapter_path) as opened:
+        return _prepare(config, transport, reporter, read, opened)
 
 
 def _prepare(
@@ -128,79 +116,83 @@ def _prepare(
     transport: Transport,
     reporter: Reporter,
     read: Callable[[PromptReader, int | None], Load],
-    weights: Weights,
+    opened: OpenedModel,
 ) -> Prepared:
-    path = weights.path
-    model_config = on_all_ranks(transport, "reading config.json", lambda: read_config(path))
-    shape = on_all_ranks(
-        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
+    found = on_rank_0(
+        transport, "reading the prompts", partial(_read_prompts, config, opened, read)
     )
-
-    def read_prompts() -> tuple[PromptReader, Load]:
-        reader = PromptReader(
-            tokenizer=_tokenizer(config, path, model_config.get("eos_token_id")),
-            template_arguments=config.template_arguments,
-        )
-        return reader, read(reader, model_config.get("max_position_embeddings"))
-
-    found = on_rank_0(transport, "reading the prompts", read_prompts)
     load = transport.broadcast(found and found[1], what="prompts")
-    workload = on_all_ranks(
+    inputs = gather_plan_inputs(
         transport,
-        "reading the headers",
-        lambda: Workload.of(
-            open_model(str(path)),
-            TrainConfig(model=config.model, dtype=config.dtype, num_layers=-1, test=True),
-        ),
+        partial(_read_sizes, opened.path, config.dtype),
+        MachineOptions.of(config),
+        config.stage_map,
     )
-    cluster = cluster_of(transport, config.hosts, None)
-    budgets = find_budgets(transport, cluster, config.memory_limit)
-    digest = model_digest(model_config)
-    given = given_stage_map(transport, config.stage_map)
     plan = on_all_ranks(
         transport,
         "planning",
-        lambda: plan_inference(config, given, load, workload, cluster, budgets, digest),
+        partial(
+            plan_inference,
+            *(config, inputs.stage_map, load, inputs.sizes, inputs.cluster, inputs.budgets),
+            opened.digest,
+        ),
     )
     compare_plans(transport, plan.digest)
-    start, stop = plan.stage_map.partition.ranges[transport.rank]
     part, state = on_all_ranks(
-        transport, "building the model", lambda: _build(config, weights, start, stop)
+        transport,
+        "building the model",
+        partial(_build, config, opened, *plan.stage_map.partition.ranges[transport.rank]),
     )
     reporter.say(_headline(config, plan))
-    if config.max_kv_size is not None and workload.shape.model_type in CHOOSE_CACHES:
+    if config.max_kv_size is not None and opened.shape.model_type in CHOOSE_CACHES:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
-            f"{workload.shape.model_type} choose their caches themselves, in mlx-lm too"
+            f"{opened.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
-    planned = planned_memory(plan, workload, cluster.backend)
-    for warning in unwired(budgets, planned):
-        reporter.warn(warning)
-    limits = tuple(map(memory_limits, budgets, planned, [cluster.backend] * len(budgets)))
-    set_limits(limits[transport.rank])
+    backend = inputs.cluster.backend
+    planned = planned_memory(plan, inputs.sizes, backend)
+    limits = limit_memory(transport.rank, inputs.budgets, planned, backend, reporter)
     with transport.longer_timeout(SETUP_SECONDS):
-        weights.load([part], shape, reporter)
+        opened.weights.load([part], opened.shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
     reader = found[0] if found is not None else None
-    return Prepared(config, transport, plan, workload, part, reader, state, limits)
+    return Prepared(config, transport, plan, opened.shape, part, reader, state, limits)
 
 
-def _tokenizer(config: InferenceConfig, path: Path, eos: Any) -> TokenizerWrapper:
-    tokenizer = read_tokenizer(path, config.trust_remote_code, eos)
+def _read_prompts(
+    config: InferenceConfig,
+    opened: OpenedModel,
+    read: Callable[[PromptReader, int | None], Load],
+) -> tuple[PromptReader, Load]:
+    reader = PromptReader(
+        tokenizer=_tokenizer(config, opened), template_arguments=config.template_arguments
+    )
+    return reader, read(reader, opened.max_positions)
+
+
+def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
+    tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.eos)
     for token in (config.extra_eos_token or "").split():
         try:
             tokenizer.add_eos_token(token)
         except ValueError:
             raise UserError(
-                f"--extra-eos-token {token}: the tokenizer knows no such token: name one of its own"
+                f"--extra-eos-token {token}: the tokenizer knows no such token",
+                "name one of its own",
             ) from None
     return tokenizer
 
 
-def _build(config: InferenceConfig, weights: Weights, start: int, stop: int) -> tuple[Slice, int]:
+def _read_sizes(path: Path, dtype: str | None) -> ModelSizes:
+    return model_sizes(open_model(str(path)), dtype)
+
+
+def _build(
+    config: InferenceConfig, opened: OpenedModel, start: int, stop: int
+) -> tuple[Slice, int]:
     model = build_to_generate(
-        weights.path, dtype=config.dtype, adapter_path=weights.adapters, seed=config.seed
+        opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
     )
     return Slice(model, start, stop), random_state()
 
@@ -247,7 +239,7 @@ def typical_load(
 
 def new_prefix_cache(prepared: Prepared) -> PrefixCache:
     """For texts that are kept when they have ended. Caches of limited size forget."""
-    limits = [window for window in prepared.workload.shape.windows if window is not None]
+    limits = [window for window in prepared.shape.windows if window is not None]
     if prepared.plan.max_kv_size is not None:
         limits.append(prepared.plan.max_kv_size)
     return PrefixCache(trimmable=min(limits, default=None))

@@ -14,7 +14,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import get_total_parameters, load_model
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.shape import read_config
@@ -56,22 +56,24 @@ def find_model(model: str) -> Path:
         ) from None
 
 
-def build_model(path: Path, config: TrainConfig) -> nn.Module:
-    """The whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
+def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None) -> nn.Module:
+    """Build the whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
 
-    The same names and the same initial LoRA weights as mlx-lm has on one machine.
+    Names and initial LoRA weights, which ``seed`` decides, are those that mlx-lm has on one
+    machine. ``adapters`` are a file to start from or, where nothing is trained, a directory.
+    Raises ``UserError`` where the model cannot be built or trained so.
     """
-    model = _build_whole(path, config.dtype)
-    if config.test and not config.train:
+    model = _build_whole(path, fine_tune.dtype)
+    if not fine_tune.train:
         # As mlx-lm: an empty adapter path tests the model as it is.
-        if config.adapter_path:
-            _load_adapters(model, config.adapter_path, 'use --adapter-path "" to test')
+        if adapters:
+            _load_adapters(model, adapters, 'use --adapter-path "" to test')
         model.freeze()
         return model
-    mx.random.seed(config.seed)
-    unfreeze(model, config)
-    if config.resume_adapter_file is not None:
-        _resume(model, Path(config.resume_adapter_file))
+    mx.random.seed(seed)
+    unfreeze(model, fine_tune)
+    if adapters is not None:
+        _resume(model, Path(adapters))
     return model
 
 
@@ -117,19 +119,19 @@ def _check_experts(model: nn.Module) -> None:
             )
 
 
-def unfreeze(model: nn.Module, config: TrainConfig) -> None:
-    """Freeze all but what ``config`` trains, and add its adapters."""
+def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
+    """Freeze all but what is trained, and add the adapters. Raises ``UserError``."""
     model.freeze()
     layers = model.layers
-    if config.num_layers > len(layers):
+    if fine_tune.num_layers > len(layers):
         raise UserError(
-            f"--num-layers {config.num_layers}: the model has {len(layers)} layers; "
+            f"--num-layers {fine_tune.num_layers}: the model has {len(layers)} layers; "
             "-1 trains all of them"
         )
-    if config.fine_tune_type == "full":
-        for layer in layers[-max(config.num_layers, 0) :]:
+    if fine_tune.is_full:
+        for layer in layers[-max(fine_tune.num_layers, 0) :]:
             layer.unfreeze()
-        if config.unfreeze_all:
+        if fine_tune.unfreeze_all:
             for module in (model.model.embed_tokens, model.model.norm, model.get("lm_head")):
                 if module is not None:
                     module.unfreeze()
@@ -137,12 +139,12 @@ def unfreeze(model: nn.Module, config: TrainConfig) -> None:
     try:
         linear_to_lora_layers(
             model,
-            config.num_layers,
-            dict(config.lora_parameters),
-            use_dora=config.fine_tune_type == "dora",
+            fine_tune.num_layers,
+            dict(fine_tune.lora_parameters),
+            use_dora=fine_tune.fine_tune_type == "dora",
         )
     except (ValueError, KeyError) as error:
-        raise UserError(f"{config.fine_tune_type}: {one_line(error)}") from None
+        raise UserError(f"{fine_tune.fine_tune_type}: {one_line(error)}") from None
 
 
 def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:

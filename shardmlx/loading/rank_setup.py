@@ -1,44 +1,151 @@
-"""What all runs need before they load, on every rank: the machines, and that all mean the same."""
+"""What all runs set up before they load, on every rank: the model, the machines, one plan."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import psutil
 
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
+from shardmlx.costmodel.memory_limits import MemoryBudget, within
 from shardmlx.costmodel.profile_file import Profile
-from shardmlx.distributed.agreement import AgreedError, on_rank_0
+from shardmlx.costmodel.workload import ModelSizes, Workload
+from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
+from shardmlx.loading.allocator import find_budgets
+from shardmlx.loading.discovery import find_weights
+from shardmlx.loading.transfer import Weights
+from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0
-"""One rank may download a large model, or tokenise much data, for hours while others wait."""
+"""Seconds that ranks wait for one that downloads a large model, or tokenises much data."""
 
 
-def model_digest(model_config: Mapping[str, Any]) -> str:
-    """Which model this is, by its config.json."""
-    return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that every rank can read, of which it knows config.json.
+
+    ``adapters`` is the place at which this rank has what the model starts with beside its weights.
+    """
+
+    weights: Weights
+    adapters: str | None
+    config: Mapping[str, Any]
+    shape: ModelShape
+
+    @property
+    def path(self) -> Path:
+        """The directory of the model on this rank."""
+        return self.weights.path
+
+    @property
+    def digest(self) -> str:
+        """A digest of config.json: which model this is."""
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def eos(self) -> Any:
+        """The eos_token_id of config.json."""
+        return self.config.get("eos_token_id")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens of a sequence at most, where the model says it."""
+        return self.config.get("max_position_embeddings")
+
+
+@contextmanager
+def open_on_all_ranks(
+    transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None
+) -> Iterator[OpenedModel]:
+    """Find the model and its ``adapters`` on all ranks, and read config.json. Nothing is loaded.
+
+    All ranks must call it. Raises ``AgreedError``.
+    """
+    with transport.longer_timeout(SETUP_SECONDS):
+        weights = find_weights(
+            transport,
+            reporter,
+            source.model,
+            mode=source.weights,
+            cache=source.weight_cache,
+            adapters=adapters,
+        )
+    with weights:
+        config = on_all_ranks(transport, "reading config.json", partial(read_config, weights.path))
+        shape = on_all_ranks(
+            transport, "checking config.json", partial(ModelShape.from_config, config)
+        )
+        here = adapters if weights.adapters is None else weights.adapters
+        yield OpenedModel(weights, here, config, shape)
+
+
+Sizes = TypeVar("Sizes", bound=ModelSizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs(Generic[Sizes]):
+    """Everything that a run is planned from; the same on all ranks.
+
+    ``sizes`` are those of the model, ``cluster`` the machines with no more memory than their
+    ``budgets``, and ``stage_map`` is the user's, if there is one.
+    """
+
+    sizes: Sizes
+    cluster: Cluster
+    budgets: tuple[MemoryBudget, ...]
+    stage_map: StageMap | None
+
+
+def gather_plan_inputs(
+    transport: Transport,
+    read_sizes: Callable[[], Sizes],
+    machines: MachineOptions,
+    stage_map: str | None,
+) -> PlanInputs[Sizes]:
+    """Read the model's headers on every rank, and on rank 0 what the user's files say.
+
+    All ranks must call it. Raises ``AgreedError``.
+    """
+    sizes = on_all_ranks(transport, "reading the headers", read_sizes)
+    cluster = cluster_of(transport, machines.hosts, machines.profile)
+    budgets = find_budgets(transport, cluster, machines.memory_limit)
+    if isinstance(sizes, Workload):
+        # A profile of other work or other machines is found before anything is loaded.
+        on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
+    given = given_stage_map(transport, stage_map)
+    return PlanInputs(sizes, within(cluster, budgets), budgets, given)
+
+
+def _check_profile(workload: Workload, cluster: Cluster) -> None:
+    for rank in range(cluster.size):
+        cluster.clock(rank, workload, workload.batch.grad_checkpoint)
 
 
 def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
-    """The machines that the ranks run on: their memory, and what rank 0's files say of them.
+    """Return the machines that the ranks run on: their memory, and what rank 0's files say of them.
 
-    Collective.
+    All ranks must call it. Raises ``AgreedError``.
     """
-
-    def read() -> tuple[tuple[Machine, ...], Profile | None]:
-        machines = () if hosts_file is None else read_hostfile(hosts_file)
-        return machines, None if profiles is None else read_profiles(profiles)
-
     known, profile = transport.broadcast(
-        on_rank_0(transport, "reading what the machines have", read), what="machines"
+        on_rank_0(
+            transport,
+            "reading what the machines have",
+            partial(_read_machines, hosts_file, profiles),
+        ),
+        what="machines",
     )
     everyone = transport.all_gather(psutil.virtual_memory().total, "comparing machines")
     hosts = transport.hosts
@@ -52,8 +159,18 @@ def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | Non
     )
 
 
+def _read_machines(
+    hosts_file: str | None, profiles: str | None
+) -> tuple[tuple[Machine, ...], Profile | None]:
+    machines = () if hosts_file is None else read_hostfile(hosts_file)
+    return machines, None if profiles is None else read_profiles(profiles)
+
+
 def given_stage_map(transport: Transport, path: str | None) -> StageMap | None:
-    """The stage map in rank 0's file, if there is one. Collective."""
+    """Return the stage map in rank 0's file, if there is one.
+
+    All ranks must call it. Raises ``AgreedError``.
+    """
     given = on_rank_0(
         transport, "reading the stage map", lambda: None if path is None else read_stage_map(path)
     )
@@ -62,8 +179,8 @@ def given_stage_map(transport: Transport, path: str | None) -> StageMap | None:
 
 
 def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
-    """A rank's share of a host, with what the hostfile says of it: less memory than there is, where
-    it is to have no more."""
+    """Return a rank's share of a host, with what the hostfile says of it: less memory than there
+    is, where it is to have no more."""
     entry = next((each for each in known if same_host(each.host, host)), None)
     if entry is None:
         return Machine(host=host, memory=memory)
@@ -73,14 +190,14 @@ def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Ma
 
 
 def compare_plans(transport: Transport, digest: str) -> None:
-    """Before the first message of the engine: all ranks mean the same run. Collective.
+    """Make sure, before the first message of the engine, that all ranks mean the same run.
 
-    ``digest`` is that of this rank's plan.
+    ``digest`` is that of this rank's plan. All ranks must call it. Raises ``AgreedError``.
     """
     everyone = transport.all_gather(digest, "comparing plans")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise AgreedError(
-                f"{transport.name(rank)}, unlike {transport.name(0)}, plans another run: give all "
-                "ranks the same model config.json"
+                f"{transport.name(rank)}, unlike {transport.name(0)}, plans another run",
+                "give all ranks the same model config.json",
             )

@@ -1,10 +1,10 @@
-"""From a run's options to its stage map and micro-batches. Pure."""
+"""A run's stage map and micro-batches, from its options. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import BatchOptions, LayoutOptions
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
@@ -15,37 +15,65 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.partition_problem import Candidate, make_problem
+from shardmlx.planning.search import Limits
 
 MICROBATCHES_A_RANK = 4
 """What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
 
 
 def make_stage_map(
-    config: TrainConfig, given: StageMap | None, workload: Workload, cluster: Cluster
+    model: str,
+    layout: LayoutOptions,
+    given: StageMap | None,
+    workload: Workload,
+    cluster: Cluster,
 ) -> StageMap:
-    """The stage map of the run: the user's, or the partitioner's for the machines there are."""
+    """Return the stage map of the run: the ``given`` one, which is the user's, or the
+    partitioner's for the machines there are.
+
+    Raises ``UserError`` where the given one is for another ``model`` or pipeline, and
+    ``DoesNotFitError`` where the partitioner finds no room.
+    """
     if given is not None:
-        given.check_pipeline(config.pipeline_stages, config.virtual_stages)
-        given.check_model(config.model, workload.shape.num_layers)
+        given.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
+        given.check_model(model, workload.shape.num_layers)
         return given
-    pp = config.pipeline_stages or cluster.size
-    schedule = get_schedule(config.schedule)
-    virtual = config.virtual_stages or schedule.default_virtual
+    batch = workload.batch
+    pp = layout.pipeline_stages or cluster.size
+    schedule = get_schedule(layout.schedule)
+    virtual = layout.virtual_stages or schedule.default_virtual
     schedule.check(pp, 1, virtual)
     mesh = Mesh.for_world(cluster.size, pp)
-    rows, micro_batch_size = divide_batch(config, mesh)
-    way = Candidate(mesh, config.schedule, virtual, rows, micro_batch_size, config.grad_checkpoint)
-    length = min(config.max_seq_length, TYPICAL_LENGTH)
-    problem = make_problem(way, workload, cluster, length, longest=config.max_seq_length)
-    return get_partitioner(config.partitioner)(problem)
+    rows, micro_batch_size = divide_batch(batch, mesh)
+    way = Candidate(mesh, layout.schedule, virtual, rows, micro_batch_size, batch.grad_checkpoint)
+    length = min(batch.max_seq_length, TYPICAL_LENGTH)
+    problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
+    return get_partitioner(layout.partitioner)(problem)
+
+
+def settled(layout: LayoutOptions, batch: BatchOptions, given: frozenset[str]) -> Limits:
+    """Return what the planner must leave as it is: what of the options was ``given``."""
+    return Limits(
+        batch_size=batch.batch_size,
+        length=batch.max_seq_length,
+        schedule=layout.schedule if "schedule" in given else None,
+        virtual=layout.virtual_stages,
+        micro_batch_size=batch.micro_batch_size,
+        checkpoint=batch.grad_checkpoint if "grad_checkpoint" in given else None,
+        partitioner=layout.partitioner if "partitioner" in given else None,
+    )
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
-    """The mesh of the world's ranks; they must be on the hosts that the map names."""
+    """Return the mesh of the world's ranks.
+
+    Raises ``UserError`` unless they are on the hosts that the map names.
+    """
     if world_size % stage_map.pp:
         raise UserError(
             f"{stage_map} needs {stage_map.pp} ranks, or a multiple of it for data parallelism, "
-            f"and there are {world_size}: start mpirun with -n {stage_map.pp}"
+            f"and there are {world_size}",
+            f"start mpirun with -n {stage_map.pp}",
         )
     mesh = Mesh.for_world(world_size, stage_map.pp)
     for pipeline_rank in range(mesh.pp):
@@ -54,25 +82,27 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
         if wanted is not None and not same_host(wanted, hosts[rank]):
             raise UserError(
                 f"{stage_map} wants rank {pipeline_rank} on host {wanted}, but it runs on "
-                f"{hosts[rank]}: change the order of the hostfile, or the map"
+                f"{hosts[rank]}",
+                "change the order of the hostfile, or the map",
             )
     return mesh
 
 
-def divide_batch(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
-    """(rows of a replica, rows of a micro-batch)."""
-    if config.batch_size % mesh.dp:
+def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
+    """Return (rows of a replica, rows of a micro-batch); ``UserError`` where they do not divide."""
+    if batch.batch_size % mesh.dp:
         raise UserError(
-            f"--batch-size {config.batch_size} cannot be divided among {mesh.dp} replicas: "
-            f"use a multiple of {mesh.dp}"
+            f"--batch-size {batch.batch_size} cannot be divided among {mesh.dp} replicas",
+            f"use a multiple of {mesh.dp}",
         )
-    rows = config.batch_size // mesh.dp
-    if config.micro_batch_size is None:
+    rows = batch.batch_size // mesh.dp
+    if batch.micro_batch_size is None:
         size = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
         return rows, size
-    if config.micro_batch_size > rows:
+    if batch.micro_batch_size > rows:
         raise UserError(
-            f"--micro-batch-size {config.micro_batch_size} is more than the {rows} rows that each "
-            f"of {mesh.dp} replicas has of --batch-size {config.batch_size}: use at most {rows}"
+            f"--micro-batch-size {batch.micro_batch_size} is more than the {rows} rows that each "
+            f"of {mesh.dp} replicas has of --batch-size {batch.batch_size}",
+            f"use at most {rows}",
         )
-    return rows, config.micro_batch_size
+    return rows, batch.micro_batch_size

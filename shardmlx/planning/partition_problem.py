@@ -58,13 +58,13 @@ def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
         rows=way.rows,
         micro_batch_size=way.micro_batch_size,
         trainable=trainable_stages(workload, stage_map),
-        pack=workload.config.pack,
+        pack=workload.batch.pack,
     )
 
 
 def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:
     """Which stages have trained weights."""
-    ends = workload.config.unfreeze_all
+    ends = workload.fine_tune.unfreeze_all
     layers = workload.shape.num_layers
     return tuple(
         stop > workload.first_trained_layer or (ends and (start == 0 or stop == layers))
@@ -135,7 +135,7 @@ def _peaks(
     stage_map = uniform(
         Problem.homogeneous(LayerCosts((1.0,) * workload.shape.num_layers), way.placement)
     )
-    everything = replace(workload, config=replace(workload.config, num_layers=-1))
+    everything = replace(workload, fine_tune=replace(workload.fine_tune, num_layers=-1))
     actions = plan_of(way, stage_map, everything).actions
     of_stage = [
         tuple(action for action in actions[rank] if action.stage == stage)

@@ -45,19 +45,23 @@ class Rebalanced:
 
 
 def rebalanced(
-    plan: Plan, workload: Workload, cluster: Cluster, measured: Sequence[float], length: int
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    measured: Sequence[float],
+    length: int,
+    partitioner: str,
 ) -> Rebalanced | None:
     """Divide the layers anew, by how fast each rank was; ranks, hosts and schedule stay.
 
     ``measured``: compute seconds of a step, of each world rank, with sequences of ``length`` on
     average. What is predicted of a rank is scaled to what was measured of it; where the cluster
     has no profile, that takes for a slow machine what is a costly head, and a second run with the
-    new map comes nearer. No rank gets beyond its memory, at ``max_seq_length``. The run's
-    partitioner is asked, and the most even division that fits; the fastest map wins, which is the
-    present one if none is faster. None where nothing was measured of some rank.
+    new map comes nearer. No rank gets beyond its memory, at ``max_seq_length``. The
+    ``partitioner`` is asked, and the most even division that fits; the fastest map wins, which is
+    the present one if none is faster. None where nothing was measured of some rank.
     """
-    config = workload.config
-    checkpoint = config.grad_checkpoint
+    longest, checkpoint = workload.batch.max_seq_length, workload.batch.grad_checkpoint
     expected = compute_of_ranks(plan, workload, cluster, length, checkpoint=checkpoint)
     if not all(each > 0 for each in (*measured, *expected)):
         return None
@@ -74,13 +78,11 @@ def rebalanced(
     present = plan.stage_map.partition
     problem = _problem(plan, workload, paced, length)
     # A rank that was beyond its memory as predicted, and ran, may stay as full.
-    budgets = [
-        max(rank.capacity, rank.peak) for rank in outcome(present, config.max_seq_length).ranks
-    ]
+    budgets = [max(rank.capacity, rank.peak) for rank in outcome(present, longest).ranks]
     best, now = present, outcome(present, length).step_seconds
     fastest = now
-    for partition in dict.fromkeys(_answers(problem, config.partitioner, budgets)):
-        full = outcome(partition, config.max_seq_length)
+    for partition in dict.fromkeys(_answers(problem, partitioner, budgets)):
+        full = outcome(partition, longest)
         if any(rank.peak > room for rank, room in zip(full.ranks, budgets, strict=True)):
             continue
         seconds = outcome(partition, length).step_seconds
@@ -94,16 +96,16 @@ def _divided(stage_map: StageMap, partition: Partition) -> StageMap:
 
 
 def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Problem:
-    config, stage_map = workload.config, plan.stage_map
+    batch, stage_map = workload.batch, plan.stage_map
     way = Candidate(
         plan.mesh,
         plan.schedule,
         stage_map.virtual,
         plan.rows,
         plan.micro_batch_size,
-        config.grad_checkpoint,
+        batch.grad_checkpoint,
     )
-    problem = make_problem(way, workload, cluster, length, longest=config.max_seq_length)
+    problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     # The map may number the ranks in another order than the schedule.
     return replace(problem, placement=stage_map.placement, is_measured=True)
 

@@ -10,7 +10,6 @@ from typing import Any
 from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
-from shardmlx.costmodel.workload import Workload
 from shardmlx.planning.search import Choice, Limits
 
 _NOTABLE = 0.1
@@ -19,7 +18,6 @@ _NOTABLE = 0.1
 
 def report(
     choice: Choice,
-    workload: Workload,
     cluster: Cluster,
     limits: Limits,
     hostfile: str,
@@ -28,7 +26,7 @@ def report(
 ) -> str:
     """The plan, a line for each rank, what binds it, and the command that runs it.
 
-    ``options`` are those of ``train`` that the user gave.
+    ``options`` are those of ``train`` that the user gave, the model among them.
     """
     prediction = choice.prediction
     lines = [
@@ -45,7 +43,7 @@ def report(
         _speed(prediction, cluster),
         f"what binds it: {binding(choice, cluster)}",
     ]  # fmt: skip
-    lines += ["", *_how_to_run(choice, workload, options, hostfile, stage_map)]
+    lines += ["", *_how_to_run(choice, options, hostfile, stage_map)]
     return "\n".join(lines)
 
 
@@ -153,7 +151,6 @@ def binding(choice: Choice, cluster: Cluster) -> str:
 
 def _how_to_run(
     choice: Choice,
-    workload: Workload,
     options: Sequence[str],
     hostfile: str,
     stage_map: str | None,
@@ -161,7 +158,7 @@ def _how_to_run(
     plan = choice.prediction.plan
     mpirun = shlex.join(["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)])
     words = [
-        *("-m", "shardmlx.train", "--model", workload.config.model),
+        *("-m", "shardmlx.train"),
         *options,
         "--hosts",
         hostfile,

@@ -162,7 +162,7 @@ def compute_of_ranks(
         total = sum((model.stage(*ends) for ends in ranges), Seconds())
         # The last micro-batch may have fewer rows, but packed they are alike.
         count = plan.microbatches if plan.pack else plan.rows / plan.micro_batch_size
-        update = total.update / workload.config.grad_accumulation_steps
+        update = total.update / workload.batch.grad_accumulation_steps
         computed.append(count * total.microbatch + update)
     return computed
 

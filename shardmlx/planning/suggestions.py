@@ -28,9 +28,9 @@ def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
     for name, tighter in _tighter(limits):
         if fits(workload, cluster, tighter):
             found.append(name)
-    is_full = workload.config.fine_tune_type == "full"
-    config = replace(workload.config, fine_tune_type="lora", unfreeze_all=False)
-    lora = replace(workload, config=config) if is_full else workload
+    is_full = workload.fine_tune.is_full
+    with_lora = replace(workload.fine_tune, fine_tune_type="lora", unfreeze_all=False)
+    lora = replace(workload, fine_tune=with_lora) if is_full else workload
     if is_full and fits(lora, cluster, limits):
         found.append("--fine-tune-type lora")
     packed = quantised(lora)

@@ -121,7 +121,7 @@ class RequestServer:
             queue,
             self._reader,
             model=config.model,
-            vocabulary=self._prepared.workload.shape.vocab_size,
+            vocabulary=self._prepared.shape.vocab_size,
             api_key=key,
             defaults=Defaults(
                 max_tokens=config.max_tokens,

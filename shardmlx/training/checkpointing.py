@@ -20,7 +20,7 @@ from shardmlx.distributed.version_check import package_versions
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
-from shardmlx.training.setup import Job
+from shardmlx.training.setup import TrainingRun
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
@@ -89,7 +89,7 @@ class Checkpoints:
     Nobody but ``updating`` gives out the updater: weights cannot change while they are written.
     """
 
-    def __init__(self, job: Job, updater: Updater) -> None:
+    def __init__(self, job: TrainingRun, updater: Updater) -> None:
         self._job = job
         self._transport = job.transport
         self._updater = updater

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
-from mlx_lm.utils import load_tokenizer
 
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.token_cache import DataCache, Tokenised
@@ -42,22 +41,8 @@ class DataSets:
         return {"train": len(self.train), "valid": len(self.valid), "test": len(self.test)}
 
 
-def read_tokenizer(model_path: Path, trust_remote_code: bool, eos: Any) -> TokenizerWrapper:
-    """The model's tokenizer, as mlx-lm sets it up."""
-    try:
-        return load_tokenizer(
-            model_path,
-            {"trust_remote_code": trust_remote_code},
-            eos_token_ids=eos,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{model_path} holds no tokenizer that transformers can read: {one_line(error)}"
-        ) from None
-
-
 def read_data(
-    config: TrainConfig,
+    options: DataOptions,
     tokenizer: Callable[[], TokenizerWrapper],
     max_positions: int | None,
     progress: Progress = lambda text, items: iter(items),
@@ -69,7 +54,7 @@ def read_data(
     """
     sets: dict[str, Samples] = {}
     warnings = []
-    for name, found in _find_sets(config, functools.cache(tokenizer), cache).items():
+    for name, found in _find_sets(options, functools.cache(tokenizer), cache).items():
         where, tokenised = found.where, found.tokenised
         if tokenised is None:
             indices = progress(f"tokenising {name}", range(len(found.rows)))
@@ -77,29 +62,29 @@ def read_data(
             if cache is not None and found.digest is not None:
                 cache.keep(found.digest, tokenised)
         samples = tokenised.samples
-        _check_lengths(samples, where, config, max_positions)
-        too_long = int((samples.lengths > config.max_seq_length).sum())
+        _check_lengths(samples, where, options, max_positions)
+        too_long = int((samples.lengths > options.max_seq_length).sum())
         if too_long:
             warnings.append(
                 f"{where(None)}: {too_long} of {len(samples)} sequences are longer than "
-                f"--max-seq-length {config.max_seq_length} and are cut (the longest has "
+                f"--max-seq-length {options.max_seq_length} and are cut (the longest has "
                 f"{samples.lengths.max()})"
             )
-        ends = np.minimum(samples.lengths, config.max_seq_length)
+        ends = np.minimum(samples.lengths, options.max_seq_length)
         only_prompts = int((samples.starts >= ends).sum())
         if only_prompts:
             warnings.append(
                 f"{where(None)}: of {only_prompts} of {len(samples)} sequences only the prompt is "
-                f"within --max-seq-length {config.max_seq_length}: nothing is learnt from them"
+                f"within --max-seq-length {options.max_seq_length}: nothing is learnt from them"
             )
-        if len(samples) < config.batch_size:
+        if len(samples) < options.batch_size:
             raise UserError(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
-                f"{config.batch_size}: lower the batch size or add data"
+                f"{options.batch_size}: lower the batch size or add data"
             )
         sets[name] = samples[tokenised.order]
-    if config.train and "valid" not in sets:
-        warnings.append(f"{config.data} has no validation set: training without validation")
+    if options.train and "valid" not in sets:
+        warnings.append(f"{options.data} has no validation set: training without validation")
     return DataSets(**sets, warnings=tuple(warnings))
 
 
@@ -125,20 +110,20 @@ class _Found:
 
 
 def _find_sets(
-    config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+    options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
 ) -> dict[str, _Found]:
     """The data sets that the run needs and that exist."""
-    needed = (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
-    directory = Path(config.data)
-    if config.hf_dataset is not None or not directory.exists():
-        rows = _read_from_hub(config, tokenizer)
+    needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
+    directory = Path(options.data)
+    if options.hf_dataset is not None or not directory.exists():
+        rows = _read_from_hub(options, tokenizer)
         found = {
-            name: _Found(functools.partial(_row_of_hub, config.data, name), rows[name])
+            name: _Found(functools.partial(_row_of_hub, options.data, name), rows[name])
             for name in needed
         }
     elif directory.is_dir():
         found = {
-            name: _read_file(directory / f"{name}.jsonl", config, tokenizer, cache)
+            name: _read_file(directory / f"{name}.jsonl", options, tokenizer, cache)
             for name in needed
         }
     else:
@@ -146,7 +131,7 @@ def _find_sets(
     for name in set(needed) - {"valid"}:
         if found[name].is_empty:
             raise UserError(
-                f"{found[name].where(None)} is missing or empty: --data {config.data} must hold it"
+                f"{found[name].where(None)} is missing or empty: --data {options.data} must hold it"
             )
     return {name: found[name] for name in needed if not found[name].is_empty}
 
@@ -160,7 +145,7 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
 
 
 def _read_file(
-    path: Path, config: TrainConfig, tokenizer: GetTokenizer, cache: DataCache | None
+    path: Path, options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
 ) -> _Found:
     where = functools.partial(_row_of_file, path)
     if not path.exists():
@@ -182,7 +167,7 @@ def _read_file(
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if not rows:
         return _Found(where)
-    return _Found(where, _create(rows, str(path), config, tokenizer()), digest.hexdigest())
+    return _Found(where, _create(rows, str(path), options, tokenizer()), digest.hexdigest())
 
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
@@ -200,11 +185,11 @@ def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     return row
 
 
-def _create(rows: Any, where: str, config: TrainConfig, tokenizer: TokenizerWrapper) -> Any:
+def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWrapper) -> Any:
     try:
-        return create_dataset(rows, tokenizer, config)
+        return create_dataset(rows, tokenizer, options)
     except ValueError as error:
-        if config.mask_prompt and config.text_feature in rows[0]:
+        if options.mask_prompt and options.text_feature in rows[0]:
             raise UserError(
                 f"{where}: --mask-prompt needs prompts, and this is plain text: "
                 "drop the flag, or write prompt and completion"
@@ -216,19 +201,19 @@ def _create(rows: Any, where: str, config: TrainConfig, tokenizer: TokenizerWrap
         ) from error
 
 
-def _read_from_hub(config: TrainConfig, tokenizer: GetTokenizer) -> dict[str, Any]:
+def _read_from_hub(options: DataOptions, tokenizer: GetTokenizer) -> dict[str, Any]:
     own = tokenizer()
     try:
-        train, valid, test = load_dataset(config, own)
+        train, valid, test = load_dataset(options, own)
     except ImportError:
         raise UserError(
-            f"--data {config.data}: there is no such directory; to read it from Hugging Face, "
+            f"--data {options.data}: there is no such directory; to read it from Hugging Face, "
             "pip install datasets"
         ) from None
     except Exception as error:
         raise UserError(
-            f"--data {config.data}: there is no such directory, and Hugging Face does not give it: "
-            f"{one_line(error)}"
+            f"--data {options.data}: there is no such directory, and Hugging Face does not give "
+            f"it: {one_line(error)}"
         ) from None
     return {"train": train, "valid": valid, "test": test}
 
@@ -259,24 +244,24 @@ def _order(rows: Any) -> np.ndarray:
 
 
 def _check_lengths(
-    samples: Samples, where: Where, config: TrainConfig, max_positions: int | None
+    samples: Samples, where: Where, options: DataOptions, max_positions: int | None
 ) -> None:
     for i, (whole, start) in enumerate(
         zip(samples.lengths.tolist(), samples.starts.tolist(), strict=True)
     ):
-        length = min(whole, config.max_seq_length)
+        length = min(whole, options.max_seq_length)
         if max_positions is not None and length > max_positions:
             raise UserError(
                 f"{where(i)} has {whole} tokens, and the model's limit is {max_positions}: "
                 f"use --max-seq-length {max_positions} to cut it"
             )
-        if whole > config.max_seq_length and config.long_sequences == "error":
+        if whole > options.max_seq_length and options.long_sequences == "error":
             raise UserError(
                 f"{where(i)} has {whole} tokens, more than --max-seq-length "
-                f"{config.max_seq_length}: raise it, split the text, or use --long-sequences cut"
+                f"{options.max_seq_length}: raise it, split the text, or use --long-sequences cut"
             )
-        if start >= length and config.long_sequences == "error":
+        if start >= length and options.long_sequences == "error":
             raise UserError(
                 f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
-                f"within --max-seq-length {config.max_seq_length}: raise it or take the line out"
+                f"within --max-seq-length {options.max_seq_length}: raise it or take the line out"
             )

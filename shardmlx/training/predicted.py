@@ -75,8 +75,7 @@ def planned_memory(
     planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
     if not lengths[1]:
         return planned
-    config = replace(workload.config, train=False, test=True, resume="never")
-    forward = replace(workload, config=config)
+    forward = replace(workload, fine_tune=replace(workload.fine_tune, train=False))
     return tuple(
         replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
         for step, passing in zip(
@@ -112,8 +111,3 @@ def expect(
     if cluster.unit == "seconds":
         seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
     return Expected(plan.stage_map.partition.sizes, tuple(peaks), seconds)
-
-
-def percent(measured: float, predicted: float) -> str:
-    """How far the measurement is from the prediction."""
-    return f"{100 * (measured / predicted - 1):+.0f}%"

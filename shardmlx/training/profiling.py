@@ -28,7 +28,8 @@ from mlx_lm.utils import load_model
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.profile import ProfileOptions
+from shardmlx.config.specs import FineTune
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
@@ -76,8 +77,7 @@ class _Laps:
 def measure(
     model_config: Mapping[str, Any],
     dtype: str,
-    config: TrainConfig,
-    new_optimizer: Callable[[], Optimizer],
+    fine_tune: FineTune,
     shapes: Sequence[tuple[int, int]],
     transport: Transport,
     advance: Callable[[], None],
@@ -89,9 +89,9 @@ def measure(
         transport.barrier("measuring")
         _, middle, _ = _stages(model)
         frozen.append(_times(middle, rows, length, model.args.vocab_size))
-    unfreeze(model, replace(config, num_layers=-1))
+    unfreeze(model, replace(fine_tune, num_layers=-1))
     mx.eval(model.parameters())
-    updates = [_update(stage, new_optimizer()) for stage in _stages(model)]
+    updates = [_update(stage, optimizer_of(fine_tune)) for stage in _stages(model)]
     between = len(model.layers) - 2
     samples = []
     for (rows, length), of_frozen in zip(shapes, frozen, strict=True):
@@ -213,25 +213,22 @@ def _update(stage: Stage, optimizer: Optimizer) -> float:
     return laps.median("update")
 
 
-def run(
-    config: TrainConfig,
-    shapes: Sequence[tuple[int, int]],
-    output: Path,
-    transport: Transport,
-    blas: Blas,
-) -> None:
-    """Measure micro-batches of ``shapes`` on every rank; rank 0 writes ``output``. Collective."""
+def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
+    """Measure the micro-batches that ``options`` name on every rank; rank 0 writes the profile.
+
+    All ranks must call it. Raises ``AgreedError``.
+    """
+    fine_tune, shapes, output = options.fine_tune, options.shapes, options.output
     reporter = Reporter(quiet=transport.rank != 0)
     with transport.longer_timeout(SETUP_SECONDS):
-        read = on_rank_0(transport, "reading the model", lambda: _read(config, output))
+        read = on_rank_0(transport, "reading the model", lambda: _read(options))
     model_config, workload = transport.broadcast(read, what="model")
     reporter.say(str(blas))
     with reporter.bar("measuring", len(shapes)) as bar:
         samples = measure(
             model_config,
             workload.dtype,
-            config,
-            lambda: optimizer_of(config),
+            fine_tune,
             shapes,
             transport,
             bar.advance,
@@ -239,16 +236,16 @@ def run(
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
     machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
     _show(reporter, machines)
-    work = work_of(config, workload.shape, workload.dtype, model_config.get("quantization"))
+    work = work_of(fine_tune, workload.shape, workload.dtype, model_config.get("quantization"))
     profile = Profile(work, tuple(machines))
     on_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
     reporter.say(f"Wrote {output}")
 
 
-def _read(config: TrainConfig, output: Path) -> tuple[dict[str, Any], Workload]:
-    check_writable(output, "--output")
-    files = open_model(config.model)
-    return dict(files.config), Workload.of(files, config)
+def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
+    check_writable(options.output, "--output")
+    files = open_model(options.model)
+    return dict(files.config), Workload.of(files, options.fine_tune, options.batch)
 
 
 def _chip() -> str:

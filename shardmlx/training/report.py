@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
@@ -19,8 +19,8 @@ from shardmlx.engine.step_meter import Meter, RankReport
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.rebalance import rebalanced
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
-from shardmlx.training.predicted import Expected, Lengths, expect, percent
-from shardmlx.training.setup import Job
+from shardmlx.training.predicted import Expected, Lengths, expect
+from shardmlx.training.setup import TrainingRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class _Window:
 class TrainingReport:
     """The report of a run to its user. Methods are collective unless they say not."""
 
-    def __init__(self, job: Job, meter: Meter) -> None:
+    def __init__(self, job: TrainingRun, meter: Meter) -> None:
         self._job = job
         self._config = job.config
         self._meter = meter
@@ -272,7 +272,12 @@ class TrainingReport:
             return
         job = self._job
         wanted = rebalanced(
-            job.plan, job.workload, job.cluster, _compute_seconds(ranks), self._lengths.mean
+            job.plan,
+            job.workload,
+            job.cluster,
+            _compute_seconds(ranks),
+            self._lengths.mean,
+            self._config.partitioner,
         )
         if wanted is None:
             self._reporter.warn("--rebalance: no times were measured of some rank: nothing written")

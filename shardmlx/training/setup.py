@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,19 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
-from shardmlx.checkpoint.run_identity import identity_of
+from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.specs import (
+    CheckpointOptions,
+    DataOptions,
+    FineTune,
+    ModelSource,
+    RunSpec,
+)
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory_limits import (
-    MemoryBudget,
-    MemoryLimits,
-    check_budgets,
-    how_to_allow_more,
-    memory_limits,
-    unwired,
-    within,
-)
+from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -36,33 +36,29 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.errors import UserError
-from shardmlx.loading.allocator import find_budgets, set_limits
+from shardmlx.loading.allocator import limit_memory
 from shardmlx.loading.build import build_model, count_parameters
-from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
-    cluster_of,
+    OpenedModel,
     compare_plans,
-    given_stage_map,
-    model_digest,
+    gather_plan_inputs,
+    open_on_all_ranks,
 )
-from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
-from shardmlx.partitioners import DoesNotFitError
+from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.pipeline.plan import Plan
-from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map
-from shardmlx.training.datasets import DataSets, read_data, read_tokenizer
-from shardmlx.training.predicted import longest_inputs, planned_memory
+from shardmlx.training.datasets import DataSets, read_data
+from shardmlx.training.plan import headline, layers_of, make_plan, plan_memory
+from shardmlx.training.predicted import longest_inputs
 from shardmlx.training.token_cache import open_cache
 
-__all__ = ["SETUP_SECONDS", "Job", "optimizer_of", "prepare_job"]
+__all__ = ["SETUP_SECONDS", "TrainingRun", "optimizer_of", "prepare_training"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingRun:
     """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
 
     ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is;
@@ -86,114 +82,69 @@ class Job:
 
     @property
     def stages(self) -> list[Stage]:
+        """The stages of this rank."""
         return list(self.engine.stages.values())
 
 
-def prepare_job(config: TrainConfig, transport: Transport, reporter: Reporter) -> Job:
-    """Check everything, then load; raises the same ``UserError`` on all ranks.
+def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
+    """Check everything, then load. All ranks must call it.
 
-    No weight is read before model, plan and data are known to be good on all ranks.
+    No weight is read before model, plan and data are known to be good on all ranks. Raises the
+    same ``AgreedError`` on all of them.
     """
-    with transport.longer_timeout(SETUP_SECONDS):
-        weights = find_weights(
-            transport,
-            reporter,
-            config.model,
-            mode=config.weights,
-            cache=config.weight_cache,
-            adapters=_adapters(config),
-        )
-    with weights:
-        return _prepare(config, transport, reporter, weights)
-
-
-def _adapters(config: TrainConfig) -> str | None:
-    """What the model starts with beside its weights."""
-    return config.resume_adapter_file if config.train else config.adapter_path
-
-
-def _with_adapters(config: TrainConfig, adapters: str | None) -> TrainConfig:
-    """The same, with the place at which this rank has them."""
-    if adapters is None:
-        return config
-    if config.train:
-        return replace(config, resume_adapter_file=adapters)
-    return replace(config, adapter_path=adapters)
+    adapters = config.resume_adapter_file if config.train else config.adapter_path
+    source = ModelSource.of(config)
+    with open_on_all_ranks(transport, reporter, source, adapters) as opened:
+        return _prepare(config, transport, reporter, opened)
 
 
 def _prepare(
-    config: TrainConfig,
-    transport: Transport,
-    reporter: Reporter,
-    weights: Weights,
-) -> Job:
-    path = weights.path
-    own = _with_adapters(config, weights.adapters)
-    model_config = on_all_ranks(transport, "reading config.json", lambda: read_config(path))
-    shape = on_all_ranks(
-        transport, "checking config.json", lambda: ModelShape.from_config(model_config)
-    )
-    model = on_all_ranks(transport, "building the model", lambda: build_model(path, own))
-    workload = on_all_ranks(
-        transport, "reading the headers", lambda: Workload.of(open_model(str(path)), config)
-    )
-    cluster = cluster_of(transport, config.hosts, config.profile)
-    budgets = find_budgets(transport, cluster, config.memory_limit)
-    cluster = within(cluster, budgets)
-    # A profile of other work or other machines is found before anything is loaded.
-    on_all_ranks(
+    config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
+) -> TrainingRun:
+    run = RunSpec.of(config)
+    model = on_all_ranks(
         transport,
-        "checking the profile",
-        lambda: [
-            cluster.clock(rank, workload, config.grad_checkpoint) for rank in range(cluster.size)
-        ],
+        "building the model",
+        partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
     )
-    given = given_stage_map(transport, config.stage_map)
+    inputs = gather_plan_inputs(
+        transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
+    )
     plan, slices = on_all_ranks(
-        transport,
-        "planning",
-        lambda: _plan(config, given, budgets, workload, cluster, model, model_config),
+        transport, "planning", partial(make_plan, run, inputs, opened, model)
     )
     compare_plans(transport, plan.digest)
-    optimizer = on_all_ranks(transport, "building the optimizer", lambda: optimizer_of(config))
-    on_rank_0(transport, "checking the output", lambda: _check_output(config, path))
-    reporter.say(_headline(config, plan))
+    optimizer = on_all_ranks(
+        transport, "building the optimizer", partial(optimizer_of, run.fine_tune)
+    )
+    on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
+    reporter.say(headline(run, plan))
     if config.train:
-        count = count_parameters(model)
-        reporter.say(
-            f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
-            f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
-        )
+        reporter.say(_trainable(model))
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
-            transport, "reading the data", lambda: _data(config, path, model_config, reporter)
+            transport, "reading the data", partial(_read_data, config, opened, reporter)
         )
         sizes, lengths = transport.broadcast(
             None if data is None else (data.sizes(), _longest(config, data)), what="data"
         )
-        limits = on_all_ranks(
-            transport,
-            "planning memory",
-            lambda: _limits(config, plan, workload, cluster, budgets, lengths, reporter),
+        planned = on_all_ranks(
+            transport, "planning memory", partial(plan_memory, run, plan, inputs, lengths)
         )
-        set_limits(limits[transport.rank])
-        identity = on_all_ranks(
-            transport,
-            "reading which model it is",
-            lambda: None if data is None else _identity(config, weights, data),
+        limits = limit_memory(
+            transport.rank, inputs.budgets, planned, inputs.cluster.backend, reporter
         )
-        resumption = prepare_resumption(config, transport, reporter, identity, plan.mesh.pp)
-        stages = _load(transport, reporter, plan, slices, config, weights, shape, limits)
-    engine = Engine(plan, transport, stages)
-    return Job(
+        identity, resumption = _find_checkpoint(config, transport, reporter, opened, data, plan)
+        stages = _load(transport, reporter, plan, slices, opened, limits, config.grad_checkpoint)
+    return TrainingRun(
         config=config,
         transport=transport,
         reporter=reporter,
-        model_path=path,
-        workload=workload,
-        cluster=cluster,
+        model_path=opened.path,
+        workload=inputs.sizes,
+        cluster=inputs.cluster,
         plan=plan,
-        engine=engine,
+        engine=Engine(plan, transport, stages),
         optimizer=optimizer,
         data=data,
         sizes=sizes,
@@ -203,26 +154,25 @@ def _prepare(
     )
 
 
-def _identity(config: TrainConfig, weights: Weights, data: DataSets) -> dict[str, Any] | None:
-    """What checkpoints say of the run, where it has any."""
-    if not config.checkpoint_dir and config.resume in ("auto", "never"):
-        return None
-    return identity_of(config, weights.path, data.train, data.valid, weights.read)
+def _read_workload(path: Path, run: RunSpec) -> Workload:
+    return Workload.of(open_model(str(path)), run.fine_tune, run.batch)
 
 
-def optimizer_of(config: TrainConfig) -> Optimizer:
-    """The optimizer that ``config`` names, with its settings."""
-    name = config.optimizer
+def optimizer_of(fine_tune: FineTune) -> Optimizer:
+    """Return the optimizer that the options name, with its settings. Raises ``UserError``."""
     return build_optimizer(
-        name, config.learning_rate, config.lr_schedule, config.optimizer_config.get(name, {})
+        fine_tune.optimizer,
+        fine_tune.learning_rate,
+        fine_tune.lr_schedule,
+        fine_tune.optimizer_settings,
     )
 
 
 def _check_output(config: TrainConfig, model_path: Path) -> None:
-    """Before hours of work: what the run will write can be written."""
+    """Make sure, before hours of work, that what the run will write can be written."""
     for service in (config.report_to or "").lower().replace(",", " ").split():
         if find_spec(service) is None:
-            raise UserError(f"--report-to {service}: it is not installed: pip install {service}")
+            raise UserError(f"--report-to {service}: it is not installed", f"pip install {service}")
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
     if config.rebalance is not None:
@@ -238,72 +188,27 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
         )
     if config.fine_tune_type == "full" and output.resolve() == model_path.resolve():
         raise UserError(
-            f"--adapter-path {output} is the model itself: name another directory, so that the "
-            "model you start from stays"
+            f"--adapter-path {output} is the model itself",
+            "name another directory, so that the model you start from stays",
         )
 
 
-def _plan(
-    config: TrainConfig,
-    given: StageMap | None,
-    budgets: Sequence[MemoryBudget],
-    workload: Workload,
-    cluster: Cluster,
-    model: nn.Module,
-    model_config: dict[str, Any],
-) -> tuple[Plan, list[Slice]]:
-    """The plan, and all stages' slices: unread, so that knowing them costs nothing."""
-    try:
-        stage_map = make_stage_map(config, given, workload, cluster)
-    except DoesNotFitError as error:
-        if config.memory_limit is None:
-            raise
-        way = how_to_allow_more(config.memory_limit, budgets)
-        raise UserError(
-            f"{error.fact}: {way}lower --max-seq-length, or use more machines"
-        ) from None
-    _check_pack(config, model_config)
-    mesh = make_mesh(stage_map, len(budgets), [room.host for room in budgets])
-    rows, micro_batch_size = divide_batch(config, mesh)
-    slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
-    if config.train and not any(part.trainable for part in slices):
-        raise UserError(
-            f"nothing is left to train with --fine-tune-type {config.fine_tune_type} and "
-            f"lora_parameters {dict(config.lora_parameters)}: its keys must name modules of this "
-            "model; quantised weights train with lora only"
-        )
-    plan = Plan(
-        mesh=mesh,
-        stage_map=stage_map,
-        schedule=config.schedule,
-        rows=rows,
-        micro_batch_size=micro_batch_size,
-        trainable=tuple(bool(part.trainable) for part in slices),
-        model=model_digest(model_config),
-        pack=config.pack,
+def _trainable(model: nn.Module) -> str:
+    count = count_parameters(model)
+    return (
+        f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
+        f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
     )
-    return plan, slices
 
 
-def _check_pack(config: TrainConfig, model_config: dict[str, Any]) -> None:
-    """Rotary embeddings that depend on the length of the row would be others."""
-    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    if config.pack and "dynamic" in (rope.get("type"), rope.get("rope_type")):
-        raise UserError(
-            "--pack: the model's rotary embeddings are of type dynamic, and change with the length "
-            "of the row: train without --pack"
-        )
-
-
-def _data(
-    config: TrainConfig, path: Path, model_config: dict[str, Any], reporter: Reporter
-) -> DataSets:
+def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
+    options = DataOptions.of(config)
     data = read_data(
-        config,
-        lambda: read_tokenizer(path, config.trust_remote_code, model_config.get("eos_token_id")),
-        model_config.get("max_position_embeddings"),
+        options,
+        lambda: read_tokenizer(opened.path, config.trust_remote_code, opened.eos),
+        opened.max_positions,
         reporter.track,
-        open_cache(config, path, reporter.warn),
+        open_cache(options, opened.path, reporter.warn),
     )
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
     reporter.say(f"Data: {counts} samples from {config.data}")
@@ -313,41 +218,41 @@ def _data(
 
 
 def _longest(config: TrainConfig, data: DataSets) -> tuple[int, int]:
-    """Of the sequences of a step, and of those that only pass forward."""
+    """Return the longest of the sequences of a step, and of those that only pass forward."""
     sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.test
     first, *others = (longest_inputs(each, config.max_seq_length) for each in sets if len(each))
     return first, max(others, default=0)
 
 
-def _limits(
+def _find_checkpoint(
     config: TrainConfig,
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    budgets: Sequence[MemoryBudget],
-    lengths: tuple[int, int],
+    transport: Transport,
     reporter: Reporter,
-) -> tuple[MemoryLimits, ...]:
-    """Of every rank's memory, for the longest sequences; ``UserError`` without room."""
-    planned = planned_memory(plan, workload, cluster, lengths, config.grad_checkpoint)
-    check_budgets(budgets, planned, _how_to_need_less(config, plan))
-    for warning in unwired(budgets, planned):
-        reporter.warn(warning)
-    return tuple(map(memory_limits, budgets, planned, [cluster.backend] * len(budgets)))
+    opened: OpenedModel,
+    data: DataSets | None,
+    plan: Plan,
+) -> tuple[Mapping[str, Any] | None, Resumption]:
+    """Return which run this is, on rank 0 where it has checkpoints, and what it goes on from."""
+    checkpoints = CheckpointOptions.of(config)
+    identity = on_all_ranks(
+        transport,
+        "reading which model it is",
+        partial(_identity, config, checkpoints, opened, data),
+    )
+    if not config.train:
+        return identity, Resumption()
+    return identity, prepare_resumption(checkpoints, transport, reporter, identity, plan.mesh.pp)
 
 
-def _how_to_need_less(config: TrainConfig, plan: Plan) -> str:
-    ways = {
-        "lower --micro-batch-size": plan.micro_batch_size > 1,
-        "lower --max-seq-length": True,
-        "add --grad-checkpoint": config.train and not config.grad_checkpoint,
-        "try --partitioner memory": config.stage_map is None
-        and plan.mesh.pp > 1
-        and config.partitioner != "memory",
-        "give that rank fewer layers": config.stage_map is not None and plan.mesh.pp > 1,
-    }
-    return ", ".join([*(way for way, is_open in ways.items() if is_open), "or use more machines"])
+def _identity(
+    config: TrainConfig, checkpoints: CheckpointOptions, opened: OpenedModel, data: DataSets | None
+) -> dict[str, Any] | None:
+    if data is None or not (checkpoints.checkpoint_dir or checkpoints.named):
+        return None
+    return identity_of(
+        RunOptions.of(config), opened.path, data.train, data.valid, opened.weights.read
+    )
 
 
 def _load(
@@ -355,15 +260,15 @@ def _load(
     reporter: Reporter,
     plan: Plan,
     slices: list[Slice],
-    config: TrainConfig,
-    weights: Weights,
-    shape: ModelShape,
+    opened: OpenedModel,
     limits: Sequence[MemoryLimits],
+    checkpoint: bool,
 ) -> list[Stage]:
+    """Load this rank's stages, and show what each rank holds. Collective."""
     start = time.monotonic()
     own = plan.stages_of(transport.rank)
-    weights.load([slices[index] for index in own], shape, reporter)
-    stages = build_stages(slices, own, checkpoint=config.grad_checkpoint)
+    opened.weights.load([slices[index] for index in own], opened.shape, reporter)
+    stages = build_stages(slices, own, checkpoint=checkpoint)
     nbytes = sum(stage.part.nbytes for stage in stages)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather(
@@ -379,7 +284,7 @@ def _load(
                 (
                     str(rank),
                     transport.hosts[rank],
-                    _describe(plan, rank),
+                    layers_of(plan, rank),
                     gibibytes(nbytes),
                     f"{trained / 1e6:.3f}M",
                     gibibytes(memory),
@@ -391,26 +296,3 @@ def _load(
             ],
         )
     return stages
-
-
-def _describe(plan: Plan, rank: int) -> str:
-    """The layers of a rank's stages: ``layers 0-11``."""
-    ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
-    text = ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)
-    ends = []
-    if ranges[0][0] == 0:
-        ends.append("embedding")
-    if ranges[-1][1] == plan.stage_map.partition.num_layers:
-        ends.append("head")
-    return " + ".join([f"layers {text}", *ends])
-
-
-def _headline(config: TrainConfig, plan: Plan) -> str:
-    mesh, count = plan.mesh, plan.stage_map.num_stages
-    replicas = f"{mesh.dp} replica{'s' if mesh.dp > 1 else ''}"
-    stages = f"{count} stage{'s' if count > 1 else ''}"
-    return (
-        f"{config.model}: {mesh.size} rank{'s' if mesh.size > 1 else ''} = {replicas} x "
-        f"{mesh.pp} in a pipeline of {stages}, {plan.schedule}, batches of {config.batch_size} in "
-        f"{plan.microbatches} micro-batches a replica"
-    )

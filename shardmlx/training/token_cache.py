@@ -30,7 +30,7 @@ from safetensors.numpy import load, save
 
 from shardmlx.common.durable_files import replace_durably
 from shardmlx.common.environment import cache_directory
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Samples
 from shardmlx.loading.partial_copy import RECORD, new_digest
 
@@ -140,19 +140,19 @@ class DataCache:
 
 
 def open_cache(
-    config: TrainConfig, model_path: Path, warn: Callable[[str], None]
+    options: DataOptions, model_path: Path, warn: Callable[[str], None]
 ) -> DataCache | None:
     """The cache that ``--data-cache`` names; None where it names none, or where nobody can know
     what decides the tokens."""
-    if config.data_cache == "none":
+    if options.data_cache == "none":
         return None
-    recipe = recipe_of(config, model_path)
+    recipe = recipe_of(options, model_path)
     if recipe is None:
         return None
     try:
-        return DataCache(_directory(config.data_cache), recipe, warn)
+        return DataCache(_directory(options.data_cache), recipe, warn)
     except RuntimeError as error:  # there is no such home
-        warn(f"--data-cache {config.data_cache}: {error}: name a directory, or none")
+        warn(f"--data-cache {options.data_cache}: {error}: name a directory, or none")
         return None
 
 
@@ -162,13 +162,13 @@ def _directory(option: str) -> Path:
     return cache_directory("data")
 
 
-def recipe_of(config: TrainConfig, model_path: Path) -> str | None:
+def recipe_of(options: DataOptions, model_path: Path) -> str | None:
     """A digest of all that decides, for given rows, their tokens.
 
     None where that cannot be known: code that comes with the tokenizer may do anything, and a
     chat template may ask for the date.
     """
-    if config.trust_remote_code:
+    if options.trust_remote_code:
         return None
     files: dict[str, str] = {}
     try:
@@ -184,7 +184,7 @@ def recipe_of(config: TrainConfig, model_path: Path) -> str | None:
         "format": FORMAT,
         "files": files,
         "code": code,
-        "options": {name: getattr(config, name) for name in _OPTIONS},
+        "options": {name: getattr(options, name) for name in _OPTIONS},
         "packages": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
     }

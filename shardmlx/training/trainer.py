@@ -30,7 +30,7 @@ from shardmlx.errors import AgreedFailure, Stopped
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.report import TrainingReport
-from shardmlx.training.setup import SETUP_SECONDS, Job, prepare_job
+from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
@@ -45,7 +45,7 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     try:
         reporter.say(str(blas))
         transport.activity = "loading"
-        trainer = Trainer(prepare_job(config, transport, reporter))
+        trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:
             trainer.train()
         if config.test:
@@ -57,7 +57,7 @@ def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
 class Trainer:
     """One rank's part of the run. All public methods are collective."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingRun) -> None:
         self._job = job
         self._config = config = job.config
         self._transport = job.transport

@@ -16,7 +16,7 @@ import mlx.core as mx
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import load_config
 from shardmlx.distributed.mpi import MPITransport
-from shardmlx.training.setup import prepare_job
+from shardmlx.training.setup import prepare_training
 from shardmlx.training.trainer import Trainer
 
 
@@ -34,7 +34,7 @@ config = load_config(arguments)
 transport = MPITransport()
 mx.reset_peak_memory()
 read = [bytes_read()]
-job = prepare_job(config, transport, Reporter(quiet=True))
+job = prepare_training(config, transport, Reporter(quiet=True))
 peak = mx.get_peak_memory()
 read.append(bytes_read())
 Trainer(job).train()

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from shardmlx.checkpoint.resume import prepare_resumption
-from shardmlx.checkpoint.run_identity import identity_of
+from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import CheckpointOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalTransport
@@ -60,7 +61,9 @@ def resume(
             **{"checkpoint_dir": str(place), "resume": named, "iters": 1000, **options},
         )
         mine = identity if transport.rank == 0 else None
-        return prepare_resumption(config, transport, told, mine, owners=2).step, told.texts
+        checkpoints = CheckpointOptions.of(config)
+        found = prepare_resumption(checkpoints, transport, told, mine, owners=2)
+        return found.step, told.texts
 
     with _locks_that_end():
         (step, texts), *others = on_ranks(directories, work)
@@ -170,7 +173,7 @@ def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_pa
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
     save_model_directory(tmp_path / "model", tiny_config(layers=1))
-    config = TrainConfig(model="m", data="d")
-    mine = identity_of(config, tmp_path / "model", [([1, 2], 0)], [])
+    options = RunOptions.of(TrainConfig(model="m", data="d"))
+    mine = identity_of(options, tmp_path / "model", [([1, 2], 0)], [])
     assert "does not say which run it is of" in refusal(directories, identity=mine)
     assert names(directories[0]) == ["step-0000100"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.checkpoint.run_identity import SAME_OPTIONS, check_identity, identity_of
+from shardmlx.checkpoint.run_identity import SAME_OPTIONS, RunOptions, check_identity, identity_of
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
@@ -35,7 +35,7 @@ def identity(
     train: Sequence[Sample] = TRAIN,
     valid: Sequence[Sample] = VALID,
 ) -> dict[str, Any]:
-    return identity_of(config, model, train, valid)
+    return identity_of(RunOptions.of(config), model, train, valid)
 
 
 def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from shardmlx.common.units import GIB, MIB, parse_bytes
 from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -259,7 +260,8 @@ def workload(tied: bool) -> Workload:
         shape=ModelShape.from_config(tiny_config(layers=8, tied=tied)),
         weight_sizes=LayerCosts((100_000.0,) * 8, 50_000.0, 0.0 if tied else 50_000.0),
         dtype="float32",
-        config=TrainConfig(num_layers=4),
+        fine_tune=FineTune.of(TrainConfig(num_layers=4)),
+        batch=BatchOptions.of(TrainConfig()),
     )
 
 
@@ -275,7 +277,7 @@ def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
 
 
 def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
-    packed = replace(workload(tied=False), config=TrainConfig(num_layers=4, pack=True))
+    packed = replace(workload(tied=False), batch=BatchOptions.of(TrainConfig(pack=True)))
     setup = packed.setup(4, 64, checkpoint=False, dp=1, backend="metal")
     assert (setup.rows, setup.length) == (1, 256)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.costmodel.profile_file import (
@@ -35,8 +36,12 @@ def machine(host: str, seconds: float = 1.0, chip: str = "M2") -> MachineProfile
     return MachineProfile(host, chip, samples)
 
 
-def profile(*machines: MachineProfile, config: TrainConfig | None = None) -> Profile:
-    return Profile(work_of(config or TrainConfig(), SHAPE, "float32"), machines)
+def tuned(**options: Any) -> FineTune:
+    return FineTune.of(TrainConfig(**options))
+
+
+def profile(*machines: MachineProfile, fine_tune: FineTune | None = None) -> Profile:
+    return Profile(work_of(fine_tune or tuned(), SHAPE, "float32"), machines)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -96,16 +101,16 @@ def test_of_ranks_that_share_a_host_the_slowest_counts() -> None:
 
 
 def test_other_work_is_refused_by_what_differs() -> None:
-    full = TrainConfig(fine_tune_type="full")
+    full = tuned(fine_tune_type="full")
     with pytest.raises(UserError, match="fine_tune_type 'lora', not 'full': measure again"):
         profile(machine("a")).check(work_of(full, SHAPE, "float32"))
     with pytest.raises(UserError, match="dtype 'float32', not 'bfloat16'"):
-        profile(machine("a")).check(work_of(TrainConfig(), SHAPE, "bfloat16"))
+        profile(machine("a")).check(work_of(tuned(), SHAPE, "bfloat16"))
 
 
 def test_a_quantised_model_is_other_work() -> None:
     def work(quantization: dict[str, Any] | None) -> dict[str, Any]:
-        return work_of(TrainConfig(), SHAPE, "float32", quantization)
+        return work_of(tuned(), SHAPE, "float32", quantization)
 
     floats = Profile(work(None), (machine("a"),))
     with pytest.raises(UserError, match=r"with quantization None, not \{'bits': 4, 'group_size'"):
@@ -120,7 +125,7 @@ def test_a_quantised_model_is_other_work() -> None:
 
 def test_how_many_layers_are_trained_and_how_long_the_run_is_does_not_matter() -> None:
     deeper = ModelShape.from_config(tiny_config(layers=12))
-    other = TrainConfig(num_layers=4, iters=7, batch_size=2, learning_rate=1.0)
+    other = tuned(num_layers=4, iters=7, batch_size=2, learning_rate=1.0)
     profile(machine("a")).check(work_of(other, deeper, "float32"))
 
 
@@ -128,7 +133,7 @@ def test_profiles_of_several_files_are_one() -> None:
     one = merge([profile(machine("a")), profile(machine("b"))])
     assert [each.host for each in one.machines] == ["a", "b"]
     with pytest.raises(UserError, match="optimizer 'sgd', not 'adam'"):
-        merge([profile(machine("a")), profile(machine("b"), config=TrainConfig(optimizer="sgd"))])
+        merge([profile(machine("a")), profile(machine("b"), fine_tune=tuned(optimizer="sgd"))])
 
 
 @pytest.mark.parametrize(

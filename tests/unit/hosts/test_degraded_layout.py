@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import load_given_config
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
@@ -23,7 +24,7 @@ def machines(count: int, **facts: float) -> list[Machine]:
 
 def layout(hosts: list[Machine], *options: str) -> Layout:
     config, given = load_given_config(options)
-    return plan_again(options, config, given, hosts)
+    return plan_again(options, RunSpec.of(config), given, hosts, config.config)
 
 
 @pytest.fixture

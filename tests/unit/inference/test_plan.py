@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.generate import GenerateConfig, load_config
-from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import (
     CHOOSE_CACHES,
@@ -32,13 +31,12 @@ LAYERS = 8
 MB = 1 << 20
 
 
-def workload(family: str = "llama") -> Workload:
+def workload(family: str = "llama") -> ModelSizes:
     """Layers of 1 MiB, ends of 2 MiB; keys and values of 128 bytes a token and layer."""
-    return Workload(
+    return ModelSizes(
         shape=ModelShape.from_config(tiny_config(family, layers=LAYERS, vocab_size=20000)),
         weight_sizes=LayerCosts((MB,) * LAYERS, 2 * MB, 2 * MB),
         dtype="float32",
-        config=TrainConfig(model="m", num_layers=-1, test=True),
     )
 
 

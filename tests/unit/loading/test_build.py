@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
+from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut, find_model
@@ -57,7 +58,9 @@ def config_for(path: Path, **options: Any) -> TrainConfig:
 
 
 def build(path: Path, **options: Any) -> nn.Module:
-    return build_model(path, config_for(path, **options))
+    config = config_for(path, **options)
+    adapters = config.resume_adapter_file if config.train else config.adapter_path
+    return build_model(path, FineTune.of(config), config.seed, adapters)
 
 
 def error_of(path: Path, **options: Any) -> str:

@@ -10,8 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.fake_models import (
@@ -71,8 +70,8 @@ def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
     whole = open_model(str(write(tmp_path / "whole", model_files(TINY))))
     plan = open_model(str(write(tmp_path / "plan", {"config.json": text_file(TINY)})))
     assert plan.tensors == {}
-    sizes = Workload.of(whole, TrainConfig(num_layers=-1)).weight_sizes
-    assert Workload.of(plan, TrainConfig(num_layers=-1)).weight_sizes == sizes
+    sizes = model_sizes(whole, None).weight_sizes
+    assert model_sizes(plan, None).weight_sizes == sizes
     layer = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
     assert sizes.layers == (layer,) * 4
     assert sizes.embedding == 12800
@@ -81,7 +80,7 @@ def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
 
 def test_a_tied_matrix_counts_as_embedding_only(tmp_path: Path) -> None:
     tied = open_model(str(write(tmp_path, model_files(TINY | {"tie_word_embeddings": True}))))
-    sizes = Workload.of(tied, TrainConfig(num_layers=-1)).weight_sizes
+    sizes = model_sizes(tied, None).weight_sizes
     assert (sizes.embedding, sizes.head) == (12800, 128)
 
 

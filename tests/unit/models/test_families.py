@@ -24,7 +24,7 @@ from shardmlx.errors import UserError
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import SUPPORTED, ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.training.setup import prepare_job
+from shardmlx.training.setup import prepare_training
 from tests.helpers.models_and_batches import (
     Gradients,
     backward,
@@ -270,4 +270,6 @@ def test_another_family_is_refused_before_its_weights_are_looked_at(tmp_path: An
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
     config = TrainConfig(model=str(tmp_path), train=True)
     with pytest.raises(UserError, match="'gemma3_text' is not supported"):
-        LocalNetwork(1).run(lambda transport: prepare_job(config, transport, Reporter(quiet=True)))
+        LocalNetwork(1).run(
+            lambda transport: prepare_training(config, transport, Reporter(quiet=True))
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def work(model: Path, **options: object) -> Workload:
     config = TrainConfig(model=str(model), **{"num_layers": -1, **options})  # type: ignore[arg-type]
-    return Workload.of(open_model(str(model)), config)
+    return Workload.of(open_model(str(model)), FineTune.of(config), BatchOptions.of(config))
 
 
 def macs(*machines: tuple[float, float], link: float = 5e9) -> Cluster:
@@ -226,7 +227,7 @@ def test_measured_times_win_over_flops(model: Path) -> None:
         rows=1, length=512, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
     )
     profile = Profile(
-        work_of(workload.config, workload.shape, "bfloat16"),
+        work_of(workload.fine_tune, workload.shape, "bfloat16"),
         (MachineProfile("mac0", "M2", (sample,)),),
     )
     cluster = replace(macs((96, 10)), profile=profile)

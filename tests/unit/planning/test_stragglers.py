@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -129,7 +130,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(model: Path, **options: object) -> Workload:
     settings = {"num_layers": -1, "max_seq_length": 128, **options}
     config = TrainConfig(model=str(model), **settings)  # type: ignore[arg-type]
-    return Workload.of(open_model(str(model)), config)
+    return Workload.of(open_model(str(model)), FineTune.of(config), BatchOptions.of(config))
 
 
 def cluster_of(ranks: int, **what: object) -> Cluster:
@@ -155,7 +156,7 @@ def answer(
 ) -> Rebalanced:
     costs = compute_of_ranks(plan, workload, cluster, 64, checkpoint=False)
     measured = [each * factor for each, factor in zip(costs, slowdown, strict=True)]
-    result = rebalanced(plan, workload, cluster, measured, 64)
+    result = rebalanced(plan, workload, cluster, measured, 64, "balanced")
     assert result is not None
     return result
 
@@ -229,7 +230,7 @@ def test_what_a_profile_measured_is_scaled(model: Path) -> None:
         rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
     )
     profile = Profile(
-        work_of(workload.config, workload.shape, workload.dtype),
+        work_of(workload.fine_tune, workload.shape, workload.dtype),
         tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
     )
     cluster = replace(cluster_of(2), profile=profile)
@@ -242,7 +243,7 @@ def test_what_a_profile_measured_is_scaled(model: Path) -> None:
 def test_nothing_is_said_of_ranks_of_which_nothing_was_measured(model: Path) -> None:
     workload = work(model)
     plan = plan_for(workload, (6, 6))
-    assert rebalanced(plan, workload, cluster_of(2), (0.0, 1.0), 64) is None
+    assert rebalanced(plan, workload, cluster_of(2), (0.0, 1.0), 64, "balanced") is None
 
 
 def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: Path) -> None:
@@ -277,7 +278,7 @@ def test_any_common_factor_names_nobody_and_makes_no_map_worse(
     for step in range(8):
         assert watch.observe(step, measured, costs) == []
 
-    result = rebalanced(plan, workload, cluster, measured, 64)
+    result = rebalanced(plan, workload, cluster, measured, 64, "balanced")
     assert result is not None
     assert result.step_seconds <= result.present_seconds
     divided = replace(plan, stage_map=result.stage_map)

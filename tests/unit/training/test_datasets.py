@@ -10,21 +10,19 @@ import pytest
 from mlx_lm.tuner.datasets import CacheDataset
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import shardmlx.training.datasets
+from shardmlx.config.specs import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Batches
 from shardmlx.errors import UserError
-from shardmlx.training.datasets import DataSets, read_data, read_tokenizer
+from shardmlx.training.datasets import DataSets, read_data
 from tests.helpers.letters import CHAT, EOS, Letters, listed, write
 
 
 def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:
     config = TrainConfig(data=data, **{"batch_size": 1, **options})
-    return read_data(config, Letters, max_positions)
+    return read_data(DataOptions.of(config), Letters, max_positions)
 
 
 def error_of(data: str, max_positions: int | None = None, **options: Any) -> str:
@@ -135,7 +133,7 @@ def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
 
     rows = [{"text": "abc"}] * 3
     config = TrainConfig(data=write(tmp_path, train=rows, valid=rows[:2]), batch_size=1)
-    read_data(config, Letters, None, progress)
+    read_data(DataOptions.of(config), Letters, None, progress)
     assert shown == [("tokenising train", 3), ("tokenising valid", 2)]
 
 
@@ -258,7 +256,7 @@ def test_a_prompt_that_leaves_nothing_to_learn_is_counted_or_refused(tmp_path: P
 
 
 def hub_gives(monkeypatch: pytest.MonkeyPatch, **sets: list[dict[str, str]]) -> None:
-    def load(config: TrainConfig, tokenizer: Letters) -> tuple[Any, ...]:
+    def load(config: DataOptions, tokenizer: Letters) -> tuple[Any, ...]:
         return tuple(
             shardmlx.training.datasets._create(sets[name], name, config, tokenizer)
             if name in sets
@@ -285,7 +283,7 @@ def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: TrainConfig, tokenizer: Letters) -> None:
+    def fail(config: DataOptions, tokenizer: Letters) -> None:
         raise ValueError("Not found\nHugging Face dataset")
 
     monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
@@ -296,7 +294,7 @@ def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: TrainConfig, tokenizer: Letters) -> None:
+    def fail(config: DataOptions, tokenizer: Letters) -> None:
         raise ImportError("No module named 'datasets'")
 
     monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
@@ -304,31 +302,3 @@ def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.Mo
         "--data no/such/directory: there is no such directory; to read it from Hugging Face, "
         "pip install datasets"
     )
-
-
-# Tokenizers.
-
-
-def test_the_tokenizer_is_the_one_that_mlx_lm_loads(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}'
-    )
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-
-    tokenizer = read_tokenizer(tmp_path, False, eos=1)
-
-    assert tokenizer.encode("a b c") == [2, 3, 0]
-    assert tokenizer.eos_token_ids == {1}
-
-
-def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError) as error:
-        read_tokenizer(tmp_path, False, eos=1)
-    assert str(error.value).startswith(
-        f"{tmp_path} holds no tokenizer that transformers can read: "
-    )
-    assert "\n" not in str(error.value)

@@ -12,14 +12,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.common.environment import Blas
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.profile import ProfileOptions, read_options
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport, TransportTimeout
 from shardmlx.errors import UserError
-from shardmlx.profile import read_options
 from shardmlx.training import profiling
 from tests.helpers.fake_models import TINY, model_files, write
 from tests.helpers.models_and_batches import tiny_config
@@ -92,10 +91,15 @@ def measure(*arguments: Any) -> list[Sample]:
     return [SAMPLE]
 
 
+def options_of(model: Path, output: Path) -> ProfileOptions:
+    words = [str(model), "--num-layers", "-1", "--rows", "1", "--lengths", "8", "-o", str(output)]
+    return read_options(words)
+
+
 def profile(model: Path, output: Path) -> None:
-    config = TrainConfig(model=str(model), num_layers=-1)
+    options = options_of(model, output)
     LocalNetwork(2, timeout=0.3).run(
-        lambda transport: profiling.run(config, [(1, 8)], output, transport, Blas("none", None))
+        lambda transport: profiling.run(options, transport, Blas("none", None))
     )
 
 
@@ -121,11 +125,11 @@ def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
 
     monkeypatch.setattr(profiling, "measure", measure)
     monkeypatch.setattr(profiling, "write_profile", full)
-    config = TrainConfig(model=str(model), num_layers=-1)
+    options = options_of(model, tmp_path / "p.json")
 
     def rank(transport: Transport) -> None:
         with pytest.raises(AgreedError, match="No space left"):
-            profiling.run(config, [(1, 8)], tmp_path / "p.json", transport, Blas("none", None))
+            profiling.run(options, transport, Blas("none", None))
 
     LocalNetwork(2).run(rank)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import shardmlx.training.datasets
+from shardmlx.config.specs import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training import token_cache
@@ -54,7 +55,7 @@ def never() -> Letters:
 
 def read(data: str, cache: DataCache | None, tokenizer: Any = Letters, **options: Any) -> DataSets:
     config = TrainConfig(data=data, **{"batch_size": 1, **options})
-    return read_data(config, tokenizer, None, cache=cache)
+    return read_data(DataOptions.of(config), tokenizer, None, cache=cache)
 
 
 def sets(data: DataSets) -> list[Any]:
@@ -83,7 +84,8 @@ def test_only_the_set_that_has_changed_is_tokenised(data: str, cache: DataCache)
         shown.append(text)
         return iter(items)
 
-    read_data(TrainConfig(data=data, batch_size=1), Letters, None, progress, cache)
+    options = DataOptions.of(TrainConfig(data=data, batch_size=1))
+    read_data(options, Letters, None, progress, cache)
     assert shown == ["tokenising valid"]
 
 
@@ -152,7 +154,7 @@ def test_rows_that_change_while_they_are_read_are_kept_as_what_they_were(
 def test_sets_of_the_hub_are_not_kept(
     cache: DataCache, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(config: TrainConfig, tokenizer: Letters) -> tuple[Any, ...]:
+    def load(config: DataOptions, tokenizer: Letters) -> tuple[Any, ...]:
         return shardmlx.training.datasets._create(TRAIN, "train", config, tokenizer), [], []
 
     monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", load)
@@ -174,16 +176,16 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-CONFIG = TrainConfig()
+OPTIONS = DataOptions.of(TrainConfig())
 
 
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "chat_template.jinja", "templates/other.jinja", "added.json"]
 )
 def test_another_tokenizer_makes_other_tokens(model: Path, name: str) -> None:
-    before = recipe_of(CONFIG, model)
+    before = recipe_of(OPTIONS, model)
     (model / name).write_text("other")
-    assert recipe_of(CONFIG, model) not in (before, None)
+    assert recipe_of(OPTIONS, model) not in (before, None)
 
 
 @pytest.mark.parametrize(
@@ -192,27 +194,27 @@ def test_another_tokenizer_makes_other_tokens(model: Path, name: str) -> None:
     ids=str,
 )
 def test_other_options_make_other_tokens(model: Path, options: Mapping[str, Any]) -> None:
-    assert recipe_of(replace(CONFIG, **options), model) != recipe_of(CONFIG, model)
+    assert recipe_of(replace(OPTIONS, **options), model) != recipe_of(OPTIONS, model)
 
 
 def test_another_version_makes_other_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe_of(CONFIG, model)
+    before = recipe_of(OPTIONS, model)
     monkeypatch.setattr(token_cache, "_version", lambda package: "99")
-    assert recipe_of(CONFIG, model) != before
+    assert recipe_of(OPTIONS, model) != before
 
 
 def test_what_decides_no_token_is_left_out(model: Path, tmp_path: Path) -> None:
-    before = recipe_of(CONFIG, model)
+    before = recipe_of(OPTIONS, model)
     (model / "model.safetensors").write_text("other weights")
     moved = model.rename(tmp_path / "elsewhere")
-    config = replace(CONFIG, max_seq_length=7, batch_size=1, data="elsewhere", seed=3)
-    assert recipe_of(config, moved) == before
+    options = replace(OPTIONS, max_seq_length=7, batch_size=1, data="elsewhere")
+    assert recipe_of(options, moved) == before
 
 
 def test_code_and_templates_that_may_do_anything_have_no_recipe(model: Path) -> None:
-    assert recipe_of(replace(CONFIG, trust_remote_code=True), model) is None
+    assert recipe_of(replace(OPTIONS, trust_remote_code=True), model) is None
     (model / "chat_template.jinja").write_text("It is {{ strftime_now('%d %b %Y') }}.")
-    assert recipe_of(CONFIG, model) is None
+    assert recipe_of(OPTIONS, model) is None
 
 
 def test_a_date_is_found_wherever_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +222,7 @@ def test_a_date_is_found_wherever_it_is(model: Path, monkeypatch: pytest.MonkeyP
     for piece in range(1, 40):
         monkeypatch.setattr(token_cache, "_CHUNK", piece)
         (model / "chat_template.jinja").write_text("It is {{ strftime_now('%d %b %Y') }}.")
-        assert recipe_of(CONFIG, model) is None
+        assert recipe_of(OPTIONS, model) is None
 
 
 def test_sets_of_another_recipe_are_others(data: str, directory: Path, cache: DataCache) -> None:
@@ -235,17 +237,17 @@ def test_where_they_are_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     for option, where in [("auto", "xdg/shardmlx/data"), (f"{tmp_path}/mine", "mine")]:
-        config = replace(CONFIG, data_cache=option)
-        read(data, open_cache(config, model, pytest.fail))
+        options = replace(OPTIONS, data_cache=option)
+        read(data, open_cache(options, model, pytest.fail))
         assert len(files(tmp_path / where)) == 2
-    assert open_cache(replace(CONFIG, data_cache="none"), model, pytest.fail) is None
+    assert open_cache(replace(OPTIONS, data_cache="none"), model, pytest.fail) is None
 
 
 def test_who_has_no_home_is_told_so(
     model: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(CONFIG, data_cache="~nobody-of-that-name/cache")
-    assert open_cache(config, model, warnings.append) is None
+    options = replace(OPTIONS, data_cache="~nobody-of-that-name/cache")
+    assert open_cache(options, model, warnings.append) is None
     (warning,) = warnings
     assert warning.startswith("--data-cache ~nobody-of-that-name/cache: Could not determine home")
 

@@ -1,0 +1,150 @@
+"""Parts of the options: code takes the part that it needs, not all options of a command.
+
+Each part is made of a command's options by name: ``FineTune.of(config)``. No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+Part = TypeVar("Part", bound="Spec")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A part of the options. Its fields have the names and the meaning of the options."""
+
+    @classmethod
+    def of(cls: type[Part], options: object) -> Part:
+        """Take the part out of ``options``; what these lack must have a default here."""
+        names = (each.name for each in fields(cls))
+        return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource(Spec):
+    """The model, and who reads its weights."""
+
+    model: str
+    weights: str
+    weight_cache: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions(Spec):
+    """The files that say what the machines have, and the bytes that a rank may use."""
+
+    hosts: str | None
+    memory_limit: int | None
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTune(Spec):
+    """What is trained of a model, and with which optimizer. Nothing is, where ``train`` is False:
+    then the run only evaluates."""
+
+    train: bool
+    fine_tune_type: str
+    num_layers: int
+    lora_parameters: Mapping[str, Any]
+    unfreeze_all: bool
+    dtype: str | None
+    optimizer: str
+    optimizer_config: Mapping[str, Any]
+    learning_rate: float
+    lr_schedule: Mapping[str, Any] | None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the weights of layers are trained themselves, without adapters."""
+        return self.fine_tune_type == "full"
+
+    @property
+    def optimizer_settings(self) -> Mapping[str, Any]:
+        """The settings of the optimizer that is used."""
+        settings: Mapping[str, Any] = self.optimizer_config.get(self.optimizer) or {}
+        return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions(Spec):
+    """The batch of a step, and how a stage takes it."""
+
+    batch_size: int
+    micro_batch_size: int | None
+    max_seq_length: int
+    pack: bool
+    grad_accumulation_steps: int
+    grad_checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions(Spec):
+    """How the layers are divided into stages, and in which order these compute."""
+
+    stage_map: str | None
+    pipeline_stages: int | None
+    virtual_stages: int | None
+    partitioner: str
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions(Spec):
+    """The data sets that a run needs, and how their rows become sequences."""
+
+    train: bool
+    test: bool
+    data: str
+    data_cache: str
+    hf_dataset: Mapping[str, Any] | Sequence[Any] | None
+    prompt_feature: str
+    completion_feature: str
+    chat_feature: str
+    text_feature: str
+    max_seq_length: int
+    long_sequences: str
+    mask_prompt: bool
+    trust_remote_code: bool
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions(Spec):
+    """Where checkpoints are saved, and from which one a run of ``iters`` steps goes on."""
+
+    checkpoint_dir: str | None
+    checkpoint_storage: str
+    resume: str
+    iters: int
+
+    @property
+    def named(self) -> Path | None:
+        """The directory of the checkpoint that the user names; None for auto and never."""
+        return None if self.resume in ("auto", "never") else Path(self.resume)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """A training run as far as its plan depends on it."""
+
+    model: str
+    fine_tune: FineTune
+    batch: BatchOptions
+    layout: LayoutOptions
+    machines: MachineOptions
+
+    @classmethod
+    def of(cls, options: Any) -> RunSpec:
+        """Take the parts out of the options of ``shardmlx.train``."""
+        return cls(
+            model=options.model,
+            fine_tune=FineTune.of(options),
+            batch=BatchOptions.of(options),
+            layout=LayoutOptions.of(options),
+            machines=MachineOptions.of(options),
+        )
