@@ -1,20 +1,46 @@
-"""From compute actions to what a rank really runs: messages added, needless gradients left out.
+"""Lower compute actions to what a rank really runs: add messages, leave out needless gradients.
 
 ``lower`` and ``forward_only`` write lowered grids; ``validate`` proves that one can run. A SEND
-never blocks; a RECV blocks until its SEND was made.
+never blocks; a RECV blocks until its SEND was made. 1F1B on two ranks, before and after::
+
+    compute actions      r0  0F0 0F1 0B0 0B1
+                         r1  1F0 1B0 1F1 1B1
+
+    all stages trained   r0  0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0W0 0RECV_B1 0W1
+                         r1  1RECV_F0 1F0 1I0 1SEND_B0 1W0 1RECV_F1 1F1 1I1 1SEND_B1 1W1
+
+    stage 0 frozen       r0  0F0 0SEND_F0 0F1 0SEND_F1
+                         r1  1RECV_F0 1F0 1W0 1RECV_F1 1F1 1W1
+
+B became I and W, and stage 0 has no I: token ids have no gradient. Where stage 0 is frozen nobody
+needs the gradient of stage 1's input, so that nothing goes back at all.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from types import MappingProxyType
 
 from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
+
+Kinds = Collection[Kind]
+"""The kinds of actions that one stage has when it is lowered."""
+
+_EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
+    {
+        F: (RECV_F, F, SEND_F),
+        B: (RECV_B, I, SEND_B, W),
+        I: (RECV_B, I, SEND_B),
+        W: (RECV_B, W),
+    }
+)
+"""What becomes of a compute action, as far as its stage has these kinds."""
 
 
 class ScheduleError(ValueError):
@@ -46,19 +72,22 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
     default all have). A SEND stands right after the action that makes its content, a RECV right
     before the first that needs it. Raises ``ValueError`` for a grid that has messages already.
     """
-    parts = [stage.parts() for stage in _stages(grid, placement, trainable)]
+    expansions = [
+        {kind: _expand(kind, kinds) for kind in _EXPANSION}
+        for kinds in _stage_kinds(len(grid), placement, trainable)
+    ]
 
     def rank_actions(actions: Sequence[Action]) -> Iterator[Action]:
         received: set[tuple[int, int]] = set()
         for action in actions:
             stage, kind, microbatch = action.stage, action.kind, action.microbatch
-            if stage >= len(parts):
-                raise ValueError(f"{action} is of no stage: the placement has {len(parts)}")
-            if kind not in parts[stage]:
+            if stage >= len(expansions):
+                raise ValueError(f"{action} is of no stage: the placement has {len(expansions)}")
+            if kind not in expansions[stage]:
                 raise ValueError(f"{action} is a message: the grid is lowered already")
-            for part in parts[stage][kind]:
+            for part in expansions[stage][kind]:
                 if part is RECV_B:
-                    if (stage, microbatch) in received:
+                    if (stage, microbatch) in received:  # by I, before W
                         continue
                     received.add((stage, microbatch))
                 yield action if part is kind else Action(stage, part, microbatch)
@@ -67,7 +96,7 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
 
 
 def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
-    """Lowered grid of forwards alone, for evaluation.
+    """Return the lowered grid of forwards alone, for evaluation.
 
     Each micro-batch in turn takes, stage after stage, the first slot that its rank has free. The
     slots are a valid timetable, so keeping their order on each rank can never deadlock.
@@ -85,125 +114,111 @@ def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
     return lower(grid, placement, [False] * len(placement))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """What one stage computes backward, and which messages pass to and from it."""
-
-    gradients: frozenset[Kind]
-    from_below: bool
-    to_above: bool
-    gradient_from_above: bool
-    gradient_to_below: bool
-
-    def parts(self) -> dict[Kind, tuple[Kind, ...]]:
-        """What becomes of each compute action: itself or its parts among their messages."""
-        forward = {RECV_F: self.from_below, F: True, SEND_F: self.to_above}
-        input_gradient = {I: I in self.gradients, SEND_B: self.gradient_to_below}
-        weight_gradient = {W: W in self.gradients}
-
-        def expected(kinds: dict[Kind, bool]) -> tuple[Kind, ...]:
-            return tuple(kind for kind, wanted in kinds.items() if wanted)
-
-        def backward(kinds: dict[Kind, bool]) -> tuple[Kind, ...]:
-            received = {RECV_B: self.gradient_from_above and any(kinds.values())}
-            return expected(received | kinds)
-
-        return {
-            F: expected(forward),
-            B: backward(input_gradient | weight_gradient),
-            I: backward(input_gradient),
-            W: backward(weight_gradient),
-        }
+def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:
+    """Return what a stage of these ``kinds`` does for a compute action: nothing without compute."""
+    parts = tuple(part for part in _EXPANSION[kind] if part in kinds)
+    return parts if any(part.is_compute for part in parts) else ()
 
 
-def _stages(
-    grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
-) -> tuple[_Stage, ...]:
+def _stage_kinds(
+    ranks: int, placement: Sequence[int], trainable: Sequence[bool] | None
+) -> list[Kinds]:
+    """Return the kinds of actions of each stage: forward, gradients, and messages between ranks."""
     if trainable is None:
         trainable = [True] * len(placement)
     if len(trainable) != len(placement):
         raise ValueError(f"trainable has {len(trainable)} stages, the placement {len(placement)}")
     for stage, rank in enumerate(placement):
-        if not 0 <= rank < len(grid):
-            raise ValueError(f"stage {stage} is placed on rank {rank} of {len(grid)} ranks")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"stage {stage} is placed on rank {rank} of {ranks} ranks")
     gradients = gradient_kinds(trainable)
-    crosses = [below != above for below, above in pairwise(placement)]
-    below = [False, *crosses]
-    above = [*crosses, False]
-    return tuple(
-        _Stage(
-            gradients[stage],
-            from_below=below[stage],
-            to_above=above[stage],
-            gradient_from_above=above[stage] and I in gradients[stage + 1],
-            gradient_to_below=below[stage] and I in gradients[stage],
-        )
-        for stage in range(len(placement))
-    )
+    kinds = [{F, *own} for own in gradients]
+    for below, above in pairwise(range(len(placement))):
+        if placement[below] != placement[above]:
+            kinds[below].add(SEND_F)
+            kinds[above].add(RECV_F)
+            if I in gradients[above]:
+                kinds[above].add(SEND_B)
+                kinds[below].add(RECV_B)
+    return list(kinds)
 
 
 @dataclass(slots=True)
 class _Track:
-    """One kind of action of one stage, on its way through the micro-batches."""
+    """All actions of one kind at one stage: one for each micro-batch."""
 
     stage: int
     kind: Kind
-    done: bytearray
-    after: tuple[_Track, ...] = ()  # must be done before, on the same rank
-    awaits: _Track | None = None  # the SEND that a RECV waits for, on another rank
-    in_order: bool = False  # where the order of the micro-batches is part of the contract
+    done: bytearray  # by micro-batch
+    needs: Sequence[_Track] = ()  # done before for the same micro-batch, on the same rank
+    sender: _Track | None = None  # of a RECV: the SEND on another rank
+    receivers: dict[int, int] = field(default_factory=dict)  # of a SEND: rank waiting, by m.-batch
+    in_order: bool = False  # gradients add up as in one process
     due: int = 0  # the next micro-batch in that order
-    waiting: dict[int, int] = field(default_factory=dict)  # rank that waits for a micro-batch
 
     def name(self, microbatch: int) -> str:
+        """Return the action as it prints."""
         return str(Action(self.stage, self.kind, microbatch))
 
+    def do(self, microbatch: int) -> str | None:
+        """Do the action of a micro-batch; return what is wrong if it cannot be done now."""
+        if self.done[microbatch]:
+            return f"{self.name(microbatch)} is done a second time"
+        for needed in self.needs:
+            if not needed.done[microbatch]:
+                return f"{self.name(microbatch)} comes without {needed.name(microbatch)} before it"
+        if self.in_order:
+            if self.due != microbatch:
+                return f"{self.name(microbatch)} comes where {self.name(self.due)} is due"
+            self.due += 1
+        self.done[microbatch] = 1
+        return None
 
-def _tracks(stages: Sequence[_Stage], microbatches: int) -> list[dict[Kind, _Track]]:
-    """The actions that each stage must do, with what has to come before them."""
-    tracks: list[dict[Kind, _Track]] = []
-    for number, stage in enumerate(stages):
-        kinds = {
-            RECV_F: stage.from_below,
-            F: True,
-            SEND_F: stage.to_above,
-            RECV_B: stage.gradient_from_above,
-            I: I in stage.gradients,
-            W: W in stage.gradients,
-            SEND_B: stage.gradient_to_below,
+
+_Tracks = Mapping[Kind, _Track]
+"""The tracks of one stage."""
+
+
+def _make_tracks(kinds: Sequence[Kinds], microbatches: int) -> list[_Tracks]:
+    """Return the actions that each stage must do, each with what it needs before it.
+
+    ::
+
+        F       RECV_F, or the F of the stage below on the same rank
+        SEND_F  F
+        I       F, and RECV_B or the I of the stage above on the same rank
+        W       the same, and the stage's own I
+        SEND_B  I
+        RECV_F  SEND_F of the stage below, on another rank
+        RECV_B  SEND_B of the stage above, on another rank
+    """
+    order = (RECV_F, F, SEND_F, RECV_B, I, W, SEND_B)
+    tracks = [
+        {
+            kind: _Track(stage, kind, bytearray(microbatches), in_order=kind in (F, W))
+            for kind in order
+            if kind in own
         }
-        tracks.append(
-            {
-                kind: _Track(number, kind, bytearray(microbatches))
-                for kind, expected in kinds.items()
-                if expected
-            }
-        )
-    for number, own in enumerate(tracks):
-        below = tracks[number - 1] if number else {}
-        above = tracks[number + 1] if number + 1 < len(tracks) else {}
+        for stage, own in enumerate(kinds)
+    ]
+    nothing: _Tracks = {}
+    for below, own, above in zip([nothing, *tracks], tracks, [*tracks[1:], nothing], strict=False):
         activation = own.get(RECV_F) or below.get(F)
         gradient = own.get(RECV_B) or above.get(I)
-
-        def existing(*tracks: _Track | None) -> tuple[_Track, ...]:
-            return tuple(track for track in tracks if track is not None)
-
+        needs = {
+            F: (activation,),
+            SEND_F: (own[F],),
+            I: (own[F], gradient),
+            W: (own[F], gradient, own.get(I)),
+            SEND_B: (own.get(I),),
+        }
         for kind, track in own.items():
-            if kind is F:
-                track.after, track.in_order = existing(activation), True
-            elif kind is SEND_F:
-                track.after = (own[F],)
-            elif kind is SEND_B:
-                track.after = (own[I],)
-            elif kind is RECV_F:
-                track.awaits = below[SEND_F]
-            elif kind is RECV_B:
-                track.awaits = above[SEND_B]
-            elif kind is I:
-                track.after = existing(own[F], gradient)
-            else:
-                track.after, track.in_order = existing(own[F], gradient, own.get(I)), True
-    return tracks
+            track.needs = [each for each in needs.get(kind, ()) if each is not None]
+        if RECV_F in own:
+            own[RECV_F].sender = below[SEND_F]
+        if RECV_B in own:
+            own[RECV_B].sender = above[SEND_B]
+    return list(tracks)
 
 
 def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> None:
@@ -214,47 +229,33 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     has its SEND; the grid runs to its end with sends that never block. Linear in the number of
     actions. The micro-batches are those that the grid names. Raises ``ScheduleError``.
     """
-    stages = _stages(grid, placement, trainable)
-    microbatches = _count_microbatches(grid)
-    tracks = _tracks(stages, microbatches)
+    kinds = _stage_kinds(len(grid), placement, trainable)
+    tracks = _make_tracks(kinds, _count_microbatches(grid))
     of_rank: list[dict[tuple[int, Kind], _Track]] = [{} for _ in grid]
     for rank, own in zip(placement, tracks, strict=True):
         of_rank[rank].update({(track.stage, kind): track for kind, track in own.items()})
-
     reached = [0] * len(grid)
+
+    def run(rank: int) -> Iterator[int]:
+        """Go on with a rank until it waits or ends; yield the ranks whose RECV it serves."""
+        for index in range(reached[rank], len(grid[rank])):
+            action = grid[rank][index]
+            microbatch = action.microbatch
+            track = of_rank[rank].get((action.stage, action.kind))
+            if track is None:
+                raise _fault(grid, rank, index, _why_unexpected(action, placement, kinds))
+            if track.sender is not None and not track.sender.done[microbatch]:
+                track.sender.receivers[microbatch] = rank
+                return
+            if (fault := track.do(microbatch)) is not None:
+                raise _fault(grid, rank, index, fault)
+            reached[rank] = index + 1
+            if microbatch in track.receivers:
+                yield track.receivers.pop(microbatch)
+
     ready = deque(range(len(grid)))
     while ready:
-        rank = ready.popleft()
-        own_tracks, actions = of_rank[rank], grid[rank]
-        for index in range(reached[rank], len(actions)):
-            action = actions[index]
-            microbatch = action.microbatch
-            track = own_tracks.get((action.stage, action.kind))
-            if track is None:
-                raise _fault(grid, rank, index, _why_unexpected(action, placement, stages))
-            awaited = track.awaits
-            if awaited is not None and not awaited.done[microbatch]:
-                awaited.waiting[microbatch] = rank
-                reached[rank] = index
-                break
-            if track.done[microbatch]:
-                raise _fault(grid, rank, index, f"{action} is done a second time")
-            for needed in track.after:
-                if not needed.done[microbatch]:
-                    reason = f"{action} comes without {needed.name(microbatch)} before it"
-                    raise _fault(grid, rank, index, reason)
-            if track.in_order:
-                if track.due != microbatch:
-                    due = track.name(track.due)
-                    raise _fault(grid, rank, index, f"{action} comes where {due} is due")
-                track.due += 1
-            track.done[microbatch] = 1
-            if track.waiting:
-                waiting = track.waiting.pop(microbatch, None)
-                if waiting is not None:
-                    ready.append(waiting)
-        else:
-            reached[rank] = len(actions)
+        ready.extend(run(ready.popleft()))
     _check_all_ended(grid, placement, reached)
     _check_nothing_missing(grid, placement, tracks)
 
@@ -276,10 +277,10 @@ def _count_microbatches(grid: Grid) -> int:
     return 1 + max(named)
 
 
-def _why_unexpected(action: Action, placement: Sequence[int], stages: Sequence[_Stage]) -> str:
-    if not 0 <= action.stage < len(stages):
-        return f"{action} is of no stage: there are {len(stages)}"
-    computes = ", ".join([F, *sorted(stages[action.stage].gradients)])
+def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Kinds]) -> str:
+    if not 0 <= action.stage < len(kinds):
+        return f"{action} is of no stage: there are {len(kinds)}"
+    computes = ", ".join(sorted(kind for kind in kinds[action.stage] if kind.is_compute))
     return (
         f"{action} is not wanted here: stage {action.stage} runs on rank "
         f"{placement[action.stage]} and computes {computes}"
@@ -314,9 +315,7 @@ def _check_all_ended(grid: Grid, placement: Sequence[int], reached: Sequence[int
     raise _fault(grid, rank, reached[rank], f"deadlock: {waits}")
 
 
-def _check_nothing_missing(
-    grid: Grid, placement: Sequence[int], tracks: Sequence[dict[Kind, _Track]]
-) -> None:
+def _check_nothing_missing(grid: Grid, placement: Sequence[int], tracks: Sequence[_Tracks]) -> None:
     for rank, own in zip(placement, tracks, strict=True):
         for track in own.values():
             microbatch = track.done.find(0)
@@ -330,7 +329,7 @@ def _fault(grid: Grid, rank: int, index: int, reason: str) -> ScheduleError:
 
 
 def _draw(grid: Grid, rank: int, index: int, around: int = 8) -> str:
-    """The grid, one rank a row, as far as ``around`` cells from the caret under one of them."""
+    """Draw the grid, one rank a row, to ``around`` cells either side of a caret under one cell."""
     first, last = max(0, index - around), index + around + 1
     rows = range(max(0, rank - around), min(len(grid), rank + around + 1))
     cells = {row: [str(action) for action in grid[row][first:last]] for row in rows}
