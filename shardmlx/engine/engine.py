@@ -1,7 +1,28 @@
-"""Runs one rank's actions. Only the engine sends, and only through a ``Transport``.
+"""Run one rank's actions. Only the engine sends, and only through a ``Transport``.
 
-Receives are posted ahead of their time: the gradient of an output at that output's forward,
-straight into the cotangent that waits for it; inputs ``PREPOSTED`` messages ahead.
+A rank does its lowered actions in order, one after the other. Sends and receives run beside the
+computing: a SEND only hands its array over, and a RECV waits for a receive that was posted long
+before. The middle rank of three, 1F1B with three micro-batches::
+
+    action    what the rank does                          what is posted then
+                                                          receive inputs 0 and 1 (PREPOSTED)
+    1RECV_F0  wait for input 0                            receive input 2
+    1F0       compute, build the backward graph           receive gradient 0, into its cotangent
+    1SEND_F0                                              send output 0
+    1RECV_F1  wait for input 1
+    1F1       compute, build the backward graph           receive gradient 1, into its cotangent
+    1SEND_F1                                              send output 1
+    1RECV_B0  wait for gradient 0
+    1I0       compute the gradient for input 0
+    1SEND_B0                                              send it: the rank below waits for it
+    1W0       compute the gradients for the weights
+    1RECV_F2  wait for input 2
+    ...       (1F2 1SEND_F2 1RECV_B1 1I1 1SEND_B1 1W1 1RECV_B2 1I2 1SEND_B2)
+    1W2       compute, bucket after bucket                sum each bucket over the replicas
+    end       wait for all sends, then for the sums
+
+So at most ``PREPOSTED`` inputs lie ready, and a gradient needs no buffer of its own. Every wait has
+a limit, and its message names rank, host, stage, action and peer.
 """
 
 from __future__ import annotations
@@ -32,12 +53,12 @@ from shardmlx.pipeline.lowering import forward_only
 from shardmlx.pipeline.plan import Plan
 
 MAX_STAGES = 1024
-"""Of one pipeline; keeps the tags of micro-batches apart."""
+"""Most stages of one pipeline: the tags of micro-batches lie this far apart."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """What is under way while a list of actions runs."""
+    """A list of actions on its way: what is posted, what is there, what is being sent."""
 
     microbatches: Sequence[MicroBatch]
     to_receive: deque[Action]
@@ -52,7 +73,11 @@ class _Run:
 
 
 class Engine:
-    """One rank of the pipeline: its stages, its peers, and where each message goes."""
+    """One rank of the pipeline: its stages, its peers, and where each message goes.
+
+    ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. All ranks
+    must build their engine, and call its methods alike.
+    """
 
     def __init__(
         self,
@@ -78,11 +103,13 @@ class Engine:
         key: tuple[int, ...] = (0,),
         reduce: bool = True,
     ) -> dict[int, float]:
-        """Forward and backward of this replica's micro-batches.
+        """Run forward and backward of this replica's micro-batches. All ranks must call it.
 
         Adds to the gradients of the stages. With ``reduce`` they are, at the return, those of the
-        whole global batch. ``scale`` is 1 / valid tokens of the global batch. Returns, on the rank
-        of the last stage, the summed loss of each micro-batch; nothing elsewhere.
+        whole global batch. ``scale`` is 1 / valid tokens of the global batch, ``key`` seeds the
+        masks of dropout. Returns, on the rank of the last stage, the summed loss of each
+        micro-batch; nothing elsewhere. Raises ``EngineError`` or ``TransportError``, which name
+        rank, stage and action.
         """
         actions = self.plan.actions[self.pipeline_rank]
         run = self._new_run(actions, microbatches, train=True)
@@ -95,15 +122,15 @@ class Engine:
         return losses
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
-        """Forward only; returns what ``train_step`` does."""
+        """Run forward only, and return what ``train_step`` does. All ranks must call it."""
         grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
         actions = grid[self.pipeline_rank]
         return self._run(actions, self._new_run(actions, microbatches, train=False))
 
     def gradient_norm(self, spoiled: bool = False) -> float:
-        """Of the whole model's gradients, after a step that reduced them; the same on all ranks.
+        """Return the global gradient norm after a step that reduced; the same on all ranks.
 
-        Not a number if any rank says that its part is ``spoiled``.
+        It is not a number if any rank says that its part is ``spoiled``. All ranks must call it.
         """
         with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
             return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm", spoiled)
@@ -240,7 +267,7 @@ class Engine:
         return self.plan.mesh.rank(self.replica, self.plan.stage_map.placement[neighbour])
 
     def _message(self, action: Action) -> tuple[int, ...]:
-        """The same on both ends of a message, and on no other message."""
+        """Name a message: both ends name it alike, and no other message so."""
         return (self._runs, self.replica, _tag(action))
 
     def _who(self) -> str:
@@ -251,7 +278,7 @@ class Engine:
 
 
 def _tag(action: Action) -> int:
-    """Both ends of a message compute the same tag: from the sending stage, kind, micro-batch."""
+    """Return a message's tag, from sending stage, kind and micro-batch: alike on both ends."""
     backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
     receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
     sender = action.stage + (0 if not receives else 1 if backward else -1)

@@ -1,10 +1,22 @@
-"""One pipeline stage: forward, and backward in two halves, of one micro-batch after the other.
+"""Run one pipeline stage: forward, and backward in two halves, of several micro-batches in flight.
 
-At the forward the backward graph is built too, over a cotangent whose buffer is filled only when
-the gradient arrives. Only the outputs are evaluated then; the graph stays lazy and holds just the
-activations that it needs. So nothing is computed twice, and the gradient for the input (I) and
-the gradients for the weights (W) can be evaluated apart, which zero-bubble schedules live on
-(Qi et al., arXiv:2401.10241).
+At F the backward graph is built too, over a cotangent whose buffer is filled only when the gradient
+arrives. Only the output is evaluated then; the rest of the graph stays lazy and holds just the
+activations that it needs::
+
+    the joint graph: mx.vjp(stage, [x, weights], [cotangent])
+
+    x, weights ---> forward ---> output                     F evaluates it, and it is sent
+                       |
+                  activations                               held until the backward uses them
+                       |
+    cotangent ---> backward ---> gradient of x              I evaluates it, and it is sent
+                       +-------> gradients of the weights   W evaluates them, and adds them up
+
+    cotangent: full of NaN at F; the gradient of the output is received into its buffer before I
+
+So nothing is computed twice, and I and W can be evaluated apart, which zero-bubble schedules live
+on (Qi et al., arXiv:2401.10241).
 
 On a GPU this joint graph is compiled, once for each shape: then it is not traced in Python again,
 and elementwise operations are fused. ``mx.compile`` fuses an operation only if all that use its
@@ -33,18 +45,18 @@ from shardmlx.pipeline.lowering import gradient_kinds
 
 
 def answers_of(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
-    """The tokens that should come next, and which of them count: both (rows, T)."""
+    """Return the tokens that should come next, and which of them count: both (rows, T)."""
     return mx.array(microbatch.targets), mx.array(microbatch.counts)
 
 
 def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
-    """Sum, in float32, of the losses of the tokens that count; as mlx-lm's ``default_loss``."""
+    """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``."""
     losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
     return losses.astype(mx.float32).sum()
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter, ``model.layers.12``, or the matrix at an end of the model."""
+    """Return a parameter's layer, ``model.layers.12``, or its matrix at an end of the model."""
     return ".".join(name.split(".")[:3])
 
 
@@ -87,9 +99,10 @@ def build_stages(
 class Stage:
     """A slice of the model and its micro-batches in flight.
 
-    ``needs_input_gradient``: some stage below has trained weights. The gradients of trained
-    weights add up over micro-batches, in float32 if the weights are shorter, in ``gradients``.
-    ``compiled``: by default on a GPU.
+    ``needs_input_gradient`` says whether some stage below has trained weights, ``checkpoint``
+    whether the backward computes activations again instead of holding them, ``compiled`` whether
+    the joint graph is compiled, by default on a GPU. The gradients of trained weights, ``names``,
+    add up over micro-batches in ``gradients``, in float32 also where the weights are shorter.
     """
 
     def __init__(
@@ -116,6 +129,7 @@ class Stage:
 
     @property
     def is_trained(self) -> bool:
+        """True if the stage has trained weights."""
         return bool(self.names)
 
     def forward(
@@ -127,12 +141,13 @@ class Stage:
         scale: float,
         key: tuple[int, ...] = (0,),
     ) -> mx.array:
-        """F of micro-batch ``j``: hidden states (rows, T, D), or on the last stage the summed loss.
+        """Compute F of micro-batch ``j``, and prepare its backward.
 
-        ``x`` are the hidden states from the stage before, None on the first. ``scale`` is the
-        gradient of the loss of the whole batch for one token's loss: 1 / valid tokens.
+        Returns hidden states (rows, T, D), or on the last stage the summed loss. ``x`` are the
+        hidden states from the stage before, None on the first. ``scale`` is the gradient of the
+        loss of the whole batch for one token's loss: 1 / valid tokens. ``key`` seeds the masks of
+        dropout.
         """
-
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
         graph = self._compiled
@@ -154,7 +169,7 @@ class Stage:
         return out
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
-        """As ``forward``, without a backward pass to follow."""
+        """Compute what ``forward`` returns, without a backward pass to follow."""
         out = self._outputs(*self._given(microbatch, x), places=microbatch.places)
         mx.eval(out)
         return out
@@ -162,7 +177,7 @@ class Stage:
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """The input, and on the last stage the answers."""
+        """Return the input, and on the last stage the answers."""
         source = mx.array(microbatch.inputs) if x is None else x
         return source, answers_of(microbatch) if self.part.is_last else ()
 
@@ -174,7 +189,7 @@ class Stage:
         cotangent: mx.array,
         **how: Any,
     ) -> list[mx.array]:
-        """The output, the gradient for the input if it is needed, those for the weights: lazy."""
+        """Return output, gradient of the input if it is needed, gradients of the weights: lazy."""
 
         def run(*primals: mx.array) -> mx.array:
             arrays = list(primals)
@@ -204,7 +219,7 @@ class Stage:
         return cotangent
 
     def cotangent(self, j: int) -> mx.array:
-        """The gradient of micro-batch ``j``'s output: to be filled before its backward."""
+        """Return the gradient of micro-batch ``j``'s output: to be filled before its backward."""
         return self._pending[j].cotangent
 
     def fill_cotangent(self, j: int, gradient: mx.array) -> None:
@@ -212,10 +227,10 @@ class Stage:
         buffer_of(self._pending[j].cotangent)[:] = buffer_of(in_a_row(gradient))
 
     def backward_input(self, j: int) -> mx.array:
-        """I: the gradient for the stage's input.
+        """Compute I of micro-batch ``j``: return the gradient of the stage's input.
 
-        With checkpointing W comes along: what is computed again would otherwise wait for W, of
-        all layers together.
+        With gradient checkpointing W is computed too: what the backward computes again of all
+        layers would otherwise be held until W.
         """
         pending = self._pending[j]
         gradient = pending.input_gradient
@@ -230,14 +245,14 @@ class Stage:
         return gradient
 
     def backward_weight(self, j: int) -> None:
-        """W: add the gradients for the trained weights."""
+        """Compute W of micro-batch ``j``: add to the gradients of the trained weights."""
         for _ in self.backward_weight_in_parts(j, [self.names]):
             pass
 
     def backward_weight_in_parts(
         self, j: int, parts: Sequence[Sequence[str]]
     ) -> Iterator[Sequence[str]]:
-        """W, part after part of the trained weights: yields each once its gradients are there."""
+        """Compute W part after part of the trained weights; yield each part once it is computed."""
         self._add(self._pending.pop(j))
         for part in parts:
             self._evaluate(part)
@@ -246,8 +261,8 @@ class Stage:
     def _evaluate(self, names: Sequence[str]) -> None:
         """Compute the gradients of these weights, which are in backward order."""
         # In one evaluation MLX computes the gradients of several layers ahead of their sums, and
-        # with checkpointing holds until the end what each layer computed again. Layer by layer,
-        # one layer's is freed before the next.
+        # with gradient checkpointing holds until the end what each layer computed again. Layer by
+        # layer, one layer's is freed before the next.
         for _, layer in groupby(names, layer_of):
             mx.eval([self.gradients[name] for name in layer])
 

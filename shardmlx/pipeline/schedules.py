@@ -1,4 +1,4 @@
-"""Schedules: which micro-batch each pipeline rank works on, one action after the other.
+"""Order the work of each pipeline rank: which micro-batch it works on, one action after the other.
 
 A schedule is a pure function of pipeline ranks p, micro-batches m and virtual stages v (stages a
 rank). Rank r is first written as a row of words such as F or B of a stage; the j-th time a word
@@ -6,10 +6,9 @@ occurs it means micro-batch j, and words past the last micro-batch fall away. So
 serves any p and m, and every stage sees its micro-batches in ascending order: gradients are summed
 in the order of one process.
 
-    gpipe                                    1f1b
-    r0  F0 F1 F2 .  .  .  .  B0 B1 B2        r0  F0 F1 F2 .  .  B0 .  B1 .  B2
-    r1  .  F0 F1 F2 .  .  B0 B1 B2           r1  .  F0 F1 .  B0 F2 B1 .  B2
-    r2  .  .  F0 F1 F2 B0 B1 B2              r2  .  .  F0 B0 F1 B1 F2 B2
+Each schedule stands beside a small grid, as ``python -m shardmlx.plan --print timeline`` draws it:
+a row a rank, time to the right, ``2F1`` the forward of micro-batch 1 at stage 2, a dot where a rank
+idles. F, I and W are drawn equally long, and so is a B that is not divided into I and W.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Word = tuple[int, Kind]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Name, order and placement of one schedule.
+    """A schedule: its name, its order of actions, its placement of stages.
 
     ``order(pp, microbatches, virtual)`` gives the compute actions of each pipeline rank;
     ``placement(pp, virtual)`` the pipeline rank of each of the ``pp * virtual`` stages.
@@ -61,12 +60,12 @@ class Schedule:
 
 
 def loop_placement(pp: int, virtual: int) -> tuple[int, ...]:
-    """Stage s on rank s mod p: the pipeline goes round the ranks ``virtual`` times."""
+    """Put stage s on rank s mod p: the pipeline goes round the ranks ``virtual`` times."""
     return tuple(stage % pp for stage in range(pp * virtual))
 
 
 def v_placement(pp: int, virtual: int) -> tuple[int, ...]:
-    """Down the ranks and back up: first and last stage on rank 0, the middle two on rank p-1."""
+    """Put the stages down the ranks and back up: the first and the last stage on rank 0."""
     down = tuple(range(pp))
     return tuple(chain.from_iterable(down[:: (-1) ** turn] for turn in range(virtual)))
 
@@ -84,7 +83,7 @@ def _numbered(words: Iterable[Word], microbatches: int) -> tuple[Action, ...]:
 
 
 def _one_f_one_b(forwards: list[Word], backwards: list[Word], warm_up: int) -> Iterator[Word]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then what is left."""
+    """Yield ``warm_up`` forwards, then a forward and a backward in turn, then what is left."""
     yield from forwards[:warm_up]
     steady = forwards[warm_up:]
     for pair in zip(steady, backwards, strict=False):
@@ -93,7 +92,13 @@ def _one_f_one_b(forwards: list[Word], backwards: list[Word], warm_up: int) -> I
 
 
 def gpipe(pp: int, microbatches: int, virtual: int) -> Grid:
-    """All forwards, then all backwards.
+    """Order all forwards, then all backwards.
+
+    ::
+
+        r0 0F0 0F1 0F2 .   .   .   .   0B0 0B1 0B2
+        r1 .   1F0 1F1 1F2 .   .   1B0 1B1 1B2 .
+        r2 .   .   2F0 2F1 2F2 2B0 2B1 2B2 .   .
 
     Bubble (p-1)/(m+p-1); all m micro-batches in flight. Huang et al., GPipe, arXiv:1811.06965;
     with several stages a rank, the breadth-first order of Lamy-Poirier, arXiv:2211.05953.
@@ -112,9 +117,16 @@ def gpipe(pp: int, microbatches: int, virtual: int) -> Grid:
 
 
 def one_f_one_b(pp: int, microbatches: int, virtual: int = 1) -> Grid:
-    """A backward as soon as there is one: GPipe's bubble, min(m, p-r) micro-batches in flight.
+    """Order a backward as soon as there is one: "one forward, one backward".
 
-    Narayanan et al., PipeDream-Flush, arXiv:2006.09503.
+    ::
+
+        r0 0F0 0F1 0F2 .   .   0B0 .   0B1 .   0B2
+        r1 .   1F0 1F1 .   1B0 1F2 1B1 .   1B2 .
+        r2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 .   .
+
+    GPipe's bubble, but only min(m, p-r) micro-batches in flight on rank r. Narayanan et al.,
+    PipeDream-Flush, arXiv:2006.09503.
     """
     m = microbatches
     return tuple(
@@ -124,7 +136,12 @@ def one_f_one_b(pp: int, microbatches: int, virtual: int = 1) -> Grid:
 
 
 def interleaved_one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
-    """1F1B over ``virtual`` stages a rank: the bubble is divided by their number.
+    """Order 1F1B over ``virtual`` stages a rank: the bubble is divided by their number.
+
+    ::
+
+        r0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        r1 .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
 
     Micro-batches go through a rank's stages in groups. For m a multiple of p the groups have p
     micro-batches: Narayanan et al., Megatron-LM, arXiv:2104.04473. Other m are dealt to the same
@@ -148,7 +165,13 @@ def interleaved_one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
 
 
 def zb_h1(pp: int, microbatches: int, virtual: int = 1) -> Grid:
-    """1F1B with backward split, W p-1 micro-batches behind F on every rank.
+    """Order 1F1B with the backward split, W p-1 micro-batches behind F on every rank.
+
+    ::
+
+        r0 0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        r1 .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        r2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Bubble time (p-1)(F+I-W) for m >= p and W no dearer than F or I; at most min(m, p)
     micro-batches in flight, from F to the end of W. Qi et al., Zero Bubble Pipeline Parallelism,
@@ -166,7 +189,12 @@ def zb_h1(pp: int, microbatches: int, virtual: int = 1) -> Grid:
 
 
 def zb_v(pp: int, microbatches: int, virtual: int = 2) -> Grid:
-    """Zero bubble on a V of 2p stages: rank r runs stage r going down, stage 2p-1-r coming up.
+    """Order zero-bubble work on a V: rank r runs stage r on the way down, 2p-1-r on the way up.
+
+    ::
+
+        r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
+        r1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     At F = I = W and m >= 2p-1 no rank idles between its first action and its last. At most 2p
     stage-micro-batches are in flight: no more memory than 1F1B, as a stage has half the layers.
@@ -204,7 +232,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 
 
 def get_schedule(name: str) -> Schedule:
-    """The schedule of that name; ``UserError`` lists the names."""
+    """Return the schedule of that name. Raises ``UserError``, which lists the names."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
@@ -212,9 +240,10 @@ def get_schedule(name: str) -> Schedule:
 
 @collector_paused()
 def compute_actions(name: str, pp: int, microbatches: int, virtual: int | None = None) -> Grid:
-    """Compute actions of each pipeline rank; ``virtual`` by default what the schedule prefers.
+    """Return the compute actions of each pipeline rank.
 
-    Raises ``UserError`` with the numbers when the schedule cannot run with them.
+    ``virtual`` is by default what the schedule prefers. Raises ``UserError`` with the numbers when
+    the schedule cannot run with them.
     """
     schedule = get_schedule(name)
     stages = schedule.default_virtual if virtual is None else virtual

@@ -1,5 +1,6 @@
 """Schedules: golden grids, order of the micro-batches, arguments."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,8 @@ from shardmlx.pipeline.schedules import (
     loop_placement,
     v_placement,
 )
+from shardmlx.pipeline.simulate import Costs, simulate
+from shardmlx.pipeline.text_timeline import timeline
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
@@ -199,3 +202,24 @@ def test_virtual_defaults_to_what_the_schedule_prefers() -> None:
 def test_the_table_of_schedules_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         SCHEDULES["1f1b"] = SCHEDULES["gpipe"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "costs"),
+    [
+        ("gpipe", 3, 3, Costs(1, 0.5, 0.5)),
+        ("1f1b", 3, 3, Costs(1, 0.5, 0.5)),
+        ("interleaved-1f1b", 2, 4, Costs(2, 1, 1)),
+        ("zb-h1", 3, 4, Costs(1, 1, 1)),
+        ("zb-v", 2, 3, Costs(2, 2, 2)),
+    ],
+)
+def test_the_grid_beside_a_schedule_is_the_one_that_is_drawn(
+    name: str, pp: int, microbatches: int, costs: Costs
+) -> None:
+    schedule = get_schedule(name)
+    placement = schedule.placement(pp, schedule.default_virtual)
+    grid = compute_actions(name, pp, microbatches)
+    lines = [line.strip() for line in (schedule.order.__doc__ or "").splitlines()]
+    beside = [line for line in lines if re.match(r"r\d ", line)]
+    assert beside == timeline(simulate(grid, placement, costs)).splitlines()
