@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 for warnings with ``--strict``; 2 after bad input."""
+    """Return the exit status: 0; 1 for warnings with ``--strict``; 2 after bad input."""
     given = list(sys.argv[1:] if argv is None else argv)
     rank = launched_rank()
     try:

@@ -53,7 +53,7 @@ def _readable(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, on one line; its type if it says nothing."""
+    """Return what an exception says, on one line; its type if it says nothing."""
     # A KeyError shows its message in quotes.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return " ".join(text.split()) or type(error).__name__

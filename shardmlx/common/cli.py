@@ -1,4 +1,4 @@
-"""What the commands share: one line for bad input, and the exit status."""
+"""The end that all commands share: one line for bad input, and the exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 
 class OneLineParser(QuietParser):
-    """Raises ``UserError`` where argparse prints its usage and exits.
+    """An argument parser that raises ``UserError`` where argparse prints its usage and exits.
 
     ``--help`` and ``--version`` end every rank, and only rank 0 prints.
     """
@@ -29,7 +29,7 @@ class OneLineParser(QuietParser):
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """The exit status of ``main()``: 2 after one line on stderr for bad input, 130 for Ctrl-C.
+    """Return the exit status of ``main()``: 2 for bad input, after one line, and 130 for Ctrl-C.
 
     A reader that goes away, like ``head``, ends the command quietly.
     """

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import IO
 
 _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
-"""What file systems say that keep names safe by themselves, or not at all."""
+"""Errors of file systems that keep names safe by themselves, or not at all."""
 
 
 def flush_to_disk(file: IO[bytes]) -> None:
-    """Return once what was written is on the disk itself."""
+    """Return once the content of a file is on the disk itself."""
     file.flush()
     if sys.platform == "darwin":
         # There fsync leaves the data in the drive's own cache.

@@ -1,4 +1,4 @@
-"""What must be set before MLX and MPI are imported.
+"""Settings of a process that must be made before MLX and MPI are imported.
 
 Two facts make this necessary. MLX has MPI support of its own, which would make all ranks one
 data-parallel group, or start MPI a second time. And MLX's wheel for Linux brings the reference
@@ -26,15 +26,15 @@ _MALLOC_OPTIONS = {
 """glibc's ``malloc.h``."""
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
-"""Set by ``shardmlx.launch`` for what it starts, which then need not say how to stop it. It names a
-file that rank 0 makes when all ranks have come to a good end."""
+"""Variable that ``shardmlx.launch`` sets for what it starts, which need not say how to stop it.
+It names a file that rank 0 makes when all ranks have come to a good end."""
 
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """Which matrix library MLX computes with on this machine."""
+    """The matrix library that MLX computes with on this machine."""
 
     name: str
     threads: int | None
@@ -72,7 +72,7 @@ def _put_openblas_first() -> Blas:
     # One thread a rank: ranks share the cores, and threads that fight for them cost more.
     given = os.environ.get("OPENBLAS_NUM_THREADS") or "1"
     if not given.isdecimal() or int(given) < 1:
-        raise UserError(f"OPENBLAS_NUM_THREADS is {given!r}: give a number of threads from 1")
+        raise UserError(f"OPENBLAS_NUM_THREADS is {given!r}", "give a number of threads from 1")
     os.environ["OPENBLAS_NUM_THREADS"] = given
     threads = int(given)
     library = ctypes.util.find_library("openblas")
@@ -93,13 +93,13 @@ def _put_openblas_first() -> Blas:
 
 
 def cache_directory(name: str) -> Path:
-    """Where this user keeps what can be made anew. ``RuntimeError`` without a home."""
+    """Return where this user keeps what can be made anew. ``RuntimeError`` without a home."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "shardmlx" / name
 
 
 def launched_rank() -> int:
-    """This process's rank as mpirun tells it before MPI starts; 0 without mpirun."""
+    """Return this process's rank as mpirun tells it before MPI starts; 0 without mpirun."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"):
         if name in os.environ:
             return int(os.environ[name])

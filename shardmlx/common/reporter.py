@@ -1,4 +1,4 @@
-"""What the user sees, on rank 0: messages, progress, and one JSON line for each report."""
+"""Tells the user, on rank 0: messages, progress, and one JSON line for each report."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Reporter:
         )
 
     def say(self, text: str) -> None:
-        """One line for the user."""
+        """Print a line for the user."""
         self._console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """One line that asks for attention."""
+        """Print a line that asks for attention."""
         self._console.print(f"warning: {text}", markup=False, style="yellow")
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -69,7 +69,7 @@ class Reporter:
         self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
-        """One line in the metrics file."""
+        """Write one line into the metrics file."""
         if self._metrics_file is None:
             return
         if self._metrics is None:
@@ -84,12 +84,12 @@ class Reporter:
         self._metrics.flush()
 
     def go_on(self) -> None:
-        """Events go on from what is in the metrics file; without this they replace it."""
+        """Keep what is in the metrics file; without this, events replace it."""
         self._mode = "a"
 
     @contextmanager
     def bar(self, description: str, total: int, done: int = 0) -> Iterator[Bar]:
-        """A progress bar in a terminal, nothing elsewhere."""
+        """Show a progress bar in a terminal, and nothing elsewhere."""
         started = not self._progress.live.is_started
         if started:
             self._progress.start()
@@ -117,7 +117,7 @@ class Reporter:
 
 
 class Bar:
-    """One line of the progress display."""
+    """A line of the progress display."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -127,7 +127,7 @@ class Bar:
         self._progress.update(self._task, advance=count)
 
     def show(self, done: int, total: int) -> None:
-        """How much of how much is done."""
+        """Show how much of how much is done."""
         self._progress.update(self._task, completed=done, total=total)
 
     def note(self, text: str) -> None:
@@ -135,8 +135,11 @@ class Bar:
 
 
 def _shown_in_terminal() -> bool:
-    """Whether a person watches. mpirun gives rank 0 a terminal of its own wherever the output
-    goes, so ask what mpirun writes to, where that can be seen."""
+    """Return whether a person watches.
+
+    mpirun gives rank 0 a terminal of its own wherever the output goes, so ask what mpirun writes
+    to, where that can be seen.
+    """
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return False
     try:
@@ -146,7 +149,7 @@ def _shown_in_terminal() -> bool:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """``UserError`` unless a file can be written there; what is there stays as it is."""
+    """Raise ``UserError`` unless a file can be written there; what is there stays as it is."""
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Reading the YAML files that users write: every mistake named with its file and line."""
+"""Reads the YAML files that users write, and names every mistake with its file and line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import yaml
 from shardmlx.errors import UserError
 
 _MOST_VALUES = 100_000
-"""Of one file, each alias counted as what it stands for: a few lines can stand for billions."""
+"""Values of one file, each alias counted as what it stands for: a few lines can mean billions."""
 
 _LARGEST = 2**1000
-"""Beyond it a whole number is no float, and has more digits than anyone wrote."""
+"""Largest whole number: beyond it is no float, and more digits than anyone wrote."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -71,7 +71,7 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """How many values a node stands for; ``known`` has those of nodes looked at, by identity."""
+    """Return how many values a node stands for; ``known`` has those of other nodes, by identity."""
     if id(node) in known:
         count = known[id(node)]
         if count is None:
@@ -91,43 +91,43 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; ``UserError`` names file and line of what is wrong."""
+    """Return the mapping that a YAML file holds; ``UserError`` names file and line of a mistake."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is no UTF-8 text (byte {error.start}): is it a YAML file?"
+            f"{path} is no UTF-8 text (byte {error.start})", "is it a YAML file?"
         ) from None
     try:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: {error.problem or error.context}: mend the YAML") from None
+        raise UserError(f"{where}: {error.problem or error.context}", "mend the YAML") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{path}: {reason}: mend the YAML") from None
+        raise UserError(f"{path}: {reason}", "mend the YAML") from None
     except RecursionError:
-        raise UserError(f"{path} is nested too deep: mend the YAML") from None
+        raise UserError(f"{path} is nested too deep", "mend the YAML") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
-        raise UserError(f"{path} holds {found}: write one 'key: value' a line")
+        raise UserError(f"{path} holds {found}", "write one 'key: value' a line")
     return content
 
 
 def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], where: str, help: str) -> None:
-    """``UserError`` for the first key that is not ``known``: close matches, or else ``help``."""
+    """Raise ``UserError`` for the first key that is not ``known``: close matches, else ``help``."""
     known = tuple(known)
     for key in mapping:
         if key not in known:
             remedy = did_you_mean(str(key), known) or help
-            raise UserError(f"{where}: unknown key {key!r}: {remedy}")
+            raise UserError(f"{where}: unknown key {key!r}", remedy)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean a or b?``, empty when ``word`` neither begins nor resembles any known."""
+    """Return ``did you mean a or b?``; empty when ``word`` neither begins nor resembles a known."""
     known = tuple(known)
     matches = [each for each in known if word and each.startswith(word)][:3]
     matches = matches or difflib.get_close_matches(word, known, n=3, cutoff=0.7)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
 from shardmlx.hosts.findings import Examination, Host
-
-_MIB = 1 << 20
-_GIB = 1 << 30
 
 _HEADER = """\
 # Measured by python -m shardmlx.doctor{date}, for python -m shardmlx.plan; mpirun passes over it.
@@ -98,7 +96,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def _memory(nbytes: int) -> str:
-    return f"{nbytes // _GIB}GiB" if nbytes % _GIB == 0 else f"{nbytes // _MIB}MiB"
+    return f"{nbytes // GIB}GiB" if nbytes % GIB == 0 else f"{nbytes // MIB}MiB"
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:

@@ -11,15 +11,15 @@ from typing import Any
 
 import shardmlx
 from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.common.units import GIB, MIB
 from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
 from shardmlx.hosts.doctor_ssh import Asked, Visit
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
-from shardmlx.hosts.host_facts import MIB
 
 UNKNOWN = "unknown"
 
-SYSTEM_BYTES = 4 << 30
+SYSTEM_BYTES = 4 * GIB
 SYSTEM_PART = 8
 """Memory left to macOS by the wired limit that we name: the larger of so much, and of a part."""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from shardmlx.common.units import MIB
 from shardmlx.hosts.probe_script import versions
 from shardmlx.hosts.system_parsers import (
     ETHERNET,
@@ -37,8 +38,6 @@ from shardmlx.hosts.system_parsers import (
 
 SECONDS_TO_SAY = 10.0
 """Seconds for each tool that is asked."""
-
-MIB = 1 << 20
 
 _WIRED_LIMIT = "iogpu.wired_limit_mb"
 _FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"

@@ -434,7 +434,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> Non
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardmlx.inspect.read_model", interrupted)
+    monkeypatch.setattr("shardmlx.planning.inspection.read_model", interrupted)
     assert main([tiny]) == 130
 
 
