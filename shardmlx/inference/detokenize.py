@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text that has been given out."""
+        """The text that has been given out so far."""
         return "".join(self._given)
 
     def _until_stop(self, text: str) -> str:

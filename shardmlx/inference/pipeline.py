@@ -115,7 +115,7 @@ class FirstStage(InferenceStage):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is under way, and none waits."""
+        """True while no sequence is under way or waits."""
         return self._scheduler.is_idle
 
     @property
@@ -288,7 +288,7 @@ class FirstStage(InferenceStage):
 
 
 class LaterStage(InferenceStage):
-    """Any other rank: it does what is announced, until it is told to stop."""
+    """A rank other than 0: it does what is announced, until it is told to stop."""
 
     def __init__(
         self,

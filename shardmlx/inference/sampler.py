@@ -61,7 +61,7 @@ def _as_seed(key: mx.array) -> int:
 
 @dataclass(slots=True)
 class _SequenceState:
-    """What is needed to sample a sequence's next token.
+    """The state from which a sequence's next token is sampled.
 
     ``state`` is that of its random stream; ``after`` the lazy one after a sampled token.
     ``history`` holds its tokens, where a processor looks back at them.

@@ -37,7 +37,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """True if the likeliest token is taken."""
         return self.temp == 0
 
     @property

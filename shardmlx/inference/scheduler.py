@@ -31,7 +31,7 @@ class ItemKind(Enum):
     nothing else is to be computed does it make a chunk of its own, with which the sequence's first
     token is sampled."""
     DECODE = "decode"
-    """One token of every sequence in a group; their next tokens are sampled."""
+    """A token of every sequence in a group; their next tokens are sampled."""
     IDLE = "idle"
     """Nothing to compute: the item carries news of ended sequences, and shows that the first rank
     is alive."""
@@ -142,7 +142,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is under way, and none waits."""
+        """True while no sequence is under way or waits."""
         return not self._open and not self._waiting
 
     @property

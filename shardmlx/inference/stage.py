@@ -84,7 +84,7 @@ class Outbox:
 
 
 class InferenceStage:
-    """One rank's part in generation: rank i runs stage i.
+    """A rank's part in generation: rank i runs stage i.
 
     ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
     sample. ``max_kv_size`` limits the tokens that a sequence's cache holds, as in mlx-lm.

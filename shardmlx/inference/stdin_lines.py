@@ -33,7 +33,7 @@ class TypedLines:
 
     @property
     def is_open(self) -> bool:
-        """Whether more lines may come, or are there."""
+        """True while lines are there, or may come."""
         return self._open or bool(self._lines)
 
     def next(self, seconds: float) -> str | None:

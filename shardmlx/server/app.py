@@ -1,4 +1,4 @@
-"""The HTTP server's application: OpenAI's API, the chat page, health and metrics. Pure."""
+"""The ASGI application: OpenAI's API, the chat page, health and metrics. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -49,11 +49,13 @@ from shardmlx.server.request_queue import (
 from shardmlx.server.streaming import AnswerResponse, ended
 
 MOST_BODY_BYTES = 4 << 20
+"""Bytes that the body of a request may have, where the caller says nothing else."""
+
 SECONDS_FOR_BODY = 30.0
-"""Within which the body of a request must have come."""
+"""Seconds for the body of a request to come."""
 
 SECONDS_TO_RETRY = 2
-"""What a client is told when the queue is full."""
+"""Seconds after which a client shall ask again when the queue is full (``Retry-After``)."""
 
 
 def make_app(
@@ -69,11 +71,12 @@ def make_app(
     max_body_bytes: int = MOST_BODY_BYTES,
     memory: MemoryCollector | None = None,
 ) -> Starlette:
-    """``model`` is the name that is served, ``vocabulary`` how many tokens the model knows.
+    """Return the application over a queue.
 
-    With ``api_key`` all but the page and /health need it. ``hosts`` are the names in ``Host`` that
-    are taken, all if None; ``origins`` other sites whose pages may use the API, "*" for any.
-    ``memory`` is shown at /metrics.
+    ``model`` is the name that is served, ``vocabulary`` how many token ids the model knows. With
+    ``api_key`` all but the page and /health need it. ``hosts`` are the names that a request's
+    ``Host`` may have, None for any; ``origins`` are other sites whose pages may use the API, "*"
+    for any. ``memory`` is shown at /metrics.
     """
     served = ServedModel(
         model=model,
@@ -83,31 +86,15 @@ def make_app(
         defaults=defaults or Defaults(),
     )
     api = Api(queue, reader, served, max_body_bytes, memory)
-    routes = [
-        Route("/", api.page),
-        Route("/health", api.health),
-        Route("/metrics", api.exposition),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions", api.completion, methods=["POST"]),
-    ]
-    endpoints = [route.path for route in routes]
+    endpoints = [route.path for route in api.routes]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
         Middleware(Guard, api_key=api_key, hosts=hosts),
     ]
     if origins:  # outermost: preflights have no key, and errors are for such pages to read too
-        cross = Middleware(
-            CORSMiddleware,
-            allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After"],
-        )
-        middleware.insert(0, cross)
+        middleware.insert(0, _cross_origin(origins))
     app = Starlette(
-        routes=routes,
+        routes=api.routes,
         middleware=middleware,
         exception_handlers={
             ApiError: _api_error,
@@ -120,8 +107,18 @@ def make_app(
     return app
 
 
+def _cross_origin(origins: Sequence[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
+
+
 class Api:
-    """What is done at each path."""
+    """The answers to each path."""
 
     def __init__(
         self,
@@ -141,10 +138,25 @@ class Api:
         # Tokenising a long prompt takes long, and one thread for it is enough.
         self._tokenising = asyncio.Lock()
 
+    @property
+    def routes(self) -> list[Route]:
+        """The paths, each with the method below that answers it."""
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.exposition),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completion, methods=["POST"]),
+        ]
+
     async def chat(self, request: Request) -> Response:
+        """Generate the next message of a chat."""
         return await self._generate(request, read_chat, ChatReply)
 
     async def completion(self, request: Request) -> Response:
+        """Generate what follows a prompt, or several prompts."""
         return await self._generate(request, read_completion, CompletionReply)
 
     async def _generate(
@@ -165,7 +177,7 @@ class Api:
         )
 
     def _submit(self, api_request: ApiRequest) -> list[Answer]:
-        """All of its texts, or none."""
+        """Submit all requests for generation that it holds, or none. Raises ``ApiError``."""
         answers: list[Answer] = []
         try:
             for each in api_request.requests:
@@ -177,9 +189,11 @@ class Api:
         return answers
 
     async def models(self, request: Request) -> Response:
+        """List the one model."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
+        """Describe the model, if it is asked for by its name."""
         name = request.path_params["name"]
         if name not in {self._served.model} | OTHER_NAMES:
             raise ApiError(
@@ -201,16 +215,19 @@ class Api:
         }
 
     async def health(self, request: Request) -> Response:
+        """Tell whether requests are taken."""
         if (reason := self._queue.ended) is not None:
             return JSONResponse({"status": "ended", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
     async def exposition(self, request: Request) -> Response:
+        """Return the metrics for Prometheus."""
         return Response(
             self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     async def page(self, request: Request) -> Response:
+        """Return the chat page."""
         page = files("shardmlx.server").joinpath("pages", "chat.html")
         if not page.is_file():
             raise HTTPException(404)
@@ -228,7 +245,10 @@ class Api:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Raises ``ApiError``, and reads no more than ``most`` bytes."""
+    """Read a JSON body of at most ``most`` bytes.
+
+    Raises ``ApiError`` if it is not declared as JSON, too large, or too slow.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Any page can have a browser post a form or plain text anywhere, but no JSON.
     if kind != "application/json":
@@ -262,7 +282,7 @@ def _not_taken(error: QueueFull | RequestTooLong | ServiceEnded) -> ApiError:
     return ended(str(error))
 
 
-# What is raised to what is answered.
+# Handlers of exceptions: each returns the response to a request that raised one.
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The first rank of a server: requests come in over HTTP, and go through the pipeline as texts."""
+"""The first rank of a server: requests come in over HTTP, and go through the pipeline."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer, trusted_hosts
 
 SECONDS_FOR_LAST_WORDS = 0.15
-"""For the server to tell whoever waits why nothing comes any more."""
+"""Seconds for the server to tell its clients why nothing comes any more."""
 
 SECONDS_TO_SEND = 5.0
-"""For clients to take what is left for them."""
+"""Seconds for clients to take what is left for them."""
 
 
 class PipelineGenerator:
-    """The ``Generator`` of a ``RequestQueue``: requests to texts, through the pipeline.
+    """The ``Generator`` of a ``RequestQueue``, over the pipeline.
 
     ``look_up`` is called between any two steps.
     """
@@ -46,18 +46,21 @@ class PipelineGenerator:
         self._tokenizer = tokenizer
         self._look_up = look_up
         self._special = xtc_special_tokens(tokenizer)
-        self._texts: dict[int, IncrementalDetokenizer] = {}
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
 
     @property
     def is_idle(self) -> bool:
+        """True while no sequence is under way or waits."""
         return self._first_stage.is_idle
 
     @property
     def kept_tokens(self) -> int:
+        """Tokens in the prefix cache."""
         return self._first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        self._texts[number] = new_detokenizer(
+        """Begin the sequence of a request."""
+        self._detokenizers[number] = new_detokenizer(
             self._tokenizer, request.max_tokens, request.stop, request.continues
         )
         self._first_stage.add(
@@ -68,33 +71,36 @@ class PipelineGenerator:
         )
 
     def cancel(self, number: int) -> None:
-        del self._texts[number]
+        """Give up a sequence that has not ended."""
+        del self._detokenizers[number]
         self._first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Piece]]:
+        """Do the pipeline's next step, and return the pieces that have come."""
         self._look_up()
         pieces = []
         for number, sampled in self._first_stage.step():
-            text = self._texts[number]
-            segment = text.take(sampled.token)
-            is_part = sampled.token not in text.eos
+            answer = self._detokenizers[number]
+            segment = answer.take(sampled.token)
+            is_part = sampled.token not in answer.eos
             cached = self._first_stage.cached(number)
-            if text.finish_reason is not None:
-                del self._texts[number]
+            if answer.finish_reason is not None:
+                del self._detokenizers[number]
                 self._first_stage.finish(number)
             piece = Piece(
-                segment, (sampled,) if is_part else (), text.count, cached, text.finish_reason
+                segment, (sampled,) if is_part else (), answer.count, cached, answer.finish_reason
             )
             pieces.append((number, piece))
         return pieces
 
     def rest(self) -> None:
+        """Show the other ranks that all is well. Raises if one is lost."""
         self._look_up()
         self._first_stage.rest()
 
 
 class RequestServer:
-    """On the first rank: HTTP on a thread of its own, the pipeline on this one."""
+    """The server on the first rank: HTTP on a thread of its own, the pipeline on this one."""
 
     def __init__(
         self,
@@ -114,7 +120,7 @@ class RequestServer:
         self._http_error: BaseException | None = None
 
     def run(self, listener: socket) -> None:
-        """Until a signal comes; raises what ends it before."""
+        """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
         config, queue = self._config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         app = make_app(
@@ -156,7 +162,7 @@ class RequestServer:
             raise RuntimeError(f"the HTTP server ended: {one_line(self._http_error)}")
 
     def _look_up(self) -> None:
-        """Between two steps: does anybody want the server to stop?"""
+        """Begin to stop if a signal has come. Called between two steps."""
         number = self._transport.stop_requested()
         if number is None or self._queue.ended is not None:
             return
@@ -169,11 +175,11 @@ class RequestServer:
         self._queue.close(grace)
 
     def _http_ended(self, error: BaseException | None) -> None:
-        """On the thread of the server."""
+        """Close the queue. Called on the thread of the HTTP server."""
         self._http_error = error
         self._queue.close(0.0)
 
     def _say_last_words(self, reason: str) -> None:
-        """On any thread: this process is about to be ended."""
+        """Tell all clients why this process is about to be ended. Called on any thread."""
         self._queue.fail(reason)
         time.sleep(SECONDS_FOR_LAST_WORDS)

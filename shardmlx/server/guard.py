@@ -1,4 +1,4 @@
-"""What every request must pass before anything looks at it, and what every answer says. Pure."""
+"""Check the host and the key of every request, and set the headers of every answer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ ANSWERED = {
 
 
 def error_response(error: ApiError) -> JSONResponse:
+    """Return the HTTP response that tells an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 class Guard:
-    """ASGI middleware. Refuses a request without the key, and one for a host that this is not.
+    """ASGI middleware that refuses a request without the key, or for another host than ``hosts``.
 
-    A page on the internet can point a name of its own at 127.0.0.1 and have the browser send it
-    requests; what it cannot do is send another ``Host`` than that name. ``hosts`` None takes any.
+    The host is checked against DNS rebinding: a page on the internet can point a name of its own at
+    127.0.0.1 and have the browser send requests there, but their ``Host`` is then that name.
+    ``hosts`` None takes any.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, hosts: Collection[str] | None) -> None:

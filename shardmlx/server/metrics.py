@@ -1,4 +1,4 @@
-"""What a server tells Prometheus. Pure."""
+"""Metrics of the server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ CLIENT_GONE = 499
 """nginx's status for a request whose client did not wait for the end."""
 
 FIRST_TOKEN = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+"""Upper bounds in seconds of the buckets for the time to the first token."""
+
 NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-"""Upper bounds of the histograms' buckets, seconds."""
+"""Upper bounds in seconds of the buckets for the time between two tokens."""
 
 
 class Metrics:
-    """Counts, in a registry of its own."""
+    """The counters and histograms of one server, in a registry of its own."""
 
     def __init__(self, queue: RequestQueue, memory: MemoryCollector | None = None) -> None:
         registry = CollectorRegistry(auto_describe=True)
@@ -42,16 +44,16 @@ class Metrics:
         )
         self.answers = Counter(
             "shardmlx_texts",
-            "Texts by how they ended: stop, length, cancelled, error",
+            "Answers by how they ended: stop, length, cancelled, error",
             ["end"],
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "shardmlx_prompt_tokens", "Tokens of the prompts of all texts", registry=registry
+            "shardmlx_prompt_tokens", "Tokens of the prompts of all answers", registry=registry
         )
         self.cached_tokens = Counter(
             "shardmlx_cached_tokens",
-            "Tokens of prompts that were not computed again",
+            "Tokens of prompts that came from the prefix cache",
             registry=registry,
         )
         self.generated_tokens = Counter(
@@ -59,24 +61,24 @@ class Metrics:
         )
         self.first_token = Histogram(
             "shardmlx_time_to_first_token_seconds",
-            "From a request to its text's first token",
+            "From a request to the first token of its answer",
             buckets=FIRST_TOKEN,
             registry=registry,
         )
         self.next_token = Histogram(
             "shardmlx_time_between_tokens_seconds",
-            "Between two tokens of a text",
+            "Between two tokens of an answer",
             buckets=NEXT_TOKEN,
             registry=registry,
         )
 
     def exposition(self) -> bytes:
-        """In Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class MemoryCollector(Collector):
-    """What is planned for each rank, on which host, and what ``peak`` says that this one held."""
+    """The memory metrics: plan and limit of each rank, and the ``peak`` bytes of this one."""
 
     def __init__(
         self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
@@ -86,6 +88,7 @@ class MemoryCollector(Collector):
         self._peak = peak
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield one family for each metric, in bytes."""
         for name, text, values in (
             (
                 "planned_peak_memory_bytes",
@@ -110,17 +113,18 @@ class MemoryCollector(Collector):
 
 
 class _QueueCollector(Collector):
-    """Of the moment when it is asked for."""
+    """The load of the queue at the moment when it is asked for."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield one family for each metric."""
         load = self._queue.load()
         for name, text, value in (
-            ("texts_under_way", "Texts being generated", load.under_way),
-            ("texts_waiting", "Texts that have not begun", load.waiting),
-            ("kept_tokens", "Tokens kept for prompts that begin alike", load.kept_tokens),
+            ("texts_under_way", "Answers being generated", load.under_way),
+            ("texts_waiting", "Requests that wait for their turn", load.waiting),
+            ("kept_tokens", "Tokens in the prefix cache", load.kept_tokens),
             ("up", "1 while requests are taken", self._queue.ended is None),
         ):
             yield GaugeMetricFamily(f"shardmlx_{name}", text, value=float(value))
@@ -128,7 +132,7 @@ class _QueueCollector(Collector):
 
 @dataclass(slots=True)
 class RequestMeter:
-    """Measures one text."""
+    """The measurements of one answer."""
 
     metrics: Metrics
     prompt_tokens: int
@@ -140,6 +144,7 @@ class RequestMeter:
         self.metrics.prompt_tokens.inc(self.prompt_tokens)
 
     def add(self, piece: Piece) -> None:
+        """Count the tokens of a piece, and the time since the last one."""
         now = time.monotonic()
         more = piece.generated - self.generated
         if more > 0 and self.generated == 0:
@@ -155,7 +160,7 @@ class RequestMeter:
             self.end(piece.finish_reason)
 
     def end(self, how: str) -> None:
-        """The first end is the one that counts."""
+        """Count how the answer ended. Only the first call counts."""
         if not self.has_ended:
             self.has_ended = True
             self.metrics.answers.labels(how).inc()

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them. Pure."""
+"""Errors as OpenAI's API has them. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A request that gets no answer: why, in one line, with the HTTP ``status``.
+    """An error that is the answer to a request: one line, and the HTTP ``status``.
 
     ``param`` names what in the body is wrong; ``code`` is for programs to read.
     """
@@ -50,5 +50,5 @@ def _type(status: int) -> str:
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What the request asks for cannot be done."""
+    """Return the error for a request that asks for what cannot be done (status 400)."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)

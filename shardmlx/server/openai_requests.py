@@ -47,7 +47,7 @@ of the client's own could keep the server busy for ever."""
 
 
 class Reader(Protocol):
-    """What makes tokens of prompts: ``prompts.PromptReader``."""
+    """A tokenizer of prompts and chats: ``prompts.PromptReader``."""
 
     def text(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt. Raises ``UserError``."""

@@ -1,4 +1,4 @@
-"""Pieces of texts to the bodies and the events of OpenAI's API. Pure."""
+"""Pieces of answers to the bodies and events of OpenAI's API. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
 
 Body = dict[str, Any]
-"""Of JSON."""
+"""A JSON object."""
 
 TokenText = Callable[[int], str]
 
 
 @dataclass(slots=True)
 class GeneratedText:
-    """One text as far as it has come. ``logprobs`` are those of its tokens."""
+    """An answer as far as it has come; ``logprobs`` has what the API says of its tokens."""
 
     text: str = ""
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class GeneratedText:
 
 @dataclass(slots=True)
 class Reply(ABC):
-    """The reply to one request, whole or in chunks."""
+    """The reply to one request of the API, whole or in chunks; one choice for each answer."""
 
     request: ApiRequest
     model: str
@@ -54,7 +54,7 @@ class Reply(ABC):
         }
 
     def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of a text; the chunks to send of it."""
+        """Take in a piece of answer ``index``, and yield the chunks to send of it."""
         text = self.texts[index]
         logprobs = None
         if self.request.logprobs is not None:
@@ -71,24 +71,27 @@ class Reply(ABC):
             yield self._chunk(self._end(index, piece.finish_reason))
 
     def opening(self) -> Iterator[Body]:
-        """Chunks before all others."""
+        """Yield the chunks that come before all others."""
         yield from ()
 
     def closing(self) -> Iterator[Body]:
-        """Chunks after all texts."""
+        """Yield the chunks that come after all answers."""
         if self.request.include_usage:
             yield {**self._chunk(), "usage": self.usage}
 
     @property
     def whole(self) -> Body:
-        """The reply, when all texts have ended."""
+        """The whole reply, once all answers have ended."""
         choices = [self._choice(index, text) for index, text in enumerate(self.texts)]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
     @property
     def usage(self) -> Body:
-        """A prompt counts once, however many texts were made of it, and is cached as far as it was
-        for all of them."""
+        """The numbers of tokens.
+
+        A prompt counts once, however many answers it has. Its cached tokens are those that came
+        from the prefix cache for all of these answers.
+        """
         n = self.request.n
         prompt = sum(len(request.tokens) for request in self.request.requests[::n])
         cached = sum(
@@ -109,24 +112,24 @@ class Reply(ABC):
 
     @abstractmethod
     def _choice(self, index: int, text: GeneratedText) -> Body:
-        """Of the whole reply."""
+        """Return a choice of the whole reply."""
 
     @abstractmethod
     def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
-        """The choice of a chunk with text."""
+        """Return the choice of a chunk with text."""
 
     @abstractmethod
     def _end(self, index: int, reason: FinishReason) -> Body:
-        """The choice of a text's last chunk."""
+        """Return the choice of an answer's last chunk."""
 
     @abstractmethod
     def _logprobs(self, piece: Piece, length: int) -> Body:
-        """Of a piece's tokens; so many characters came before it."""
+        """Return the log-probabilities of a piece, before which ``length`` characters came."""
 
 
 @dataclass(slots=True)
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """The reply to a request to /v1/chat/completions."""
 
     PREFIX = "chatcmpl"
     WHOLE = "chat.completion"
@@ -172,7 +175,7 @@ class ChatReply(Reply):
 
 @dataclass(slots=True)
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """The reply to a request to /v1/completions."""
 
     PREFIX = "cmpl"
     WHOLE = "text_completion"
@@ -201,7 +204,8 @@ class CompletionReply(Reply):
         }
 
     def _likeliest(self, sampled: SampledToken) -> Body:
-        """The sampled token is always one of them. Of tokens that read alike the likelier stays."""
+        """Return the likeliest tokens, and the sampled one. Of tokens that read alike the likelier
+        stays."""
         likeliest: Body = {}
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))
@@ -209,5 +213,5 @@ class CompletionReply(Reply):
 
 
 def _finite(logprob: float | None) -> float:
-    """JSON has no infinity: OpenAI writes that."""
+    """Return a log-probability for JSON, which has no infinity: OpenAI writes -9999."""
     return logprob if logprob is not None and math.isfinite(logprob) else -9999.0

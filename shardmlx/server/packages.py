@@ -1,4 +1,4 @@
-"""What serving needs beside what the package needs anyway."""
+"""The packages of the ``serve`` extra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
 
 def check_packages() -> None:
-    """``UserError`` where one is missing."""
+    """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise UserError(f'serving needs {", ".join(missing)}: pip install "shardmlx[serve]"')
+        raise UserError(f"serving needs {', '.join(missing)}", 'pip install "shardmlx[serve]"')

@@ -1,6 +1,7 @@
-"""Requests for texts from a server's event loop, and texts back from the thread that generates.
+"""Hand requests from the server's event loop to the thread that generates, and answers back.
 
-Pure: what generates is a ``Generator``, called on one thread only, that of ``RequestQueue.run``.
+No MLX, no MPI: what generates is a ``Generator``, called only on the thread of
+``RequestQueue.run``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A text to be generated after ``tokens``. It ends before any of the ``stop`` strings.
+    """A request to generate at most ``max_tokens`` after the prompt's ``tokens``.
 
-    One that ``continues`` the text of its prompt may begin with a space; an answer does not.
+    The text ends before any of the ``stop`` strings. If it ``continues`` the text of its prompt, it
+    may begin with a space; an answer in a chat does not.
     """
 
     tokens: tuple[int, ...]
@@ -34,11 +36,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one or more further tokens have added to a text.
+    """A part of an answer: what one or more further tokens have added to it.
 
-    ``text`` may be empty, while a character or what may become a stop string is incomplete.
-    ``sampled`` are the tokens, but for one that ended the text. ``generated`` counts all tokens of
-    the text so far; ``cached`` those of its prompt that were not computed again.
+    ``text`` is empty while a character, or what may become a stop string, is incomplete.
+    ``sampled`` are the tokens, except one that ended the answer. ``generated`` counts all tokens of
+    the answer so far; ``cached`` those of its prompt that came from the prefix cache.
     """
 
     text: str
@@ -49,21 +51,20 @@ class Piece:
 
 
 class QueueFull(Exception):
-    """So many requests wait that no further one is taken."""
+    """An error: so many requests wait that no further one is taken."""
 
 
 class RequestTooLong(Exception):
-    """The request can never be served; the message has the numbers."""
+    """An error: the request can never be served. The message has the numbers."""
 
 
 class ServiceEnded(Exception):
-    """Nothing is generated any more; the message says why."""
+    """An error: nothing is generated any more. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """How much is to do: texts under way, requests that wait, and tokens kept for prompts that
-    begin alike."""
+    """The number of requests under way and waiting, and of tokens in the prefix cache."""
 
     under_way: int = 0
     waiting: int = 0
@@ -71,35 +72,35 @@ class QueueLoad:
 
 
 class Generator(Protocol):
-    """What generates texts, a token at a time."""
+    """A generator of answers, a token at a time."""
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        """Begin the text of a request, under a number of its own."""
+        """Begin to answer a request; ``number`` is one that no other has had."""
 
     def cancel(self, number: int) -> None:
-        """Give up a text that has not ended."""
+        """Give up an answer that has not ended."""
 
     def step(self) -> Sequence[tuple[int, Piece]]:
-        """Do what is to be done next; what has come of which texts. After a piece with a
-        ``finish_reason`` there is none of that text."""
+        """Do what is to be done next, and return the pieces that have come, by number. A piece with
+        a ``finish_reason`` is the last of its answer."""
 
     @property
     def is_idle(self) -> bool:
-        """No text is under way."""
+        """True while no answer is under way."""
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens kept for prompts that begin alike."""
+        """Tokens in the prefix cache."""
 
     def rest(self) -> None:
-        """Called every now and then while there is nothing to do; raises if a rank is lost."""
+        """Show that all is well, while nothing is to be generated. Raises if a rank is lost."""
 
 
 class Answer:
-    """The pieces of one text, on the event loop that asked for it.
+    """The pieces of one answer, for the event loop that asked for it.
 
-    Iterating ends after the piece with a ``finish_reason``, and raises ``ServiceEnded`` if that
-    does not come.
+    Iteration ends after the piece with a ``finish_reason``; it raises ``ServiceEnded`` if that will
+    never come.
     """
 
     def __init__(self, queue: RequestQueue, number: int) -> None:
@@ -109,7 +110,7 @@ class Answer:
         self._pieces: asyncio.Queue[Piece | ServiceEnded] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Whoever asked has gone. No effect on a text that has ended."""
+        """Give up the answer, since whoever asked has gone. No effect on one that has ended."""
         self._queue._cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -122,7 +123,7 @@ class Answer:
                 return
 
     def _deliver(self, piece: Piece | ServiceEnded) -> None:
-        """Called on the thread that generates."""
+        """Pass a piece to the event loop. Called on the thread that generates."""
         try:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
         except RuntimeError:
@@ -130,23 +131,27 @@ class Answer:
 
 
 SECONDS_OF_REST = 1.0
-"""Between two calls of ``Generator.rest``."""
+"""Seconds between two calls of ``Generator.rest``."""
 
 
 @dataclass(slots=True)
 class _Open:
+    """An open request; it ``has_begun`` when its first token has come."""
+
     answer: Answer
     has_begun: bool = False
 
 
 @dataclass(slots=True)
 class _Inbox:
+    """The news since the generating thread last looked."""
+
     requests: deque[tuple[int, GenerationRequest]] = field(default_factory=deque)
     cancelled: deque[int] = field(default_factory=deque)
 
 
 class RequestQueue:
-    """Takes at most ``most_open`` requests at a time, of at most ``most_tokens`` tokens each,
+    """The open requests: at most ``most_open`` at a time, of at most ``most_tokens`` tokens each,
     prompt and answer together."""
 
     def __init__(self, most_open: int, most_tokens: int) -> None:
@@ -163,7 +168,7 @@ class RequestQueue:
     # On the event loop of the server.
 
     def submit(self, request: GenerationRequest) -> Answer:
-        """Raises ``QueueFull``, ``RequestTooLong``, ``ServiceEnded``."""
+        """Take in a request. Raises ``QueueFull``, ``RequestTooLong`` or ``ServiceEnded``."""
         length = len(request.tokens) + request.max_tokens
         if length > self.most_tokens:
             raise RequestTooLong(
@@ -185,18 +190,18 @@ class RequestQueue:
 
     @property
     def ended(self) -> str | None:
-        """Why no more requests are taken; None while they are."""
+        """The reason why no more requests are taken; None while they are."""
         return self._ended
 
     def load(self) -> QueueLoad:
-        """Of this moment."""
+        """Return how much there is to do at this moment."""
         with self._changed:
             under_way = sum(each.has_begun for each in self._open.values())
             return QueueLoad(under_way, len(self._open) - under_way, self._kept_tokens)
 
     def close(self, seconds: float) -> None:
-        """Take no more requests, and let ``run`` return once the open ones have ended, which may
-        last so long. On any thread."""
+        """Take no more requests, and have ``run`` return once the open ones have ended, or after
+        ``seconds``. May be called on any thread."""
         with self._changed:
             if self._ended is None:
                 self._ended = "the server is stopping"
@@ -204,7 +209,8 @@ class RequestQueue:
             self._changed.notify()
 
     def fail(self, reason: str) -> None:
-        """End all that is open, at once. On any thread; ``run`` returns soon after."""
+        """End all open requests at once; ``run`` returns soon after. May be called on any
+        thread."""
         with self._changed:
             self._ended = reason
             self._deadline = time.monotonic()
@@ -222,7 +228,8 @@ class RequestQueue:
     # On the thread that generates.
 
     def run(self, generator: Generator) -> None:
-        """Generate until ``close``. An error of the generator ends all open texts and is raised."""
+        """Generate until ``close`` or ``fail``. An error of the generator ends all open requests,
+        and is raised again."""
         try:
             while (inbox := self._take(generator.is_idle)) is not None:
                 for number, request in inbox.requests:
@@ -241,7 +248,7 @@ class RequestQueue:
         self.fail(self._ended or "the server is stopping")
 
     def _take(self, is_idle: bool) -> _Inbox | None:
-        """What has come in, after a while if there is nothing else to do; None at the end."""
+        """Return what has come in; None at the end. Waits a while if there is nothing to do."""
         with self._changed:
             nothing_new = not (self._inbox.requests or self._inbox.cancelled)
             if is_idle and nothing_new and self._deadline is None:
@@ -252,7 +259,7 @@ class RequestQueue:
             return inbox
 
     def _close(self, number: int) -> bool:
-        """Whether the text had not ended."""
+        """Close a request, and return whether it was still open."""
         with self._changed:
             return self._open.pop(number, None) is not None
 

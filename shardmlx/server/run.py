@@ -1,4 +1,4 @@
-"""What ``shardmlx.serve`` does on every rank: prepare, and on the first one answer requests."""
+"""The command ``shardmlx.serve`` on every rank: prepare, and answer requests on rank 0."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
 
 PATIENCE = 2
-"""Chunks of prompts that may come between two tokens of the texts under way."""
+"""Chunks of prompts that may come between two decode steps of the sequences under way."""
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve as ``config`` says, until a signal stops it. Collective; raises as
+    """Serve as ``config`` says, until a signal stops it. All ranks must call it; raises as
     ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))

@@ -1,4 +1,4 @@
-"""Sends a reply while it is made, and gives it up when whoever asked has gone. Pure."""
+"""Send a reply while it is generated, and give it up when the client has gone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardmlx.server.openai_responses import Body, Reply
 from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
 
 SECONDS_OF_SILENCE = 15.0
-"""After which a stream says that it lives, lest what stands in between close it."""
+"""Seconds after which a silent stream sends a comment, so that no proxy closes it."""
 
 
 class AnswerResponse(Response):
-    """The reply to one request, from the answers to its texts."""
+    """The HTTP response to one request of the API, made from its answers."""
 
     def __init__(
         self, reply: Reply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
@@ -48,7 +48,7 @@ class AnswerResponse(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
     def _give_up(self) -> None:
-        """No effect on texts that have ended."""
+        """Cancel the answers that have not ended."""
         for answer, meter in zip(self._answers, self._meters, strict=True):
             answer.cancel()
             meter.end("cancelled")
@@ -94,13 +94,13 @@ class AnswerResponse(Response):
 
 
 def ended(reason: str) -> ApiError:
-    """Nothing is generated any more."""
+    """Return the error for a server that generates nothing any more (status 503)."""
     return ApiError(503, f"no text is generated any more: {reason}", code="service_ended")
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] | None]:
-    """The pieces of all answers as they come, with the answer's index, up to the end of all; None
-    after some silence. Raises ``ServiceEnded``."""
+    """Yield the pieces of all answers as they come, each with its answer's index, until all have
+    ended; None after some silence. Raises ``ServiceEnded``."""
     queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
 
     async def listen(index: int, answer: Answer) -> None:

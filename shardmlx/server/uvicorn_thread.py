@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own, on a socket that was bound before. Pure."""
+"""Run uvicorn on a thread of its own, on a socket that was bound before."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from shardmlx.compat import abort_connections, http_protocol
 from shardmlx.errors import UserError, one_line
 
 SECONDS_FOR_HEAD = 20.0
-"""Within which a connection must have sent the head of its next request, once it began to."""
+"""Seconds for the head of a request to come, from its first byte."""
 
 SECONDS_KEPT = 75
-"""That a connection without a request is kept."""
+"""Seconds for which a connection without a request is kept."""
 
 MILLISECONDS_STALLED = 60_000
-"""That a client may leave what it was sent unread."""
+"""Milliseconds for which a client may leave unread what it was sent."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine on itself."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any that is free. ``UserError``.
+    """Return a socket that listens at this address; port 0 is any that is free.
 
-    It listens at once, so that no other server can have the port once this one has got it; who
-    connects waits until ``HttpServer`` has started.
+    It listens at once, so that no other server can take the port; clients that connect wait until
+    ``HttpServer`` has started. Raises ``UserError`` where that is not possible.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UserError(
-            f"--host {host}: {one_line(error)}: give an address of this machine"
+            f"--host {host}: {one_line(error)}", "give an address of this machine"
         ) from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
@@ -53,29 +54,36 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise UserError(_explained(host, port, error)) from None
+        raise _explained(host, port, error) from None
     return listener
 
 
-def _explained(host: str, port: int, error: OSError) -> str:
+def _explained(host: str, port: int, error: OSError) -> UserError:
     if error.errno == errno.EADDRINUSE:
-        return f"--port {port} of {host} is taken: give another, or 0 for any that is free"
+        return UserError(
+            f"--port {port} of {host} is taken", "give another, or 0 for any that is free"
+        )
     if error.errno == errno.EACCES:
-        return f"--port {port} is for the system's own services: give one from 1024"
+        return UserError(f"--port {port} is for the system's own services", "give one from 1024")
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host} is no address of this machine: give one, or 0.0.0.0 for all"
-    return f"--host {host} --port {port}: {error.strerror or one_line(error)}"
+        return UserError(
+            f"--host {host} is no address of this machine", "give one, or 0.0.0.0 for all"
+        )
+    return UserError(f"--host {host} --port {port}: {error.strerror or one_line(error)}")
 
 
 def address_of(listener: socket.socket) -> str:
-    """What to type into a browser."""
+    """Return the URL of the server at a socket, as one types it into a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
-    """Names by which requests may call the server: this machine's own and ``extra`` where only
-    this machine reaches it, else any (None) unless there are ``extra``."""
+    """Return the names that a request's ``Host`` may have; None for any.
+
+    Where only this machine reaches the server, they are this machine's own and ``extra``. Else they
+    are any, unless there are ``extra``.
+    """
     host = listener.getsockname()[0]
     if ip_address(host.partition("%")[0]).is_loopback:
         return frozenset({*LOOPBACK, host, *extra})
@@ -83,10 +91,10 @@ def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozens
 
 
 class HttpServer:
-    """Serves ``app`` on ``listener``, which it closes in the end.
+    """A server of ``app`` on ``listener``, which it closes at its end.
 
-    ``on_end`` is called on the server's thread when that ends, with what ended it if it was not
-    ``stop``.
+    ``on_end`` is called on the server's thread when that ends; its argument is the error that ended
+    it, or None after ``stop``.
     """
 
     def __init__(
@@ -120,18 +128,20 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Returns once requests are answered."""
+        """Start the thread, and return once requests are answered."""
         self._thread.start()
         self._server.has_started.wait()
 
     def stop(self, seconds: float) -> None:
-        """Take no more connections, give the open requests so long, and end. Twice is once."""
+        """Take no more connections, and end after the open requests, or after ``seconds``. A second
+        call does nothing."""
         self._server.grace = seconds
         self._server.should_exit = True
         self._thread.join()
 
     @property
     def is_alive(self) -> bool:
+        """True while the server's thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -147,6 +157,8 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    """A server that says when it has started, and gives open requests ``grace`` seconds."""
+
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.has_started = threading.Event()
@@ -163,7 +175,7 @@ class _Server(uvicorn.Server):
 
 
 def _log_access() -> None:
-    """To stderr, a line for each request."""
+    """Have uvicorn write a line for each request to stderr."""
     for name in ("uvicorn.access", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO if name == "uvicorn.access" else logging.WARNING)
