@@ -17,24 +17,17 @@ from shardmlx.common.cli import OneLineParser, run_command
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import load_given_config
-from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
-from shardmlx.costmodel.hostfile import is_unnamed, machine_of_each_rank, read_hostfile
+from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
+from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.layer_memory import BACKENDS
-from shardmlx.costmodel.memory_limits import limited
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.model_files import open_model
-from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.figure import check_picture, draw_schedule
-from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.report import show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
-from shardmlx.pipeline.stage_map import StageMap, read_stage_map, write_stage_map
+from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
-from shardmlx.planning.layout import settled
 from shardmlx.planning.report import as_json, report
-from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
-from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.training_plan import plan_training
 
 AUTO = "auto"
 
@@ -79,16 +72,20 @@ def _run(argv: Sequence[str]) -> int:
         check_writable(Path(picture), "--draw")
     if flags.output:
         check_writable(Path(flags.output), "-o")
-    cluster = _cluster(flags, run.machines.profile)
-    cluster = limited(cluster, run.machines.memory_limit)
-    cluster.check_speeds()
-    files = open_model(run.model)
-    workload = Workload.of(files, run.fine_tune, run.batch)
-    limits = _limits(options, cluster.size)
-    if limits.stage_map is not None:
-        limits.stage_map.check_layers(workload.shape.num_layers)
-    choice = _choose(workload, cluster, limits)
-    prediction = choice.prediction
+    reporter = Reporter()
+    with reporter.bar("planning", 1) as bar:
+        planned = plan_training(
+            run,
+            read_hostfile(flags.hosts),
+            given=options.given,
+            data_parallel=flags.data_parallel,
+            memory_fraction=flags.memory_fraction,
+            efficiency=flags.efficiency,
+            backend=flags.backend,
+            advance=bar.show,
+        )
+    choice, cluster, limits = planned.choice, planned.cluster, planned.limits
+    prediction = planned.prediction
     if flags.output:
         write_stage_map(_to_write(prediction.plan.stage_map, run.model), flags.output)
     names = [rank.hosts[0] for rank in prediction.ranks]
@@ -109,21 +106,6 @@ def _to_write(stage_map: StageMap, model: str) -> StageMap:
     names."""
     hosts = tuple(None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
     return replace(stage_map, model=model, hosts=hosts)
-
-
-def _choose(workload: Workload, cluster: Cluster, limits: Limits) -> Choice:
-    reporter = Reporter()
-    with reporter.bar("planning", 1) as bar:
-        try:
-            return choose(workload, cluster, limits, bar.show)
-        except TooManyMachinesError as error:
-            first = cluster.machines[min(workload.shape.num_layers, cluster.size - 1)]
-            raise UserError(f"{first.where}: {error}") from None
-        except DoesNotFitError as error:
-            found = remedies(workload, cluster, limits)
-            remedy = "; ".join(found) or "more machines, or machines with more memory"
-            where = cluster.machines[error.rank].where
-            raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
 
 
 def read_options(argv: Sequence[str]) -> PlanOptions:
@@ -212,35 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeline", action="store_true", help="draw the step in the terminal")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
     return parser
-
-
-def _cluster(flags: argparse.Namespace, profile: str | None) -> Cluster:
-    for flag, value in (
-        ("--memory-fraction", flags.memory_fraction),
-        ("--efficiency", flags.efficiency),
-    ):
-        if not 0 < value <= 1:
-            raise UserError(f"{flag} is {value:g}", "give more than 0, and at most 1")
-    return Cluster(
-        machines=machine_of_each_rank(read_hostfile(flags.hosts)),
-        profile=None if profile is None else read_profiles(profile),
-        memory_fraction=flags.memory_fraction,
-        efficiency=flags.efficiency,
-        backend=flags.backend,
-    )
-
-
-def _limits(options: PlanOptions, ranks: int) -> Limits:
-    layout = options.run.layout
-    stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
-    if stage_map is not None:
-        stage_map.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
-    pp = layout.pipeline_stages if stage_map is None else stage_map.pp
-    replicas = options.flags.data_parallel
-    if replicas is None and pp is not None:
-        replicas = Mesh.for_world(ranks, pp).dp
-    limits = settled(layout, options.run.batch, options.given)
-    return replace(limits, data_parallel=replicas, stage_map=stage_map)
 
 
 if __name__ == "__main__":

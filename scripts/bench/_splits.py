@@ -15,7 +15,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.schedules import get_schedule
-from shardmlx.pipeline.stage_map import Partition, StageMap, write_stage_map
+from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.planning.layout import divide_batch
 from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
 
@@ -49,7 +49,7 @@ class Splits:
     def predicted(self, schedule: str, sizes: Sequence[int]) -> Prediction:
         """Of a step with so many layers in each stage."""
         way = self._way(schedule, len(sizes) // self.cluster.size)
-        stage_map = StageMap(Partition.from_sizes(sizes), way.placement)
+        stage_map = StageMap.from_sizes(sizes, way.placement)
         plan = plan_of(way, stage_map, self.workload)
         return predict(plan, self.workload, self.cluster, self.length)
 
@@ -62,5 +62,5 @@ def even(total: int, parts: int) -> tuple[int, ...]:
 def write_split(schedule: str, sizes: Sequence[int], ranks: int, path: Path) -> Path:
     """A stage map for ``shardmlx.train``."""
     placement = get_schedule(schedule).placement(ranks, len(sizes) // ranks)
-    write_stage_map(StageMap(Partition.from_sizes(sizes), placement), path)
+    write_stage_map(StageMap.from_sizes(sizes, placement), path)
     return path

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -26,6 +26,9 @@ from shardmlx.errors import UserError
 
 T = TypeVar("T")
 
+Listener = Callable[[str, Mapping[str, Any]], None]
+"""What is called with the name and the values of an event."""
+
 SHOW_PROGRESS_FROM = 2000
 """Items; fewer are done before a bar would be of use."""
 
@@ -33,8 +36,15 @@ SHOW_PROGRESS_FROM = 2000
 class Reporter:
     """The one voice of a job. ``quiet`` ranks have one too, and it says nothing."""
 
-    def __init__(self, metrics_file: Path | None = None, *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        metrics_file: Path | None = None,
+        *,
+        quiet: bool = False,
+        on_event: Listener | None = None,
+    ) -> None:
         self._quiet = quiet
+        self._on_event = on_event
         live = not quiet and _shown_in_terminal()
         self._console = Console(
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
@@ -69,7 +79,9 @@ class Reporter:
         self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
-        """Write one line into the metrics file."""
+        """Tell the listener, and write one line into the metrics file."""
+        if self._on_event is not None and not self._quiet:
+            self._on_event(event, values)
         if self._metrics_file is None:
             return
         if self._metrics is None:

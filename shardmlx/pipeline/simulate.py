@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
+from shardmlx.pipeline.schedules import compute_actions, get_schedule
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
@@ -101,6 +102,28 @@ def simulate(
         busy=busy,
         exposed=exposed,
     )
+
+
+def simulate_schedule(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    *,
+    virtual: int | None = None,
+    costs: Costs | Sequence[Costs] = Costs(),
+    link: Seconds = 0.0,
+    latency: Seconds = 0.0,
+) -> Simulation:
+    """Simulate one step of a schedule, by its name, on ``pp`` ranks.
+
+    ``virtual`` is the number of stages a rank, by default the schedule's own; ``costs``, ``link``
+    and ``latency`` are as for ``simulate``. Raises ``UserError`` where the schedule does not run
+    on so many ranks, micro-batches or stages.
+    """
+    chosen = get_schedule(schedule)
+    virtual = chosen.default_virtual if virtual is None else virtual
+    grid = compute_actions(schedule, pp, microbatches, virtual)
+    return simulate(grid, chosen.placement(pp, virtual), costs, link, latency)
 
 
 def _idle(used: float, available: float) -> float:

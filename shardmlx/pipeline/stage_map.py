@@ -88,6 +88,13 @@ class StageMap:
                     f"{' and '.join(sorted(map(str, names)))}: a rank runs on one host"
                 )
 
+    @classmethod
+    def from_sizes(cls, sizes: Iterable[int], placement: Iterable[int] | None = None) -> StageMap:
+        """Return the map of stages with these numbers of layers, by default one on each rank."""
+        partition = Partition.from_sizes(sizes)
+        ranks = range(partition.num_stages) if placement is None else placement
+        return cls(partition, tuple(ranks))
+
     def __str__(self) -> str:
         return f"stage map {self.path}" if self.path else "stage map"
 

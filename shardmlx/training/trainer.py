@@ -18,7 +18,7 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model, write_adapter_config
 from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Bar, Reporter
+from shardmlx.common.reporter import Bar, Listener, Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -34,16 +34,33 @@ from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train, or test, as ``config`` says, which is the same on all ranks. Collective.
+    """Train for the command, which says first what computes. All ranks must call it."""
+    train_model(config, transport, blas=blas)
 
-    Raises ``AgreedError`` on all ranks alike for what the user can mend; ``Stopped`` after a
-    signal, when all is saved; ``AgreedFailure`` where the run itself cannot go on.
+
+def train_model(
+    config: TrainConfig,
+    transport: Transport,
+    *,
+    on_event: Listener | None = None,
+    blas: Blas | None = None,
+) -> None:
+    """Train a model, or test it, as ``config`` says. All ranks must call it.
+
+    Rank 0's ``config`` counts. Adapters or weights are saved in its ``adapter_path``. ``on_event``
+    is called on rank 0 with the name and the values of each report: what ``metrics_file`` is given.
+    Raises ``AgreedError``, a ``UserError``, on all ranks alike for what the user can mend, before
+    weights are read; ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` where the run
+    itself cannot go on; ``TransportError`` and ``EngineError`` where a rank is lost or fails.
     """
+    config = transport.broadcast(config, what="options")
     metrics = Path(config.metrics_file) if config.metrics_file else None
-    quiet = transport.rank != 0
-    reporter = on_rank_0(transport, "start", lambda: Reporter(metrics)) or Reporter(quiet=quiet)
+    reporter = on_rank_0(
+        transport, "start", lambda: Reporter(metrics, on_event=on_event)
+    ) or Reporter(quiet=True)
     try:
-        reporter.say(str(blas))
+        if blas is not None:
+            reporter.say(str(blas))
         transport.activity = "loading"
         trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:

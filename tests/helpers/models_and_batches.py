@@ -24,7 +24,7 @@ from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
-from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.pipeline.stage_map import StageMap
 
 VOCABULARY = 97
 MODULES = {"mistral": "llama"}
@@ -168,7 +168,7 @@ class Layout:
         placement = get_schedule(self.schedule).placement(self.pp, self.virtual)
         return Plan(
             mesh=Mesh(self.dp, self.pp),
-            stage_map=StageMap(Partition.from_sizes(sizes), placement),
+            stage_map=StageMap.from_sizes(sizes, placement),
             schedule=self.schedule,
             rows=rows,
             micro_batch_size=micro_batch_size,
