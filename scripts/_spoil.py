@@ -1,4 +1,4 @@
-"""Ways to spoil a text file, for fuzz.py."""
+"""Change a text file at random, for fuzz.py."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ _TOKEN = re.compile(
 
 
 def nasty(random: Random) -> bytes:
+    """Return one of the ``NASTY`` values."""
     return random.choice(NASTY).encode("utf-8", "surrogatepass")
 
 
 def swap_value(text: bytes, random: Random) -> bytes:
+    """Replace a token by another one, or by a nasty value."""
     tokens = list(_TOKEN.finditer(text))
     if not tokens:
         return nasty(random)
@@ -56,7 +58,7 @@ def swap_value(text: bytes, random: Random) -> bytes:
 
 
 def change_number(text: bytes, random: Random) -> bytes:
-    """Still a number, perhaps even a good one."""
+    """Replace a number by another, which may be valid."""
     numbers = list(re.finditer(rb"\d+", text))
     if not numbers:
         return text
@@ -69,11 +71,13 @@ def change_number(text: bytes, random: Random) -> bytes:
 
 
 def insert(text: bytes, random: Random) -> bytes:
+    """Insert a nasty value anywhere."""
     at = random.randrange(len(text) + 1)
     return text[:at] + nasty(random) + text[at:]
 
 
 def flip(text: bytes, random: Random) -> bytes:
+    """Flip one to four bits."""
     spoiled = bytearray(text)
     for _ in range(random.randint(1, 4) if text else 0):
         spoiled[random.randrange(len(spoiled))] ^= 1 << random.randrange(8)
@@ -81,16 +85,18 @@ def flip(text: bytes, random: Random) -> bytes:
 
 
 def cut(text: bytes, random: Random) -> bytes:
+    """Cut off the end."""
     return text[: random.randrange(len(text) + 1)]
 
 
 def take_out(text: bytes, random: Random) -> bytes:
+    """Remove up to 20 bytes."""
     start = random.randrange(len(text) + 1)
     return text[:start] + text[start + random.randint(1, 20) :]
 
 
 def change_lines(text: bytes, random: Random) -> bytes:
-    """One line twice, so that its key is, or in another place, indented or without its end."""
+    """Insert a copy of a line, with its key, somewhere; it may be indented and lack its end."""
     lines = text.splitlines(keepends=True) or [b""]
     line = random.choice(lines)
     if random.random() < 0.4:
@@ -100,6 +106,7 @@ def change_lines(text: bytes, random: Random) -> bytes:
 
 
 def add_key(text: bytes, random: Random) -> bytes:
+    """Add an unknown key with a nasty value."""
     value = nasty(random)
     if text.lstrip().startswith(b"{"):
         return text.replace(b"{", b'{"unknown": ' + value + b", ", random.randint(1, 3))
@@ -107,6 +114,7 @@ def add_key(text: bytes, random: Random) -> bytes:
 
 
 def respell(text: bytes, random: Random) -> bytes:
+    """Change line ends, encoding, spaces or letters, double the text, or empty it."""
     return random.choice(
         [
             text.replace(b"\n", b"\r\n"),

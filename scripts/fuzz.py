@@ -1,11 +1,13 @@
-"""Feeds spoiled input to everything that reads files of users: python scripts/fuzz.py --cases N
+"""Feed damaged files to everything that reads files of users.
 
-Each case is a good file, spoiled a little: bytes flipped, cut, doubled and swapped, values of wrong
-types, huge, negative, NaN, nested too deep, YAML aliases that multiply, keys unknown or given
-twice, Windows line ends, invalid UTF-8. It must be accepted, or refused as bad input is: with a
-``UserError`` of one line, a whole command with status 2 and that line alone on stderr. Anything
-else is a fault: another exception, more than ``SECONDS`` or ``MEMORY``. All cases run in this
-process. The same seed makes the same cases; ``--only NAME:NUMBER`` runs one of them again.
+    python scripts/fuzz.py --cases 27000
+
+Each case is a good file with a few changes: flipped, cut, doubled and swapped bytes; values of
+wrong types, huge, negative, NaN or nested too deep; YAML aliases that multiply; unknown and
+duplicate keys; Windows line ends; invalid UTF-8. A reader must accept the file, or refuse it with a
+``UserError`` of one line. A command must then end with status 2 and print only that line on stderr.
+Everything else is a fault: another exception, more than ``SECONDS`` or ``MEMORY``. All cases run in
+this process. The same seed makes the same cases; ``--only NAME:NUMBER`` runs one of them again.
 """
 
 from __future__ import annotations
@@ -41,31 +43,31 @@ from shardmlx.pipeline.stage_map import read_stage_map
 ROOT = Path(__file__).resolve().parents[1]
 
 SECONDS = 10.0
-"""Of one case: more is a hang."""
+"""Time limit of one case: more is a hang."""
 
 MEMORY = 2**30
 """Bytes of address space that one case may add."""
 
 LONGEST = 2000
-"""Characters of a message."""
+"""Length limit of a message, in characters."""
 
 
 class FaultError(Exception):
-    """What a case must not end in."""
+    """A case ended as it must not."""
 
 
 class HangError(BaseException):
-    """Past the time limit; nobody catches it on the way."""
+    """A case passed its time limit. No ``except Exception`` catches this."""
 
 
-# What is read
+# Targets
 
 
 @dataclass(frozen=True)
 class Target:
-    """A reader: ``read`` gets a file with one of ``seeds``, spoiled, by the name ``file``.
+    """A reader and its good files: ``read`` gets one of ``seeds``, damaged, in ``file``.
 
-    ``frame`` turns spoiled text into the file's bytes, where text is only a part of it.
+    ``frame`` turns the damaged text into the file's bytes, where text is only a part of it.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Target:
 
 
 def command(main: Callable[[Sequence[str]], int], *arguments: str | Path) -> None:
-    """Run a whole command; what it refuses comes as ``UserError``."""
+    """Run a whole command; raise ``UserError`` with the line by which it refuses its input."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(each) for each in arguments])
@@ -90,6 +92,7 @@ def command(main: Callable[[Sequence[str]], int], *arguments: str | Path) -> Non
 
 
 def stage_map() -> Target:
+    """Return the target for stage maps."""
     seeds = [
         b"stages:\n  - num_layers: 12\n  - num_layers: 18\n",
         b"model: some/model   # a comment\nstages:\n"
@@ -101,6 +104,7 @@ def stage_map() -> Target:
 
 
 def train_config() -> Target:
+    """Return the target for configuration files of ``train``."""
     seeds = [
         (ROOT / "scripts" / "demo-config.yaml").read_bytes(),
         b"model: m\ndata: d\ntrain: true\nseed: 3\nbatch_size: 8\nmicro_batch_size: 2\niters: 10\n"
@@ -124,12 +128,14 @@ mac-mini.local slots=2 max_slots=2  # memory=16GiB flops=4T kind=mini
 
 
 def hostfile() -> Target:
+    """Return the target for hostfiles."""
     return Target(
         "hostfile", [HOSTS, b"localhost slots=4\n", b"a slots=1\nb slots=2\n"], read_hostfile
     )
 
 
 def profile() -> Target:
+    """Return the target for files of ``shardmlx.profile``."""
     part = {"forward": 0.1, "input_gradient": 0.2, "weight_gradient": 0.1, "update": 0.01}
     seed = json.dumps(
         {
@@ -164,7 +170,7 @@ IDENTITY = {
 
 
 def manifest() -> Target:
-    """Of a checkpoint, and whether it is of this run."""
+    """Return the target for manifests of checkpoints, which are also compared with a run."""
     file = FileInfo("weights-00.safetensors", 100, 64 * "a")
     seed = Manifest(
         step=10,
@@ -196,7 +202,7 @@ CONFIG = {
 }
 
 DATA_BYTES = 64
-"""That follow a header which is to be spoiled."""
+"""Size of the data after a header that is damaged."""
 
 _HEADERS = [
     {
@@ -213,7 +219,7 @@ HEADERS = [json.dumps(header).encode() for header in _HEADERS]
 
 
 def framed(header: bytes, random: Random) -> bytes:
-    """A safetensors file with that header; sometimes its length is wrong, or data are missing."""
+    """Return a safetensors file; sometimes the header's length is wrong, or data are missing."""
     length = len(header)
     if random.random() < 0.1:
         length = random.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])
@@ -222,10 +228,12 @@ def framed(header: bytes, random: Random) -> bytes:
 
 
 def safetensors() -> Target:
+    """Return the target for headers of safetensors files."""
     return Target("safetensors", HEADERS, read_header, "x.safetensors", framed)
 
 
 def inspect_file() -> Target:
+    """Return the target for ``inspect`` of a single file."""
     return Target(
         "inspect FILE",
         HEADERS,
@@ -236,7 +244,7 @@ def inspect_file() -> Target:
 
 
 def inspect_config() -> Target:
-    """A model of which only config.json is there."""
+    """Return the target for models of which there is only config.json."""
 
     def read(path: Path) -> None:
         command(inspect.main, path.parent, "--stages", "2")
@@ -249,7 +257,7 @@ def inspect_config() -> Target:
 
 
 def inspect_index() -> Target:
-    """A whole model beside an index."""
+    """Return the target for an index beside a whole model."""
     header, reached = {}, 0
     for name, tensor in planned_tensors(CONFIG).items():
         header[name] = {
@@ -276,7 +284,7 @@ def inspect_index() -> Target:
 
 
 def plan_hosts() -> Target:
-    """A plan for the machines of a hostfile, with the stage map that it divides by."""
+    """Return the target for plans for the machines of a hostfile."""
 
     def read(path: Path) -> None:
         (path.parent / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 16}))
@@ -290,13 +298,14 @@ TARGETS = (
     stage_map, train_config, hostfile, profile, safetensors, inspect_file, inspect_config,
     inspect_index, plan_hosts, manifest,
 )  # fmt: skip
-"""To add a reader, write a function like these: good files, and what reads a spoiled one."""
+"""Functions that make the targets. Add a function like these to add a reader."""
 
 
-# What came of it
+# Outcomes
 
 
 def spoiled(target: Target, random: Random) -> bytes:
+    """Return one of a target's good files with one to three changes."""
     content = random.choice(target.seeds)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         content = random.choice(_spoil.MUTATIONS)(content, random)
@@ -309,7 +318,7 @@ def spoiled(target: Target, random: Random) -> bytes:
 
 @dataclass
 class Counts:
-    """Of one target: how its cases ended, and the number and words of each fault."""
+    """Outcomes of the cases of one target; ``faults`` has the text of each fault by case number."""
 
     accepted: int = 0
     refused: int = 0
@@ -317,9 +326,9 @@ class Counts:
 
 
 def outcome(target: Target, path: Path) -> str | None:
-    """Run the reader: None where it accepted, else the message of its ``UserError``.
+    """Run the reader; return None if it accepts the file, else the message of its ``UserError``.
 
-    ``FaultError`` for whatever else it does.
+    Raises ``FaultError`` for every other outcome.
     """
     try:
         with limited():
@@ -346,7 +355,7 @@ def outcome(target: Target, path: Path) -> str | None:
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Bounds of time and, on Linux, of memory."""
+    """Limit time and, on Linux, memory."""
 
     def hang(signal_number: int, frame: FrameType | None) -> None:
         raise HangError
@@ -369,7 +378,7 @@ def limited() -> Iterator[None]:
 def sweep(
     target: Target, numbers: Sequence[int], seed: int, progress: Callable[[], None] | None = None
 ) -> Counts:
-    """Cases ``numbers`` of a target."""
+    """Run the cases ``numbers`` of a target."""
     counts = Counts()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
         path = Path(directory) / target.file
@@ -388,6 +397,7 @@ def sweep(
 
 
 def table(results: Mapping[str, Counts]) -> str:
+    """Return a table of the outcomes of all targets."""
     lines = [f"{'target':16} {'cases':>8} {'accepted':>9} {'refused':>8} {'faults':>7}"]
     for name, counts in results.items():
         faults = len(counts.faults)
@@ -397,11 +407,11 @@ def table(results: Mapping[str, Counts]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 if any case fails."""
+    """Run the cases; return 1 if any is a fault, else 0."""
     targets = {target.name: target for target in (make() for make in TARGETS)}
-    parser = argparse.ArgumentParser(description="Feed spoiled files to all readers.")
-    parser.add_argument("--cases", type=int, default=2000, help="of all targets together")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000, help="cases of all targets together")
+    parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     parser.add_argument(
         "--only", metavar="NAME[:NUMBER]", help=f"one target, or one case: {', '.join(targets)}"
     )

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make the tokenizer of Mistral-7B-Instruct-v0.3 out of the PyPI package mistral-common.
 
-The package carries the original SentencePiece model. transformers reads tokenizer.json, and reads
-the original with a space too few at the start; so this writes a tokenizer.json that gives, for
-text and for chat messages, the token ids of Mistral's own MistralTokenizer.
+The package contains the original SentencePiece model. transformers would read that with a space too
+few at the start. So this script writes a tokenizer.json, which transformers reads too, and which
+gives the token ids of Mistral's own MistralTokenizer, for text and for chat messages.
 """
 
 import argparse
@@ -42,9 +42,9 @@ CHAT_TEMPLATE = """\
 
 
 def merges(scores: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """The merge rules of BPE, first ones first, out of SentencePiece's scores of the pieces.
+    """Yield the merge rules of BPE in their order, from SentencePiece's scores of the pieces.
 
-    SentencePiece has no list of rules: it joins the neighbours whose whole has the best score.
+    SentencePiece has no list of rules: it joins the two neighbours whose union has the best score.
     """
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -52,11 +52,11 @@ def merges(scores: dict[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def tokenizer(model: SentencePieceProcessor) -> dict[str, Any]:
-    """tokenizer.json: BPE with byte fallback over text in which spaces are `▁`.
+    """Return tokenizer.json: BPE with byte fallback over text in which spaces are `▁`.
 
     Prepending `▁` in the normaliser keeps the spaces at the start of a text, which Metaspace
-    would not, and does so after [INST] and [/INST] too. Text that spells out a reserved symbol
-    is outside the promise of equal ids: `[INST]` becomes that symbol, `[REFERENCE_DOC_3]` does not.
+    would not, and does so after [INST] and [/INST] too. The ids may differ for text that spells out
+    a reserved symbol: `[INST]` becomes that symbol, `[REFERENCE_DOC_3]` does not.
     """
     pieces: list[str] = [model.id_to_piece(i) for i in range(model.vocab_size())]
     scores = {piece: model.get_score(i) for i, piece in enumerate(pieces)}
@@ -112,14 +112,14 @@ def tokenizer(model: SentencePieceProcessor) -> dict[str, Any]:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": {piece: i for i, piece in enumerate(pieces)},
-            # Reserved symbols and bytes have the score 0 and are no result of merges.
+            # Reserved symbols and bytes have the score 0; no merge makes them.
             "merges": list(merges({piece: score for piece, score in scores.items() if score})),
         },
     }
 
 
 def tokenizer_config(model: SentencePieceProcessor) -> dict[str, Any]:
-    """tokenizer_config.json: special tokens and chat template (instruct, version 3)."""
+    """Return tokenizer_config.json: special tokens and chat template (instruct, version 3)."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": MAX_LENGTH,
@@ -132,7 +132,7 @@ def tokenizer_config(model: SentencePieceProcessor) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the tokenizer; returns the exit status."""
+    """Prepare the tokenizer; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     output: Path = parser.parse_args(argv).output

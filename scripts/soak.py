@@ -1,12 +1,11 @@
-"""Kills, stops, interrupts and damages training runs at random, resumes them in other layouts, and
-compares every loss with those of a run that was left alone.
+"""Interrupt training runs at random, resume them in other layouts, and compare every loss.
 
     python scripts/soak.py --cases 20 --seed 1
 
-Each case is one run: some attempts that are broken off, each in a layout of its own, and a last
-one that may finish. Every step must have been made, with the loss of the undisturbed run; no job
-may hang or leave a process behind, no checkpoint be damaged but by this script, and no step be
-lost beyond the last checkpoint.
+Each case is one run: some attempts that are killed, stopped or interrupted, each in a layout of its
+own, and a last one that may finish. Between attempts this script may damage a checkpoint. Every
+step must be made, with the loss of an undisturbed run. No job may hang or leave a process behind,
+no other checkpoint may be damaged, and only steps after the last checkpoint may be lost.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ATTEMPTS = 3
 TOLERANCE = 1e-5
 SECONDS_TO_END = 10.0
 TIMEOUT = 6.0
-"""``--timeout`` of the runs, after which a silent rank counts as lost."""
+"""Seconds after which a silent rank counts as lost: ``--timeout`` of the runs."""
 
 LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
     (1, ()),
@@ -65,7 +64,7 @@ RUNS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Broken:
-    """What happens to a job, and how many seconds it may then take beside ``SECONDS_TO_END``."""
+    """An event that ends a job, and the seconds that the job may take beyond ``SECONDS_TO_END``."""
 
     happen: Callable[[Running, random.Random], None]
     seconds: float = 0.0
@@ -99,12 +98,12 @@ BROKEN: Mapping[str, Broken] = MappingProxyType(
     }
 )
 OFTEN = ("a rank is killed",) * 3
-"""Drawn more often than the others."""
+"""Events that are drawn more often than the others."""
 
 
 @dataclass
 class Soak:
-    """Does it, and counts what was done and what went wrong."""
+    """A soak test: it runs the cases, and counts events and faults."""
 
     root: Path
     chance: random.Random
@@ -114,7 +113,7 @@ class Soak:
     usual_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """A tiny model, real data, and the runs that nobody disturbs."""
+        """Make a tiny model and real data, and run what nobody disturbs."""
         self.data = pirate_directory(self.root / "data", self.root / "whole")
         tokenizer = tokenizer_directory(self.root / "tokenizer", self.data)
         self.model = small_directory(self.root / "model", tokenizer)
@@ -132,7 +131,7 @@ class Soak:
     def start(
         self, run: str, directory: Path, attempt: int, n: int, layout: Sequence[str]
     ) -> Running:
-        """One attempt at a run, whose files are in ``directory``."""
+        """Start one attempt at a run, whose files are in ``directory``."""
         options: list[str | Path] = ["--model", self.model, "--data", self.data, "--seed", "3"]
         options += ["--batch-size", "4", "--micro-batch-size", "1", "--num-layers", "-1"]
         options += ["--iters", str(STEPS), "--learning-rate", "1e-3", "--max-seq-length", "64"]
@@ -141,15 +140,15 @@ class Soak:
         options += ["--checkpoint-dir", directory / "checkpoints", "--checkpoint-every", "2"]
         options += ["--metrics-file", directory / f"metrics-{attempt}.jsonl"]
         options += ["--timeout", f"{TIMEOUT:g}", *layout]
-        # An mpirun that is killed leaves files behind, on which a later one with the same process
-        # number would fail to start.
+        # A killed mpirun leaves files behind. A later one with the same process number would fail
+        # to start because of them.
         temporary = directory / f"tmp-{attempt}"
         temporary.mkdir()
         environment = {"TMPDIR": str(temporary)}
         return Running.ranks(n, "-m", "shardmlx.train", *options, env=environment)
 
     def case(self, number: int) -> None:
-        """One run, broken off again and again."""
+        """Make one run, interrupted in all attempts but the last."""
         run = self.chance.choice(list(RUNS))
         directory = self.root / f"case-{number}"
         directory.mkdir()
@@ -160,7 +159,7 @@ class Soak:
             n, layout = self.chance.choice(LAYOUTS)
             broken = self.chance.choice([*BROKEN, *OFTEN]) if attempt < ATTEMPTS - 1 else None
             if broken == "a rank is stopped" and n == 1:
-                broken = "a rank is killed"  # a rank alone has nobody who could notice
+                broken = "a rank is killed"  # nobody could notice it
             where = f"case {number}, {run}, attempt {attempt}, {n} ranks {' '.join(layout)}"
             where += f", {broken}" if broken else ""
             before = newest_sound(store)
@@ -196,7 +195,7 @@ class Soak:
             self._fault(where, f"the checkpoint of step {committed} is lost")
 
     def _check_checkpoints(self, where: str, store: Store, spoiled: set[int]) -> None:
-        """All that are complete are sound, but for what was spoiled here."""
+        """Record a fault for each damaged checkpoint that this script did not damage."""
         for step in store.steps():
             self.done["checkpoints looked at"] += 1
             fault = fault_of(store, step)
@@ -204,7 +203,7 @@ class Soak:
                 self._fault(where, f"damaged checkpoint: {fault}")
 
     def _check_losses(self, where: str, metrics: Path, run: str, before: int | None) -> set[int]:
-        """The steps that an attempt made; it went on from the newest sound checkpoint."""
+        """Return the steps of an attempt; record wrong losses, and a resume from another step."""
         if not metrics.exists():
             return set()
         for event in events(metrics, "resume"):
@@ -220,7 +219,7 @@ class Soak:
         return set(made)
 
     def _damage(self, store: Store) -> set[int]:
-        """Spoil a file of the newest checkpoint, if an older one is sound; its step."""
+        """Damage a file of the newest checkpoint, if an older one is sound; return its step."""
         steps = store.steps()
         if all(fault_of(store, step) for step in steps[:-1]):
             return set()
@@ -243,12 +242,12 @@ class Soak:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """Of each step of a metrics file."""
+    """Return the loss of each step of a metrics file."""
     return {event["step"]: event["loss"] for event in events(metrics, "train")}
 
 
 def fault_of(store: Store, step: int) -> str | None:
-    """What is wrong with a complete checkpoint; None if it is sound."""
+    """Return the fault of a complete checkpoint; None if it is sound."""
     try:
         manifest = store.manifest(step)
     except UserError as error:
@@ -257,14 +256,14 @@ def fault_of(store: Store, step: int) -> str | None:
 
 
 def newest_sound(store: Store) -> int | None:
-    """The step to go on from."""
+    """Return the step to resume from; None without a sound checkpoint."""
     return next((s for s in reversed(store.steps()) if fault_of(store, s) is None), None)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cases", type=int, default=20, help="runs to break (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--cases", type=int, default=20, help="runs to interrupt (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of all random choices (default: 0)")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         soak = Soak(Path(directory), random.Random(flags.seed))
