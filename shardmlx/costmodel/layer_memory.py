@@ -1,12 +1,24 @@
-"""What one decoder layer holds and makes of one micro-batch, array by array. No MLX, no MPI.
+"""Count the arrays that one decoder layer makes of a micro-batch, by name. No MLX, no MPI.
 
-The arrays are those that the graph of ``mx.vjp`` refers to, counted on real stages in float32 and
-bfloat16 on the CPU: llama, mistral, qwen2, qwen3 and mixtral; the others are built alike.
+``layer_arrays`` is the table: of each array its name, when it is alive, its elements and their
+bytes. Arrays of two kinds stand in it:
+
+- those that outlive an action, one by one: what the graph of ``mx.vjp`` refers to. They were
+  counted on real stages in float32 and bfloat16 on the CPU, of llama, mistral, qwen2, qwen3 and
+  mixtral; the other families are built alike.
+- those that pass while an action runs, by their width: MLX frees nothing before it has run, so that
+  several of them exist at a time. How many is ``FROZEN``, ``FORWARD``, ``RECOMPUTED`` and
+  ``INPUT_GRADIENT``: fitted to peaks of the same stages (MLX 0.32, CPU, float32 and bfloat16, full,
+  LoRA and DoRA), which the sums meet within a fifth. tests/unit/costmodel/test_memory_measured.py
+  measures them again wherever it runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
@@ -14,40 +26,43 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 FLOAT32 = 4
-"""Bytes. Sums of gradients, adapters and what they compute are in float32."""
+"""Bytes of an element of the sums of gradients, of adapters, and of what adapters compute."""
 
 BACKENDS = ("metal", "cpu")
-"""What MLX computes with."""
+"""Backends of MLX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """What decides the memory of training. ``ValueError`` for what cannot be.
-
-    ``weight_sizes`` are bytes of parameters as held in memory, a tied matrix in ``embedding``;
-    ``dtype_bytes`` those of an activation; ``rows`` x ``length`` the tokens of a micro-batch.
-    ``first_trained_layer`` is the number of layers if none is trained. ``lora_keys`` None means
-    all linear layers, as in mlx-lm. ``dropout``: the adapters drop some of their input.
-    ``first_moment``: Adafactor with a beta_1, which then keeps one as large as the weights.
-    ``masks``: of ``length`` x ``length`` bytes, that all layers share.
-    """
+    """The facts that decide the memory of training. ``ValueError`` for what cannot be."""
 
     shape: ModelShape
     weight_sizes: LayerCosts
+    """Bytes of the parameters as held in memory; a tied matrix counts as the embedding."""
     dtype_bytes: int
+    """Bytes of an element of an activation."""
     rows: int
+    """Rows of a micro-batch."""
     length: int
+    """Tokens of a row."""
     fine_tune_type: str = "lora"
     first_trained_layer: int = 0
+    """Lowest layer with trained weights; the number of layers if none has any."""
     lora_rank: int = 8
     lora_keys: tuple[str, ...] | None = None
+    """Linear layers that get adapters; None for all of them, as in mlx-lm."""
     dropout: bool = False
+    """Whether adapters drop some of their input."""
     unfreeze_all: bool = False
+    """Whether a full fine-tune trains embedding, norm and lm_head too."""
     optimizer: str = "adam"
     first_moment: bool = False
+    """Whether Adafactor has a beta_1: then it keeps a moment as large as the weights."""
     grad_checkpoint: bool = False
     masks: int = 0
+    """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
     dp: int = 1
+    """Number of replicas."""
     backend: str = "metal"
 
     def __post_init__(self) -> None:
@@ -71,25 +86,50 @@ class TrainingSetup:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.rows * self.length
 
     @property
     def message(self) -> int:
-        """Bytes of the hidden states of a micro-batch, as they go from stage to stage."""
+        """Bytes of the hidden states of a micro-batch, which go from stage to stage."""
         return self.dtype_bytes * self.tokens * self.shape.hidden_size
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, not the weights themselves."""
+        """Whether adapters are trained instead of the weights themselves."""
         return self.fine_tune_type != "full"
 
 
-class LayerMemory(NamedTuple):
-    """Of one trained layer: its trained parameters in number, the rest in bytes.
+class Alive(Enum):
+    """The time that an array of a micro-batch exists."""
 
-    ``after_*`` is held by each micro-batch, ``during_*`` exists while the layer runs, beside
-    what is held: in a layer without backward, in F, under checkpointing, in I.
+    F_TO_I = "from the forward to the gradient for the input"
+    F_TO_W = "from the forward to the gradients for the weights"
+    I_TO_W = "from the gradient for the input to the gradients for the weights"
+    IN_FROZEN_F = "during the forward of a layer that has no backward"
+    IN_F = "during the forward"
+    IN_RECOMPUTED_F = "during the forward under gradient checkpointing"
+    IN_I = "during the gradient for the input"
+
+
+class Array(NamedTuple):
+    """An array, or several alike, of ``elements`` of ``itemsize`` bytes, fractions where fitted."""
+
+    name: str
+    alive: Alive
+    elements: float
+    itemsize: float
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of all elements."""
+        return self.elements * self.itemsize
+
+
+class LayerMemory(NamedTuple):
+    """The trained parameters of a layer in number, and bytes of its arrays by when they exist.
+
+    What exists during an action comes on top of what is held.
     """
 
     parameters: int
@@ -101,10 +141,71 @@ class LayerMemory(NamedTuple):
     during_input: float
 
 
+class _Widths(NamedTuple):
+    """Elements for a token of the arrays in a layer."""
+
+    hidden: int
+    mlp: int
+    queries: int
+    keys: int
+    scores: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, length: int) -> _Widths:
+        """Return those of a model in rows of ``length``; of all experts that a token passes."""
+        return cls(
+            hidden=shape.hidden_size,
+            mlp=shape.intermediate_size * max(1, shape.experts_per_token),
+            queries=shape.num_heads * shape.head_dim,
+            keys=shape.num_kv_heads * shape.head_dim,
+            scores=shape.num_heads * length,
+        )
+
+
+class Passing(NamedTuple):
+    """How many arrays of each width exist at a time while a layer runs; fitted.
+
+    ``hidden``: residual stream and norms. ``queries``, ``keys``: projections, rotary embedding and
+    transposition. ``mlp``: gate, up and their product. ``scores``: attention's, one for each head
+    and position.
+    """
+
+    hidden: float
+    mlp: float
+    queries: float = 0.0
+    keys: float = 0.0
+    scores: float = 0.0
+
+    def elements(self, widths: _Widths) -> float:
+        """Return the elements for a token, without the scores."""
+        return (
+            self.hidden * widths.hidden
+            + self.mlp * widths.mlp
+            + self.queries * widths.queries
+            + self.keys * widths.keys
+        )
+
+
+FROZEN = Passing(hidden=7, mlp=2, queries=7, keys=4, scores=1)
+"""Arrays that pass in a layer of which only the forward is asked: none is kept for a gradient."""
+
+FORWARD = {
+    "adapters": Passing(hidden=4, mlp=2, queries=2),
+    "weights": Passing(hidden=2, mlp=0, queries=5, keys=1),
+}
+"""Arrays that pass in a forward, beside those kept for the gradients, by what is trained."""
+
+RECOMPUTED = {"adapters": Passing(hidden=2, mlp=3), "weights": Passing(hidden=2, mlp=1)}
+"""Arrays beyond ``FROZEN`` in a forward whose arrays are to be computed again."""
+
+INPUT_GRADIENT = Passing(hidden=10, mlp=3, queries=6, keys=4, scores=1.5)
+"""Arrays that pass in the gradient for the input: gradients, and what they are computed from."""
+
+
 class _Linear(NamedTuple):
     """A linear layer: ``source`` names its input, which it may share with others.
 
-    ``copies`` matrices, experts, of which each token passes through ``uses``.
+    It has ``copies`` matrices, one for each expert, of which a token passes through ``uses``.
     """
 
     source: str
@@ -114,74 +215,127 @@ class _Linear(NamedTuple):
     uses: int = 1
 
 
+@lru_cache(maxsize=64)
 def layer_memory(setup: TrainingSetup) -> LayerMemory:
-    """Of any decoder layer of the model: they are alike."""
-    shape, size = setup.shape, setup.dtype_bytes
-    uses = max(1, shape.experts_per_token)
-    h, f = shape.hidden_size, shape.intermediate_size * uses
-    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    scores = shape.num_heads * setup.length
-    has_adapters, on_cpu = setup.has_adapters, setup.backend == "cpu"
-
-    linears = _linears(shape)
-    keys = linears if setup.lora_keys is None or not has_adapters else setup.lora_keys
-    trained = {key: linears[key] for key in keys if key in linears}
-    inputs_each = sum(each.inputs * each.uses for each in trained.values())
-    outputs_each = sum(each.outputs * each.uses for each in trained.values())
-
-    # RMSNorm: its input. Without a kernel for it, computed in float32, and where its weight is
-    # trained the normalised states too, beside which W needs the gradient of the output.
-    normed = 2 * h + (q + k) * shape.qk_norm
-    norms = normed * (FLOAT32 if on_cpu else size)
-    norms_for_weight = 2 * normed * size if on_cpu and not has_adapters else 0
-
-    # Scaled queries, keys, values, probabilities; gate, up, sigmoid, and their product silu;
-    # what experts answer, before it is weighted.
-    core = (q + 2 * k + scores + 4 * f) * size
-    if shape.num_experts:
-        core += uses * h * size
-
-    # Inputs of trained linear layers, shared where they are used as they are. An adapter makes
-    # its own of it, in float32, with dropout, or where that is another type; of these a compiled
-    # stage makes one.
-    compiled = not (on_cpu or setup.dropout or setup.masks)
-    if has_adapters and (setup.dropout or (size != FLOAT32 and not compiled)):
-        inputs = inputs_each * FLOAT32
-    else:
-        sources = {each.source: each.inputs * each.uses for each in trained.values()}
-        inputs = sum(sources.values()) * (FLOAT32 if has_adapters else size)
-    masks = inputs_each * size * setup.dropout
-    outputs = outputs_each * (FLOAT32 if has_adapters else size)
-    low_rank = sum(each.uses for each in trained.values()) * setup.lora_rank * FLOAT32
-    low_rank *= has_adapters
-    # DoRA scales each output, and needs it and the gradient of the scaled one.
-    scaled = outputs_each * size * (setup.fine_tune_type == "dora")
-
-    after_forward = norms + norms_for_weight / 2 + core + inputs + masks + low_rank + scaled
-    after_input = norms_for_weight + inputs + outputs + 2 * low_rank + 2 * scaled
-
-    # The arrays that pass; these numbers are fitted. Residual and norm: h; projections, rotary
-    # embedding, transposition: q, k; MLP: f. In F those that no gradient needs.
-    frozen = (7 * h + 2 * f + 7 * q + 4 * k + scores) * size
-    # An adapter's output is in float32, then cast; so is its gradient, and inside norms on a CPU.
-    wide = size if size == FLOAT32 or not has_adapters else size + FLOAT32
-    forward = (4 * h + 2 * f + 2 * q) * wide if has_adapters else (2 * h + 5 * q + k) * size
-    widened = FLOAT32 if has_adapters else (size + FLOAT32) / 2 if on_cpu else size
-    backward = (10 * h + 3 * f + 6 * q + 4 * k) * widened + 1.5 * scores * size
-    tokens = setup.tokens
+    """Return what a decoder layer of the model takes: all of them are alike."""
+    nbytes = dict.fromkeys(Alive, 0.0)
+    for array in layer_arrays(setup):
+        nbytes[array.alive] += array.nbytes
     return LayerMemory(
-        parameters=_trained_parameters(setup, trained),
-        after_forward=tokens * after_forward + setup.length**2,  # and the mask, one byte each
-        after_input=tokens * after_input,
-        during_frozen=tokens * frozen,
-        during_forward=tokens * forward,
-        during_checkpoint=tokens * (frozen + (2 * h + (3 if has_adapters else 1) * f) * wide),
-        during_input=tokens * backward,
+        parameters=_trained_parameters(setup),
+        after_forward=nbytes[Alive.F_TO_I] + nbytes[Alive.F_TO_W],
+        after_input=nbytes[Alive.F_TO_W] + nbytes[Alive.I_TO_W],
+        during_frozen=nbytes[Alive.IN_FROZEN_F],
+        during_forward=nbytes[Alive.IN_F],
+        during_checkpoint=nbytes[Alive.IN_FROZEN_F] + nbytes[Alive.IN_RECOMPUTED_F],
+        during_input=nbytes[Alive.IN_I],
     )
 
 
+def layer_arrays(setup: TrainingSetup) -> list[Array]:
+    """Return every array that a micro-batch makes in a trained layer."""
+    counted = [*_norms(setup), *_attention_and_mlp(setup), *_trained_linears(setup)]
+    mask = Array("causal mask", Alive.F_TO_I, setup.length**2, 1)
+    return [*counted, mask, *_passing(setup)]
+
+
+def _norms(setup: TrainingSetup) -> Iterator[Array]:
+    """Yield what RMSNorm keeps.
+
+    On Metal it is one kernel, which keeps its input alone. On a CPU it is computed in float32, and
+    where its weight is trained the normalised states are kept too, beside which W needs the
+    gradients of the norm's outputs.
+    """
+    shape, size, on_cpu = setup.shape, setup.dtype_bytes, setup.backend == "cpu"
+    widths = _Widths.of(shape, setup.length)
+    normed = 2 * widths.hidden
+    if shape.qk_norm:
+        normed += widths.queries + widths.keys
+    elements = setup.tokens * normed
+    yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if on_cpu else size)
+    if on_cpu and not setup.has_adapters:
+        yield Array("normalised states", Alive.F_TO_W, elements, size)
+        yield Array("gradients of the outputs of norms", Alive.I_TO_W, elements, size)
+
+
+def _attention_and_mlp(setup: TrainingSetup) -> Iterator[Array]:
+    """Yield what attention and MLP keep for the gradient of their inputs."""
+    shape, tokens, size = setup.shape, setup.tokens, setup.dtype_bytes
+    widths = _Widths.of(shape, setup.length)
+    for name, width in {
+        "scaled queries": widths.queries,
+        "keys": widths.keys,
+        "values": widths.keys,
+        "attention probabilities": widths.scores,
+        "gate": widths.mlp,
+        "up": widths.mlp,
+        "sigmoid of the gate": widths.mlp,
+        "silu of the gate": widths.mlp,
+    }.items():
+        yield Array(name, Alive.F_TO_I, tokens * width, size)
+    if shape.num_experts:
+        answers = tokens * max(1, shape.experts_per_token) * widths.hidden
+        yield Array("experts' answers before they are weighted", Alive.F_TO_I, answers, size)
+
+
+def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
+    """Yield what trained linear layers keep for the gradients of their weights or adapters."""
+    tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup)
+    each_input = tokens * sum(each.inputs * each.uses for each in trained)
+    outputs = tokens * sum(each.outputs * each.uses for each in trained)
+    itemsize = FLOAT32 if setup.has_adapters else size
+
+    # Layers share an input that they use as it is. An adapter makes a float32 copy of its own, with
+    # dropout, or where the input is of another type; of these a compiled stage makes one.
+    is_compiled = setup.backend != "cpu" and not setup.dropout and not setup.masks
+    converts = size != FLOAT32 and not is_compiled
+    if setup.has_adapters and (setup.dropout or converts):
+        inputs = each_input
+    else:
+        sources = {each.source: each.inputs * each.uses for each in trained}
+        inputs = tokens * sum(sources.values())
+    yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs, itemsize)
+    yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)
+    if setup.dropout:
+        yield Array("dropout masks", Alive.F_TO_I, each_input, size)
+    if setup.has_adapters:
+        low_rank = tokens * sum(each.uses for each in trained) * setup.lora_rank
+        yield Array("low-rank states", Alive.F_TO_W, low_rank, FLOAT32)
+        yield Array("gradients of low-rank states", Alive.I_TO_W, low_rank, FLOAT32)
+    if setup.fine_tune_type == "dora":
+        # DoRA scales each output.
+        yield Array("outputs before DoRA scales them", Alive.F_TO_W, outputs, size)
+        yield Array("gradients of the scaled outputs", Alive.I_TO_W, outputs, size)
+
+
+def _passing(setup: TrainingSetup) -> Iterator[Array]:
+    """Yield the arrays that exist only while an action runs: see ``Passing``."""
+    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup.shape, setup.length)
+    trains = "adapters" if setup.has_adapters else "weights"
+    # An adapter's output is in float32, then cast; so is its gradient, and inside norms on a CPU.
+    if setup.has_adapters:
+        forward, backward = size if size == FLOAT32 else size + FLOAT32, float(FLOAT32)
+    else:
+        forward, backward = size, (size + FLOAT32) / 2 if setup.backend == "cpu" else size
+    for name, alive, passing, itemsize in (
+        ("frozen layer", Alive.IN_FROZEN_F, FROZEN, size),
+        ("forward", Alive.IN_F, FORWARD[trains], forward),
+        ("recomputed forward", Alive.IN_RECOMPUTED_F, RECOMPUTED[trains], forward),
+        ("input gradient", Alive.IN_I, INPUT_GRADIENT, backward),
+    ):
+        yield Array(name, alive, tokens * passing.elements(widths), itemsize)
+        yield Array(f"{name}: scores", alive, passing.scores * tokens * widths.scores, size)
+
+
+def _trained(setup: TrainingSetup) -> list[_Linear]:
+    """Return the linear layers that are trained, or that have adapters."""
+    linears = _linears(setup.shape)
+    keys = linears if setup.lora_keys is None or not setup.has_adapters else setup.lora_keys
+    return [linears[key] for key in dict.fromkeys(keys) if key in linears]
+
+
 def _linears(shape: ModelShape) -> dict[str, _Linear]:
-    """The linear layers of a decoder layer, by the keys that LoRA knows them by."""
+    """Return the linear layers of a decoder layer, by the keys that LoRA knows them by."""
     h, f = shape.hidden_size, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     linears = {
@@ -206,11 +360,12 @@ def _linears(shape: ModelShape) -> dict[str, _Linear]:
     }
 
 
-def _trained_parameters(setup: TrainingSetup, trained: dict[str, _Linear]) -> int:
+def _trained_parameters(setup: TrainingSetup) -> int:
     if not setup.has_adapters:
         return setup.shape.layer_parameters(0)
-    magnitudes = setup.fine_tune_type == "dora"
+    has_magnitudes = setup.fine_tune_type == "dora"
     return sum(
-        each.copies * (setup.lora_rank * (each.inputs + each.outputs) + magnitudes * each.outputs)
-        for each in trained.values()
+        each.copies
+        * (setup.lora_rank * (each.inputs + each.outputs) + has_magnitudes * each.outputs)
+        for each in _trained(setup)
     )

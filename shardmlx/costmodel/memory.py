@@ -1,14 +1,12 @@
-"""What a rank's memory peaks at while it trains: which arrays live when. No MLX, no MPI.
+"""Predict what a rank's memory peaks at while it trains. No MLX, no MPI.
 
 Three kinds of arrays. Resident: parameters and the optimizer's state. Held: what a micro-batch
-leaves behind at F for its I, and at I for its W; ``costmodel.layer_memory`` counts these one by
-one. Passing: what exists only while an action runs. MLX schedules operations ahead of their
-execution and frees nothing before it has run, so that about one layer's intermediate arrays are
-alive at a time; of these the numbers are fitted, within a fifth.
+leaves behind at F for its I, and at I for its W. Passing: what exists only while an action runs.
+``costmodel.layer_memory`` has the table of those of a layer, and where they were measured; here
+come the ends of the model, messages, gradients and the order of actions.
 
-Measured with MLX 0.32 on the CPU. "metal" differs in what MLX's source says: there RMSNorm is one
-kernel, which keeps its input alone. Attention goes through its scores on both: in training MLX
-does not use its fused kernel.
+"metal" differs from the CPU in what MLX's source says: there RMSNorm is one kernel, which keeps its
+input alone. Attention computes its scores on both: in training MLX does not use its fused kernel.
 """
 
 from __future__ import annotations
@@ -16,28 +14,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
-from shardmlx.config.inference import WHOLE_CHUNK
-from shardmlx.costmodel.layer_memory import (
-    BACKENDS,
-    FLOAT32,
-    LayerMemory,
-    TrainingSetup,
-    layer_memory,
-)
+from shardmlx.costmodel.layer_memory import FLOAT32, TrainingSetup, layer_memory
 from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED
-from shardmlx.models import kv_cache
-from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.actions import Action, Kind
 
-__all__ = ["StageMemory", "TrainingSetup", "inference_memory", "rank_peak", "stage_memory"]
+__all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
 
 STATES: Mapping[str, int] = MappingProxyType(
     {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 )
-"""Copies of the trained weights that an optimizer keeps; Adafactor's rows and columns are few,
-but with a beta_1 it keeps one copy too."""
+"""Copies of the trained weights that an optimizer of ``config.checks.OPTIMIZERS`` keeps.
+
+Adafactor's rows and columns are few, but with a beta_1 it keeps one copy too.
+"""
 
 UPDATED_AT_ONCE: Mapping[str, int] = MappingProxyType(
     {"adam": 3, "adamw": 3, "sgd": 2, "muon": 5, "adafactor": 3}
@@ -52,70 +43,150 @@ class StageMemory:
     weights: int
     """All parameters, frozen and trained."""
     optimizer: int
-    """Its state, from the first update."""
+    """State of the optimizer, from the first update."""
     gradients: int
-    """Their sums, in float32: from the first W to the update."""
+    """Sums of the gradients, in float32, from the first W to the update."""
     after_forward: int
-    """Held from F to I, or to W where there is no I."""
+    """Arrays held from F to I, or to W where there is no I."""
     after_input: int
-    """Held from I to W, where there is an I."""
+    """Arrays held from I to W, where there is an I."""
     during_forward: int
-    """Above ``after_forward``."""
+    """Arrays that pass in F, above ``after_forward``."""
     during_input: int
-    """Above what is held when I begins."""
+    """Arrays that pass in I, above what is held when it begins."""
     during_weight: int
-    """Above what is held when W begins."""
+    """Arrays that pass in W, above what is held when it begins."""
     during_update: int
+    """Arrays that pass in the update, above all sums of gradients."""
     message: int
-    """The hidden states of a micro-batch between two stages."""
+    """Hidden states of a micro-batch between two stages."""
     tied: int
-    """Of ``resident``, what the stages at both ends hold together if they are on one rank."""
+    """Part of ``resident`` that the stages at both ends hold together if they are on one rank."""
     is_trained: bool
     has_input_gradient: bool
 
     @property
     def resident(self) -> int:
-        """What stays for the whole run."""
+        """Bytes that stay for the whole run."""
         return self.weights + self.optimizer
 
 
+class _MicroBatch(NamedTuple):
+    """Bytes that a micro-batch holds after F and after I, and that pass in them."""
+
+    after_forward: float
+    after_input: float
+    during_forward: float
+    during_input: float
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a setup, with what it holds and trains."""
+
+    setup: TrainingSetup
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.setup.shape.num_layers:
+            raise ValueError(f"layers {self.start} to {self.stop} of {self.setup.shape.num_layers}")
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.setup.shape.num_layers
+
+    @property
+    def ends(self) -> list[float]:
+        """Bytes of embedding and head, of which a stage that has both holds a tied one once."""
+        sizes, ends = self.setup.weight_sizes, []
+        if self.start == 0 or (self.is_last and self.setup.shape.tied):
+            ends.append(sizes.embedding)
+        if self.is_last:
+            ends.append(sizes.head)
+        return ends
+
+    @property
+    def num_trained_layers(self) -> int:
+        return max(0, self.stop - max(self.start, self.setup.first_trained_layer))
+
+    @property
+    def trained(self) -> list[int]:
+        """Number of parameters of each trained layer and matrix."""
+        parameters = [layer_memory(self.setup).parameters] * self.num_trained_layers
+        if self.setup.unfreeze_all:
+            parameters += [round(end / self.setup.dtype_bytes) for end in self.ends]
+        return parameters
+
+    @property
+    def has_input_gradient(self) -> bool:
+        lowest = 0 if self.setup.unfreeze_all else self.setup.first_trained_layer
+        return lowest < self.start
+
+    @property
+    def num_backward_layers(self) -> int:
+        """Number of layers with a backward: a gradient for stages below passes through all."""
+        passes_all = self.has_input_gradient or self.setup.unfreeze_all
+        return self.stop - self.start if passes_all else self.num_trained_layers
+
+    @property
+    def tied(self) -> float:
+        """Bytes of a tied matrix that another stage holds too, with its optimizer state."""
+        if not self.setup.shape.tied or (self.start == 0) == self.is_last:
+            return 0.0
+        copies = 1 + _states(self.setup) if self.setup.unfreeze_all else 1
+        return self.setup.weight_sizes.embedding * copies
+
+
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
-    """Of the stage with layers ``start`` to ``stop``, with the embedding if ``start`` is 0, and
-    with norm and head if ``stop`` is the number of layers."""
-    shape, sizes, size = setup.shape, setup.weight_sizes, setup.dtype_bytes
-    if not 0 <= start < stop <= shape.num_layers:
-        raise ValueError(f"layers {start} to {stop} of {shape.num_layers}")
-    is_first, is_last = start == 0, stop == shape.num_layers
-    layer = layer_memory(setup)
-    num_trained = stop - min(stop, max(start, setup.first_trained_layer))
+    """Return the bytes of the stage with layers ``start`` to ``stop``.
 
-    # A stage that is first and last holds a tied matrix once.
-    ends = [sizes.embedding] * (is_first or (is_last and shape.tied)) + [sizes.head] * is_last
-    trained = [layer.parameters] * num_trained
-    trained += [round(end / size) for end in ends] * setup.unfreeze_all
-    parameters = sum(trained)
-    weights: float = sum(sizes.layers[start:stop]) + sum(ends)
-    weights += FLOAT32 * parameters * setup.has_adapters
-    trained_bytes = FLOAT32 if setup.has_adapters else size
-
-    states = STATES[setup.optimizer] + (setup.optimizer == "adafactor" and setup.first_moment)
-    tied = sizes.embedding * (shape.tied and is_first != is_last)
-    tied *= 1 + states * setup.unfreeze_all
-
-    lowest = 0 if setup.unfreeze_all else setup.first_trained_layer
-    has_input_gradient = lowest < start
-    # A gradient for the embedding passes through all layers.
-    live = stop - start if has_input_gradient or setup.unfreeze_all else num_trained
-    message = setup.message
-    logits = size * setup.tokens * shape.vocab_size * is_last
-    after_forward, after_input, during_forward, during_input = _of_layers(
-        setup, layer, live, stop - start, message
+    It has the embedding if ``start`` is 0, norm and head if ``stop`` is the number of layers.
+    """
+    stage = _Stage(setup, start, stop)
+    trained = stage.trained
+    parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
+    weights = sum(setup.weight_sizes.layers[start:stop]) + sum(stage.ends)
+    if setup.has_adapters:
+        weights += FLOAT32 * parameters
+    held = _micro_batch(stage)
+    return StageMemory(
+        weights=round(weights),
+        optimizer=_states(setup)
+        * parameters
+        * (FLOAT32 if setup.has_adapters else setup.dtype_bytes),
+        gradients=FLOAT32 * parameters,
+        after_forward=round(held.after_forward),
+        after_input=round(held.after_input) if stage.has_input_gradient else 0,
+        during_forward=round(held.during_forward),
+        during_input=round(held.during_input),
+        during_weight=round(_during_weight(stage, held.during_input, parameters, largest)),
+        during_update=UPDATED_AT_ONCE[setup.optimizer] * largest,
+        message=setup.message,
+        tied=round(stage.tied),
+        is_trained=parameters > 0,
+        has_input_gradient=stage.has_input_gradient,
     )
-    if live or parameters:
+
+
+def _states(setup: TrainingSetup) -> int:
+    has_moment = setup.optimizer == "adafactor" and setup.first_moment
+    return STATES[setup.optimizer] + has_moment
+
+
+def _micro_batch(stage: _Stage) -> _MicroBatch:
+    """Return what a micro-batch holds and needs in a stage: its layers, message and logits."""
+    setup, message = stage.setup, stage.setup.message
+    logits = 0
+    if stage.is_last:
+        logits = setup.dtype_bytes * setup.tokens * setup.shape.vocab_size
+    layers = _checkpointed_layers(stage) if setup.grad_checkpoint else _layers(stage)
+    after_forward, after_input, during_forward, during_input = layers
+    if stage.num_backward_layers or stage.trained:
         # The input of the last norm; elsewhere the buffer for the gradient that is to come.
         after_forward += logits + message
-        after_input += message * (not is_last)
-    if is_last and setup.unfreeze_all:
+        after_input += 0 if stage.is_last else message
+    if stage.is_last and setup.unfreeze_all:
         after_forward += 2 * message
         after_input += logits + 3 * message
     if setup.grad_checkpoint:
@@ -123,52 +194,51 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         during_forward, during_input = max(logits, during_forward), max(logits, during_input)
     else:
         during_forward, during_input = logits + during_forward, logits + during_input
-    # The gradients of a layer or a matrix, on their way to the sums.
-    during_weight = 0.0 if setup.grad_checkpoint else float(FLOAT32 * max(trained, default=0))
-    if not has_input_gradient:
-        during_weight = max(during_weight, during_input)  # I and W in one
-    if setup.dp > 1:
-        bucket = max(BUCKET_BYTES, FLOAT32 * max(trained, default=0))
-        during_weight = max(during_weight, min(bucket, FLOAT32 * parameters))
-    return StageMemory(
-        weights=round(weights),
-        optimizer=states * trained_bytes * parameters,
-        gradients=FLOAT32 * parameters,
-        after_forward=round(after_forward),
-        after_input=round(after_input) * has_input_gradient,
-        during_forward=round(during_forward),
-        during_input=round(during_input),
-        during_weight=round(during_weight),
-        during_update=UPDATED_AT_ONCE[setup.optimizer] * FLOAT32 * max(trained, default=0),
-        message=message,
-        tied=round(tied),
-        is_trained=parameters > 0,
-        has_input_gradient=has_input_gradient,
-    )
+    return _MicroBatch(after_forward, after_input, during_forward, during_input)
 
 
-def _of_layers(
-    setup: TrainingSetup, layer: LayerMemory, live: int, count: int, message: int
-) -> tuple[float, float, float, float]:
-    """(held after F, after I, passing in F, in I) of ``count`` layers, ``live`` with backward."""
-    if setup.grad_checkpoint:
-        # Inputs of layers, and the last output. In I a layer computes what it needs again, and
-        # its W comes along.
-        again = layer.after_forward + FLOAT32 * layer.parameters
-        inputs = (message * (live + 1) + setup.masks * setup.length**2) * (live > 0)
-        return inputs, 0.0, layer.during_checkpoint, layer.during_input + again
+def _layers(stage: _Stage) -> _MicroBatch:
+    """Return what the layers of a stage hold and need."""
+    layer, live = layer_memory(stage.setup), stage.num_backward_layers
     held = live * layer.after_forward
-    passing = layer.during_forward * (live > 0)
-    if live < count:
+    during_forward = layer.during_forward if live else 0.0
+    if live < stage.stop - stage.start:
         # Layers without a backward run before anything is held.
-        passing = max(passing, layer.during_frozen - held)
-    return held, live * layer.after_input, passing, layer.during_input
+        during_forward = max(during_forward, layer.during_frozen - held)
+    return _MicroBatch(held, live * layer.after_input, during_forward, layer.during_input)
+
+
+def _checkpointed_layers(stage: _Stage) -> _MicroBatch:
+    """Return the same with gradient checkpointing.
+
+    The inputs of layers and the last output are held. In I a layer computes the rest again, and its
+    W comes along.
+    """
+    setup, layer, live = stage.setup, layer_memory(stage.setup), stage.num_backward_layers
+    inputs = setup.message * (live + 1) + setup.masks * setup.length**2 if live else 0
+    again = layer.after_forward + FLOAT32 * layer.parameters
+    return _MicroBatch(inputs, 0.0, layer.during_checkpoint, layer.during_input + again)
+
+
+def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
+    """Return what passes in W: gradients on their way to the sums.
+
+    ``largest`` are the bytes of those of the largest layer or matrix.
+    """
+    setup = stage.setup
+    passing = 0.0 if setup.grad_checkpoint else float(largest)
+    if not stage.has_input_gradient:
+        passing = max(passing, during_input)  # I and W in one
+    if setup.dp > 1:
+        bucket = max(BUCKET_BYTES, largest)
+        passing = max(passing, min(bucket, FLOAT32 * parameters))
+    return passing
 
 
 def rank_peak(
     actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
 ) -> int:
-    """Peak bytes of a rank that holds ``stages``, by index, in a step and its update.
+    """Return the peak bytes of a rank in a step and its update; it holds ``stages``, by index.
 
     ``actions`` are the rank's lowered ones (``pipeline.lowering``): their order alone decides
     how many micro-batches are held at a time. Beside these there are the receives posted ahead,
@@ -213,60 +283,3 @@ def rank_peak(
     gradients = sum(stage.gradients for stage in stages.values())
     updating = max((stage.during_update for stage in stages.values()), default=0)
     return max(peak, resident + gradients + updating)
-
-
-def inference_memory(
-    shape: ModelShape,
-    weight_sizes: LayerCosts,
-    start: int,
-    stop: int,
-    rows: int,
-    context: int,
-    dtype_bytes: int,
-    *,
-    chunk: int = WHOLE_CHUNK,
-    max_kv_size: int | None = None,
-    backend: str = BACKENDS[0],
-    capacity: int | None = None,
-) -> int:
-    """Bytes of a stage that generates ``rows`` texts of ``context`` tokens, prompt included; with
-    ``capacity`` it keeps no more tokens than these, of all texts together.
-
-    Parameters; keys and values; logits; and a few arrays of one layer for ``chunk`` tokens of one
-    prompt: on the CPU also the scores of its attention, which Metal's kernel does not keep.
-    """
-    is_first, is_last = start == 0, stop == shape.num_layers
-    weights: float = sum(weight_sizes.layers[start:stop]) + is_last * weight_sizes.head
-    weights += (is_first or (is_last and shape.tied)) * weight_sizes.embedding
-    if capacity is None:
-        caches = rows * cache_memory(shape, start, stop, context, dtype_bytes, max_kv_size)
-    else:
-        caches = kept_memory(shape, start, stop, capacity, dtype_bytes)
-    chunk = min(context, chunk)
-    width = 7 * shape.hidden_size + 2 * shape.intermediate_size * max(1, shape.experts_per_token)
-    passing = chunk * (width + shape.num_heads * shape.head_dim)
-    if backend == "cpu":
-        passing += 2 * shape.num_heads * chunk * min(context, max_kv_size or context)
-    logits = is_last * rows * shape.vocab_size
-    return round(weights + caches + dtype_bytes * (passing + logits))
-
-
-def cache_memory(
-    shape: ModelShape,
-    start: int,
-    stop: int,
-    context: int,
-    dtype_bytes: int,
-    max_kv_size: int | None = None,
-) -> int:
-    """Bytes of keys and values of one text of ``context`` tokens in layers ``start`` to ``stop``:
-    those of a window in sliding layers, at most of ``max_kv_size`` tokens in all."""
-    limit = min(context + kv_cache.STEP, max_kv_size or context + kv_cache.STEP)
-    tokens = sum(min(limit, shape.windows[i] or limit) for i in range(start, stop))
-    return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens
-
-
-def kept_memory(shape: ModelShape, start: int, stop: int, tokens: int, dtype_bytes: int) -> int:
-    """Bytes of keys and values of so many tokens, of whatever texts, in layers ``start`` to
-    ``stop``. Of long texts sliding layers keep less."""
-    return 2 * dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens * (stop - start)

@@ -9,7 +9,11 @@ from dataclasses import astuple, dataclass
 from shardmlx.common.formatting import gibibytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory import cache_memory, inference_memory, kept_memory
+from shardmlx.costmodel.generation_memory import (
+    GenerationSetup,
+    inference_memory,
+    kv_cache_memory,
+)
 from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
     PlannedMemory,
@@ -118,36 +122,22 @@ class _StageMemory:
         return self._bytes(start, stop, self.chunk)
 
     def _bytes(self, start: int, stop: int, chunk: int) -> int:
-        return inference_memory(
-            self.sizes.shape,
-            self.sizes.weight_sizes,
-            start,
-            stop,
-            self.most,
-            self.load.context,
-            self.sizes.dtype_bytes,
-            chunk=chunk,
-            max_kv_size=self.max_kv_size,
-            backend=self.backend,
-            capacity=self.load.capacity,
-        )
+        return inference_memory(self._setup(chunk), start, stop)
 
     def caches(self, start: int, stop: int) -> int:
-        if self.load.capacity is not None:
-            return kept_memory(
-                self.sizes.shape,
-                start,
-                stop,
-                self.load.capacity,
-                self.sizes.dtype_bytes,
-            )
-        return self.most * cache_memory(
-            self.sizes.shape,
-            start,
-            stop,
-            self.load.context,
-            self.sizes.dtype_bytes,
-            self.max_kv_size,
+        return kv_cache_memory(self._setup(self.chunk), start, stop)
+
+    def _setup(self, chunk: int) -> GenerationSetup:
+        return GenerationSetup(
+            shape=self.sizes.shape,
+            weight_sizes=self.sizes.weight_sizes,
+            dtype_bytes=self.sizes.dtype_bytes,
+            sequences=self.most,
+            context=self.load.context,
+            chunk=chunk,
+            max_kv_size=self.max_kv_size,
+            cache_tokens=self.load.capacity,
+            backend=self.backend,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardmlx.costmodel.memory import inference_memory
+from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.timing import TYPICAL_LENGTH, Speed
 from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype
 from shardmlx.errors import UserError
@@ -161,14 +161,14 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
             f"--context: the family of {inspection.files.name} is not supported, so that its keys "
             "and values are not known: leave --context out"
         )
-    sizes = _stored_sizes(inspection)
-    width = DTYPE_BYTES[activation_dtype(inspection.head)]
-    rows, context = generation.sequences, generation.context
-
-    def peak(stage: int, start: int, stop: int) -> float:
-        return inference_memory(shape, sizes, start, stop, rows, context, width)
-
-    return peak
+    setup = GenerationSetup(
+        shape=shape,
+        weight_sizes=_stored_sizes(inspection),
+        dtype_bytes=DTYPE_BYTES[activation_dtype(inspection.head)],
+        sequences=generation.sequences,
+        context=generation.context,
+    )
+    return lambda stage, start, stop: inference_memory(setup, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_memory
 from shardmlx.costmodel.memory import (
     STATES,
     UPDATED_AT_ONCE,
     StageMemory,
     TrainingSetup,
-    inference_memory,
     rank_peak,
     stage_memory,
 )
@@ -307,12 +307,14 @@ def test_gpipe_holds_what_1f1b_lets_go() -> None:
 
 
 def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
-    made = setup()
+    generating = GenerationSetup(
+        shape=SHAPE, weight_sizes=setup().weight_sizes, dtype_bytes=2, sequences=3, context=1
+    )
     windows = replace(SHAPE, windows=(None, 5, 5, None))
 
     def grows(shape: ModelShape, start: int, stop: int) -> int:
         short, long = (
-            inference_memory(shape, made.weight_sizes, start, stop, 3, context, 2)
+            inference_memory(replace(generating, shape=shape, context=context), start, stop)
             for context in (4000, 5000)
         )
         return long - short

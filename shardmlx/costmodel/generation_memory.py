@@ -1,0 +1,90 @@
+"""Predict the bytes of a stage that generates. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmlx.config.inference import WHOLE_CHUNK
+from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.models import kv_cache
+from shardmlx.models.shape import ModelShape
+from shardmlx.partitioners.costs import LayerCosts
+
+HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
+"""Arrays of each width that exist at a time while a layer computes a chunk, fitted.
+
+Scores of attention count on a CPU only: Metal's kernel does not keep them. Measured peaks of
+SmolLM2 on a CPU were 1 to 5% below (docs/generate.md).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSetup:
+    """The facts that decide the memory of generating."""
+
+    shape: ModelShape
+    weight_sizes: LayerCosts
+    """Bytes of the parameters as held in memory; a tied matrix counts as the embedding."""
+    dtype_bytes: int
+    """Bytes of an element of an activation, a key or a value."""
+    sequences: int
+    """Sequences that are generated at a time."""
+    context: int
+    """Tokens of the longest of them, prompt included."""
+    chunk: int = WHOLE_CHUNK
+    """Tokens of a prompt that are computed at a time; 0 leaves out what passes meanwhile."""
+    max_kv_size: int | None = None
+    """Tokens that the KV cache of a sequence keeps at most."""
+    cache_tokens: int | None = None
+    """Tokens that the KV caches of all sequences together keep at most."""
+    backend: str = BACKENDS[0]
+
+
+def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return the bytes of the stage with layers ``start`` to ``stop``.
+
+    Counted are parameters, KV caches, logits, and a few arrays of one layer for a chunk of one
+    prompt.
+    """
+    shape, sizes = setup.shape, setup.weight_sizes
+    is_first, is_last = start == 0, stop == shape.num_layers
+    weights: float = sum(sizes.layers[start:stop])
+    if is_first or (is_last and shape.tied):
+        weights += sizes.embedding
+    activations = _passing(setup)
+    if is_last:
+        weights += sizes.head
+        activations += setup.sequences * shape.vocab_size
+    caches = kv_cache_memory(setup, start, stop)
+    return round(weights + caches + setup.dtype_bytes * activations)
+
+
+def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return the bytes of all keys and values in layers ``start`` to ``stop``.
+
+    A sliding layer keeps those of its window. Where ``cache_tokens`` are shared by all sequences it
+    is taken to keep all of them: of long sequences it keeps less.
+    """
+    shape = setup.shape
+    if setup.cache_tokens is not None:
+        tokens = setup.cache_tokens * (stop - start)
+    else:
+        most = setup.context + kv_cache.STEP
+        limit = min(most, setup.max_kv_size or most)
+        kept = (min(limit, window or limit) for window in shape.windows[start:stop])
+        tokens = setup.sequences * sum(kept)
+    return 2 * setup.dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens
+
+
+def _passing(setup: GenerationSetup) -> int:
+    """Return the elements that exist while a layer computes a chunk."""
+    shape, chunk = setup.shape, min(setup.context, setup.chunk)
+    elements = chunk * (
+        HIDDEN_ARRAYS * shape.hidden_size
+        + MLP_ARRAYS * shape.intermediate_size * max(1, shape.experts_per_token)
+        + QUERY_ARRAYS * shape.num_heads * shape.head_dim
+    )
+    if setup.backend == "cpu":
+        positions = min(setup.context, setup.max_kv_size or setup.context)
+        elements += SCORE_ARRAYS * shape.num_heads * chunk * positions
+    return elements
