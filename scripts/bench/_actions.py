@@ -18,8 +18,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.distributed.messages import new_buffer
 from shardmlx.distributed.mpi import MPITransport
-from shardmlx.distributed.transport import new_buffer
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.stage import Stage

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from shardmlx.distributed.messages import FIRST_ENGINE_TAG, buffer_of, new_buffer
 from shardmlx.distributed.mpi import MPITransport
-from shardmlx.distributed.transport import FIRST_ENGINE_TAG, Transport, buffer_of, new_buffer
+from shardmlx.distributed.transport import Transport
 
 FLOW_BYTES = 128 << 20
 """Of one measurement one way, in as many messages as make it up, but at most ``MOST_MESSAGES``."""

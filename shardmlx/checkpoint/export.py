@@ -15,7 +15,8 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 
 from shardmlx.common.durable_files import flush_directory, replace_durably
-from shardmlx.distributed.transport import OBJECT_TAG, Transport, buffer_of, new_buffer
+from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
+from shardmlx.distributed.transport import Transport
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 

@@ -16,8 +16,9 @@ import mlx.core as mx
 from shardmlx.checkpoint.export import SAFETENSORS_NAMES
 from shardmlx.checkpoint.store import Manifest, Store, name_of
 from shardmlx.distributed.byte_stream import Outgoing, incoming
+from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
-from shardmlx.distributed.transport import OBJECT_TAG, Transport, buffer_of, new_buffer
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, read_header
 

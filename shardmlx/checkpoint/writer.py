@@ -25,7 +25,8 @@ from shardmlx.checkpoint.placement import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed.byte_stream import PIECE_BYTES, Outgoing, incoming
-from shardmlx.distributed.transport import CHECKPOINT_TAG, Transport, buffer_of
+from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
 SECONDS_TO_WRITE = 12 * 3600.0

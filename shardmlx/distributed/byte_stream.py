@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardmlx.distributed.transport import Handle, Transport, buffer_of
+from shardmlx.distributed.messages import Handle, buffer_of
+from shardmlx.distributed.transport import Transport
 
 PIECE_BYTES = 16 << 20
 

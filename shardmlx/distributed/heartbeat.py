@@ -1,50 +1,48 @@
 """Signs of life between the ranks: who is lost, who has died, and who was asked to stop.
 
-Rank 0 hears of every rank, and every rank of rank 0. ``Monitor`` judges, and needs no messages
-and no threads; ``Heartbeat`` is the thread that feeds it.
+Rank 0 hears of every rank, and every rank of rank 0. ``Monitor`` judges; ``job_watch`` is the
+thread that feeds it and acts. No MLX, no MPI, no messages, no threads.
 """
 
 from __future__ import annotations
 
-import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
-from shardmlx.distributed.signals import STOPS, Signals
+from shardmlx.distributed.signals import STOPS
 
 PERIOD = 0.5
 """Seconds between two signs of life."""
 
 SHORTEST_SILENCE = 3.0
-"""A few signs of life may be late, as on a machine that is short of memory."""
+"""Seconds: a few signs of life may be late, as on a machine that is short of memory."""
 
 LONGEST_SILENCE = 60.0
-"""After which a rank is lost, whatever the time that a message may take."""
+"""Seconds after which a silent rank is lost, whatever the time that a message may take."""
 
 OWN_SLEEP = 2.0
-"""If this process was not run for so long, its peers are not to blame that it heard nothing."""
+"""Seconds. A process that was not run for so long cannot blame its peers that it heard nothing."""
 
 SECONDS_TO_BE_HEARD = 0.1
-"""For the last message of a process that has ended, and for answers when mpirun ends the job."""
+"""Seconds for the last message of a process that has ended, and for answers when mpirun ends the
+job."""
 
 MPIRUN_KILLS = 1.0
-"""A SIGTERM so soon after a SIGCONT comes from mpirun: it ends all ranks, and 0.25 s later kills
-them. Seconds; it takes 0.25 itself."""
+"""Seconds. A SIGTERM so soon after a SIGCONT comes from mpirun, which needs 0.25 s between the two;
+it ends all ranks, and 0.25 s later kills them."""
 
 HURRY = 0.02
 """Seconds between two looks while something is going on."""
 
 SECONDS_TO_BE_ENDED = 5.0
-"""Within which whoever said what failed has ended the job, or each process ends itself."""
+"""Seconds for the rank that said what failed to end the job; then each process ends itself."""
 
 
 class State(Enum):
-    """Of a rank, in its own words."""
+    """State of a rank, in its own words."""
 
     ALIVE = auto()
     LEFT = auto()  # it has done its part, and leaves in order
@@ -61,7 +59,7 @@ class Beat:
 
 
 class Fate(Enum):
-    """Of the job."""
+    """Fate of the job, as far as a rank can tell."""
 
     LOST = auto()  # a rank has been silent for too long
     DIED = auto()  # a rank's process is gone
@@ -70,8 +68,8 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why this rank cannot go on, or why it must end. ``signal`` where one asked for it."""
+class Judgement:
+    """Reason why this rank cannot go on, or must end. ``signal`` where one asked for it."""
 
     fate: Fate
     text: str
@@ -87,7 +85,7 @@ class _Peer:
 
 
 class Monitor:
-    """What one rank knows of those that it watches. Pure: all time comes from ``clock``.
+    """What one rank knows of those that it watches. All time comes from ``clock``, in seconds.
 
     ``process`` is asked for the state of a peer's process: ``gone``, ``stopped``, or None where
     it runs or cannot be seen from here; ``launched`` whether mpirun, or its daemon, is still there.
@@ -118,7 +116,7 @@ class Monitor:
         self._hushed: float | None = None
 
     def signalled(self, number: int) -> None:
-        """This process was sent a signal."""
+        """Note that this process was sent a signal."""
         now = self._clock()
         if number == signal.SIGCONT:
             self._continued = now
@@ -128,7 +126,7 @@ class Monitor:
                 self._killed = now
 
     def heard(self, peer: int, beat: Beat) -> None:
-        """A sign of life has come."""
+        """Note a sign of life that has come."""
         now = self._clock()
         if beat.state is State.SPOKEN:
             self._hushed = now if self._hushed is None else self._hushed
@@ -137,11 +135,11 @@ class Monitor:
             self._peers[peer].last = beat
 
     def beat(self, activity: str) -> Beat:
-        """This rank's next sign of life."""
+        """Return this rank's next sign of life."""
         return Beat(activity, self._own)
 
     def last_activity(self, peer: int) -> str | None:
-        """What a rank did at its last sign of life, if this rank watches it."""
+        """Return what a rank did at its last sign of life, if this rank watches it."""
         return self._peers[peer].last.activity if peer in self._peers else None
 
     @property
@@ -158,15 +156,15 @@ class Monitor:
         )
 
     def stop(self) -> int | None:
-        """The first signal that asked this rank, or one it watches, to stop."""
+        """Return the first signal that asked this rank, or one it watches, to stop."""
         if self._own:
             return self._own[0]
         return next(
             (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals), None
         )
 
-    def look(self) -> Verdict | None:
-        """What has become of the job, as far as this rank can tell. Call it often."""
+    def look(self) -> Judgement | None:
+        """Judge what has become of the job, as far as this rank can tell. Call it often."""
         now = self._clock()
         slept, self._looked = now - self._looked > OWN_SLEEP, now
         if slept:
@@ -174,16 +172,16 @@ class Monitor:
                 peer.heard = now
                 peer.gone_since = None
         if not self._launched():
-            return Verdict(Fate.ENDED, "")
+            return Judgement(Fate.ENDED, "")
         if self._hushed is not None:
             late = now - self._hushed > SECONDS_TO_BE_ENDED
-            return Verdict(Fate.ENDED, "") if late else None
+            return Judgement(Fate.ENDED, "") if late else None
         return self._death(now) or self._interruption(now) or self._silence(now)
 
     def _watched(self) -> Iterable[_Peer]:
         return (peer for peer in self._peers.values() if peer.last.state is State.ALIVE)
 
-    def _death(self, now: float) -> Verdict | None:
+    def _death(self, now: float) -> Judgement | None:
         for rank, peer in self._peers.items():
             if peer.last.state is not State.ALIVE:
                 continue
@@ -205,14 +203,14 @@ class Monitor:
         """Seconds in which others are heard first. Short: mpirun ends what is left of the job."""
         return SECONDS_TO_BE_HEARD + 1.5 * HURRY * max(0, self.rank - 1)
 
-    def _died(self, peer: _Peer) -> Verdict:
-        return Verdict(
+    def _died(self, peer: _Peer) -> Judgement:
+        return Judgement(
             Fate.DIED,
             f"{peer.name} died (was it killed, or out of memory?); it was last in "
             f"{peer.last.activity}",
         )
 
-    def _interruption(self, now: float) -> Verdict | None:
+    def _interruption(self, now: float) -> Judgement | None:
         number = self.stop()
         if self.rank != 0 or number is None:
             return None
@@ -221,15 +219,15 @@ class Monitor:
         most = max(len(self._own), *(len(peer.last.signals) for peer in self._peers.values()), 0)
         if not self.expects_stop or most > 1:
             text = f"interrupted by {signal.Signals(number).name}"
-            return Verdict(Fate.INTERRUPTED, text, number)
+            return Judgement(Fate.INTERRUPTED, text, number)
         return None
 
-    def _silence(self, now: float) -> Verdict | None:
+    def _silence(self, now: float) -> Judgement | None:
         for rank, peer in self._peers.items():
             if peer.last.state is not State.ALIVE or now - peer.heard < self.limit:
                 continue
             stopped = ": its process is stopped" if self._process(rank) == "stopped" else ""
-            return Verdict(
+            return Judgement(
                 Fate.LOST,
                 f"{peer.name} has given no sign of life for {self.limit:g} s{stopped}; it was "
                 f"last in {peer.last.activity}",
@@ -238,96 +236,8 @@ class Monitor:
 
 
 def silence_limit(timeout: float) -> float:
-    """Seconds after which a silent rank is lost, where a message may take ``timeout``.
+    """Return the seconds after which a silent rank is lost, if a message may take ``timeout``.
 
     Less than that: else a rank might speak first that only waits for one that waits for the lost.
     """
     return min(max(timeout - 2 * PERIOD, SHORTEST_SILENCE), LONGEST_SILENCE)
-
-
-class Mail(Protocol):
-    """Carries small messages between ranks. Thread-safe; never waits, and never raises."""
-
-    def post(self, peer: int, data: bytes) -> None:
-        """Send, unless the one before is still on its way."""
-
-    def fetch(self) -> Iterable[tuple[int, bytes]]:
-        """What has come: sender and data."""
-
-
-class Heartbeat:
-    """The thread that sends this rank's signs of life, and passes on what the monitor judges."""
-
-    def __init__(
-        self,
-        monitor: Monitor,
-        peers: Iterable[int],
-        mail: Mail,
-        signals: Signals,
-        activity: Callable[[], str],
-        act: Callable[[Verdict], None],
-        hush: Callable[[], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        self.monitor = monitor
-        self._all = tuple(peers)
-        self._usual = self._all if monitor.rank == 0 else (0,)
-        self._mail = mail
-        self._signals = signals
-        self._activity = activity
-        self._act = act
-        self._hush = hush
-        self._fail = fail
-        self._closed = False
-        self._listens = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def spread(self, state: State) -> None:
-        """Tell all ranks, now and not only those that listen for this rank's signs of life."""
-        for peer in self._all:
-            self._mail.post(peer, pickle.dumps(Beat(self._activity(), (), state)))
-
-    def listen(self) -> None:
-        """From now on look all the time for what peers say."""
-        self._listens = True
-        self._signals.wake()
-
-    def close(self) -> None:
-        """Leave in order."""
-        self._closed = True
-        self._signals.wake()
-        self._thread.join()
-        self.spread(State.LEFT)
-
-    def _run(self) -> None:
-        try:
-            self._listen()
-        except Exception as error:
-            self._fail(error)  # else the others would find this rank silent
-
-    def _listen(self) -> None:
-        # To all, once: when a rank has died there is no time left to make connections.
-        self._send(self._all)
-        last_beat = time.monotonic()
-        while not self._closed:
-            in_hurry = self._listens or self.monitor.in_hurry
-            numbers = self._signals.wait(HURRY if in_hurry else PERIOD)
-            for number in numbers:
-                self.monitor.signalled(number)
-            now = time.monotonic()
-            if numbers or now - last_beat >= PERIOD / 2:
-                last_beat = now
-                self._send(self._usual)
-            for peer, data in self._mail.fetch():
-                self.monitor.heard(peer, pickle.loads(data))
-            if self.monitor.hushed:
-                self._hush()
-            verdict = self.monitor.look()
-            if verdict is not None and not self._closed:
-                self._act(verdict)
-
-    def _send(self, peers: Iterable[int]) -> None:
-        mine = pickle.dumps(self.monitor.beat(self._activity()))
-        for peer in peers:
-            self._mail.post(peer, mine)

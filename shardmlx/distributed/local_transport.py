@@ -13,17 +13,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import Array, Handle, Transport, buffer_of, check_sum
+from shardmlx.distributed.messages import Array, Handle, buffer_of, check_sum
+from shardmlx.distributed.transport import Transport
 
 
 class LocalTransport(Transport):
-    """One of the ranks."""
+    """A rank on a thread, of the world that its ``LocalNetwork`` is."""
 
     def __init__(self, network: LocalNetwork, rank: int) -> None:
-        self.rank = rank
-        self.size = network.size
-        self.hosts = ("localhost",) * network.size
-        self.timeout = network.timeout
+        super().__init__(rank, ("localhost",) * network.size, network.timeout)
         self._network = network
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
@@ -48,7 +46,7 @@ class LocalTransport(Transport):
 
 
 class LocalNetwork:
-    """What the threads of one ``LocalTransport`` world share."""
+    """A world of ``size`` ranks: what their threads share."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
@@ -109,8 +107,10 @@ class LocalNetwork:
             self._changed.notify_all()
 
     def wait(self, handle: Handle, seconds: float, failed: Callable[[], bool]) -> bool:
-        """Whether ``handle`` is done within ``seconds``, or until its rank has ``failed``; raises
-        once another rank has aborted."""
+        """Return whether ``handle`` is done within ``seconds``, or before its rank has ``failed``.
+
+        Raises its error, and ``RuntimeError`` once another rank has aborted.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: handle.done or handle.error or self._aborted or failed(), seconds
@@ -133,7 +133,8 @@ class LocalNetwork:
             self._changed.notify_all()
 
     def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
-        """Run ``work`` on a thread for each rank; its results by rank, or the first error."""
+        """Run ``work`` on a thread for each rank; return its results by rank, or raise the first
+        error."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -164,7 +165,7 @@ class _Pool:
         self._idle: list[_Thread] = []
 
     def start(self, work: Callable[[], None]) -> threading.Event:
-        """Begin ``work``, which raises nothing; set when it is done."""
+        """Begin ``work``, which raises nothing; return an event that is set when it is done."""
         done = threading.Event()
         try:
             thread = self._idle.pop()

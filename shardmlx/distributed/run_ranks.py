@@ -1,4 +1,4 @@
-"""What the commands share that run as one process a rank: MPI started last, failures by name."""
+"""Run a command as one process a rank: MPI starts last, failures are named."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SECONDS_FOR_RANK_0 = 5.0
-"""More than ranks start apart, and than mpirun needs to end the others."""
+"""Seconds, more than ranks start apart, and than mpirun needs to end the others."""
 
 SECONDS_FOR_THE_SPEAKER = 2.0
-"""For the rank that has said what failed to end the job, with its own exit status."""
+"""Seconds for the rank that has said what failed to end the job, with its own exit status."""
 
 
 def run_ranks(
@@ -33,12 +33,13 @@ def run_ranks(
     *,
     alike: bool = True,
 ) -> int:
-    """Exit status of ``load()(options, transport, blas)`` on this rank: 0, 2 after bad input, 1
-    where all ranks found that they cannot go on, or 128 + a signal that all ranks obeyed.
+    """Run ``load()(options, transport, blas)`` on this rank; return the exit status of the process.
+
+    The status is 0, 2 after bad input, 1 where all ranks found that they cannot go on, or 128 + a
+    signal that all ranks obeyed. A failure at run time ends all ranks.
 
     ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
     Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
-    A failure at run time ends all ranks.
     """
     rank = launched_rank()
     try:
@@ -54,9 +55,10 @@ def run_ranks(
 
     from shardmlx.distributed import mpi  # isort: skip
 
-    ending = JobShutdown(rank)
+    shutdown = JobShutdown(rank)
     try:
-        transport = mpi.MPITransport(timeout(options), ending)
+        transport = mpi.MPITransport(timeout(options), shutdown)
+        shutdown = transport.shutdown
         try:
             if alike:
                 compare_versions(transport)
@@ -69,7 +71,7 @@ def run_ranks(
         except AgreedFailure as error:
             status = 1
             if transport.rank == 0:
-                ending.say(f"failed: {one_line(error)}")
+                shutdown.say(f"failed: {one_line(error)}")
         except Stopped as stop:
             status = 128 + stop.signal
             if transport.rank == 0:
@@ -79,14 +81,14 @@ def run_ranks(
             _tell_launcher()
     except BaseException as error:
         # The other ranks know nothing of it and would wait.
-        if not ending.report(error):
+        if not shutdown.report(error):
             time.sleep(SECONDS_FOR_THE_SPEAKER)
-        mpi.abort(2 if isinstance(error, UserError) else 1, ending)
+        mpi.abort(2 if isinstance(error, UserError) else 1, shutdown)
     return status
 
 
 def _tell_launcher() -> None:
-    """mpirun's own status says little where it has lost a host."""
+    """Tell ``launch`` of a good end: mpirun's own status says little where it has lost a host."""
     if LAUNCHED in os.environ:
         with contextlib.suppress(OSError):  # then launch takes a good end for a bad one
             Path(os.environ[LAUNCHED]).touch()
@@ -99,9 +101,10 @@ def _refuse(error: UserError, rank: int) -> int:
 
 
 def _refuse_before_mpi(error: UserError, rank: int) -> int:
-    """Without MPI a rank cannot know whether rank 0 has met the same fault, and says so.
+    """Report bad input of this rank, after a wait in which rank 0 may report the same.
 
-    It most likely has, and then mpirun ends this process too before the wait is over.
+    Without MPI a rank cannot know whether rank 0 has met the same fault. Most likely it has, and
+    then mpirun ends this process too before the wait is over.
     """
     if rank == 0:
         return _refuse(error, rank)

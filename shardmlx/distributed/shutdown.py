@@ -1,7 +1,7 @@
 """How a job ends that cannot go on: one line, from one rank, and then every process.
 
-The ranks tell each other when one of them has said what went wrong, so that the others, who only
-wait for it, say nothing.
+``JobShutdown`` knows of no other rank and serves until there are messages. ``JobWatch`` then takes
+its part: its ranks tell each other that one of them has said what went wrong.
 """
 
 from __future__ import annotations
@@ -13,53 +13,40 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
-from shardmlx.distributed.processes import find_mpirun
+from shardmlx.common.environment import LAUNCHED
+from shardmlx.distributed.processes import MpirunProcess, find_mpirun, under_mpirun
 from shardmlx.errors import one_line
 
 SECONDS_OF_A_TURN = 0.2
-"""Between the ranks that see the same failure: the lowest speaks first, and the others hear it."""
+"""Seconds between the ranks that see the same failure: the lowest speaks first, the others hear."""
 
 SECONDS_TO_KILL = 0.7
-"""More than mpirun takes to end all ranks after one of them has ended badly."""
+"""Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
 
 
-class JobShutdown:
-    """One rank's part in the end of a job. All methods may be called on any thread."""
+class LastLine:
+    """The one line that says why the job ends: this rank prints it, or a peer. Thread-safe."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
-        self.announce: Callable[[], None] = lambda: None
-        """Tells the peers that this rank has spoken. The transport sets it once it can."""
-        self.listen: Callable[[], None] = lambda: None
-        """Lets this rank hear at once that a peer has spoken. The transport sets it too."""
-        # Now: after mpirun's end this process is the child of whoever adopts it.
-        self.launcher = find_mpirun()
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._said = threading.Event()
 
     @property
     def said(self) -> bool:
-        """Whether somebody has said what went wrong: this rank, or a peer."""
+        """Whether somebody has said what went wrong."""
         return self._said.is_set()
 
     def hush(self) -> None:
-        """A peer has said what went wrong."""
+        """Note that a peer has said what went wrong."""
         self._said.set()
 
-    def wait_to_hear(self, seconds: float) -> bool:
-        """Whether somebody says what went wrong within ``seconds``."""
+    def wait(self, seconds: float) -> bool:
+        """Return whether somebody says what went wrong within ``seconds``."""
         return self._said.wait(seconds)
 
-    def say(self, text: str, turn: float = 0.0) -> bool:
-        """Print ``shardmlx: TEXT`` unless the job's end has been explained, also by a peer within
-        ``turn`` seconds. Whether it did."""
-        if turn:
-            self.listen()
-        if self.wait_to_hear(turn):
-            return False
+    def print(self, text: str) -> bool:
+        """Print ``shardmlx: TEXT`` unless it has been said; return whether it was printed."""
         with self._lock:
             if self._said.is_set():
                 return False
@@ -68,11 +55,31 @@ class JobShutdown:
             with contextlib.suppress(OSError):  # mpirun, which passes it on, may be gone
                 sys.stderr.write(f"shardmlx: {text}\n")
                 sys.stderr.flush()
-        self.announce()
         return True
 
+
+class JobShutdown:
+    """One rank's part in the end of a job. All methods may be called on any thread.
+
+    ``earlier`` is the part that this process has had so far; the line and mpirun stay the same.
+    """
+
+    def __init__(self, rank: int, earlier: JobShutdown | None = None) -> None:
+        self.rank = rank
+        self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
+        self.line: LastLine = LastLine() if earlier is None else earlier.line
+        # Now: after mpirun's end this process is the child of whoever adopts it.
+        self.mpirun: MpirunProcess | None = find_mpirun() if earlier is None else earlier.mpirun
+
+    def say(self, text: str, turn: float = 0.0) -> bool:
+        """Print ``shardmlx: TEXT`` unless the end of the job has been explained.
+
+        A peer may explain it within ``turn`` seconds. Returns whether this rank did.
+        """
+        return not self.line.wait(turn) and self.line.print(text)
+
     def report(self, error: BaseException) -> bool:
-        """``say`` what failed; of ranks that fail at once, as on a full disk, the lowest does."""
+        """Say what failed; of ranks that fail at once, as on a full disk, the lowest does."""
         if os.environ.get("SHARDMLX_TRACEBACK"):
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
@@ -81,26 +88,39 @@ class JobShutdown:
         return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
 
     def bounded(self, seconds: float, what: str) -> Deadline:
-        """End this process, with a line, if the ``with`` block lasts longer: for calls that wait
-        for all ranks and know no timeout. The call must release the GIL."""
+        """Return a context that ends this process, with a line, if it lasts longer.
+
+        For calls that wait for all ranks and know no timeout. The call must release the GIL.
+        """
         return Deadline(self, seconds, what)
 
     def launched(self) -> bool:
-        """False once the mpirun of this process, or its daemon, has ended."""
-        return self.launcher is None or self.launcher.runs()
+        """Return False once the mpirun of this process, or its daemon, has ended."""
+        return self.mpirun is None or self.mpirun.runs()
 
-    def see_off_launcher(self) -> None:
+    def see_off_mpirun(self) -> None:
         """See to it that mpirun, or its daemon on this host, ends too."""
-        if self.launcher is not None:
-            self.launcher.see_off()
+        if self.mpirun is not None:
+            self.mpirun.see_off()
+
+    def stop_command(self) -> str | None:
+        """Return what to type on this host so that the run stops in order, if that is known."""
+        if LAUNCHED in os.environ:
+            return None
+        if self.mpirun is not None and self.mpirun.is_mpirun:
+            # To mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
+            return f"kill -USR1 {self.mpirun.pid}"
+        return None if under_mpirun() else f"kill -TERM {os.getpid()}"
 
 
 class Deadline:
-    """Of one ``with`` block. Its thread starts here: it may be for the interpreter's exit, when
-    Python starts none."""
+    """The time that one ``with`` block may take.
 
-    def __init__(self, ending: JobShutdown, seconds: float, what: str) -> None:
-        self._ending = ending
+    Its thread starts here: it may be for the interpreter's exit, when Python starts none.
+    """
+
+    def __init__(self, shutdown: JobShutdown, seconds: float, what: str) -> None:
+        self._shutdown = shutdown
         self._seconds = seconds
         self._what = what
         self._entered = threading.Event()
@@ -119,21 +139,22 @@ class Deadline:
         self._entered.wait()
         if self._left.wait(self._seconds):
             return
+        shutdown = self._shutdown
         # Only mpirun can tell the others, and ends them: the next rank waits for that.
-        self._ending.wait_to_hear(SECONDS_TO_KILL * min(self._ending.rank, 8))
+        shutdown.line.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn
-            self._ending.say(
-                f"failed: {self._ending.name}: {self._what}: not all ranks came within "
+            shutdown.say(
+                f"failed: {shutdown.name}: {self._what}: not all ranks came within "
                 f"{self._seconds:g} s (see --timeout)"
             )
-            self._ending.see_off_launcher()
+            shutdown.see_off_mpirun()
             os._exit(1)
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End this process, come what may, unless mpirun has done it before."""
+    """End this process after ``seconds``, come what may, unless mpirun has done it before."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -143,6 +164,6 @@ def exit_within(seconds: float, code: int) -> None:
 
 
 def on_several_hosts() -> bool:
-    """Whether mpirun has started ranks on other hosts too."""
+    """Return whether mpirun has started ranks on other hosts too."""
     ranks, here = (os.environ.get(f"OMPI_COMM_WORLD_{what}SIZE") for what in ("", "LOCAL_"))
     return ranks != here

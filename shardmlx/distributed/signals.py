@@ -14,11 +14,12 @@ import threading
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Ask a run to stop. mpirun passes SIGUSR1 on as it is, and kills at once after the others."""
+"""Signals that ask a run to stop. mpirun passes SIGUSR1 on as it is, and kills at once after the
+others."""
 
 
 class Signals:
-    """What signals this process was sent: those that ask it to stop, and SIGCONT.
+    """Signals that this process was sent: those that ask it to stop, and SIGCONT.
 
     Made on the main thread; without it only ``wait`` and ``wake`` do anything.
     """
@@ -35,7 +36,7 @@ class Signals:
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> list[int]:
-        """The signals that have come; at once if there are any, or after ``wake``."""
+        """Return the signals that come within ``seconds``; at once if any has, or on ``wake``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return []
         return [number for number in os.read(self._read, 512) if number]
@@ -56,4 +57,4 @@ class Signals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Unlike SIG_IGN a handler, for which Python writes to the wakeup file descriptor."""
+    """Do nothing: unlike for SIG_IGN, Python writes to the wakeup file descriptor."""

@@ -34,14 +34,14 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import (
+from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Handle,
-    Transport,
     TransportError,
     in_a_row,
     new_buffer,
 )
+from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import PREPOSTED
 from shardmlx.engine.gradient_reducer import GradientReducer
@@ -151,13 +151,13 @@ class Engine:
 
     def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
         self._runs += 1
-        transport, before = self.transport, self.transport.activity
+        transport, before = self.transport, str(self.transport.activity)
         try:
             for _ in range(PREPOSTED):
                 self._post_input(run)
             for action in actions:
                 self._current = action
-                transport.activity = f"{before}, stage {action.stage}, {action}"
+                transport.activity.begin(f"{before}, stage {action.stage}, {action}")
                 transport.check(self._who)
                 self._act(action, run)
             for action, handle in run.outbox:
@@ -170,7 +170,7 @@ class Engine:
                 f"{self._who()}: {type(error).__name__}: {one_line(error)}"
             ) from error
         self._current = None
-        transport.activity = before
+        transport.activity.begin(before)
         return run.losses
 
     def _act(self, action: Action, run: _Run) -> None:

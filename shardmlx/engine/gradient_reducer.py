@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import Handle, Transport
+from shardmlx.distributed.messages import Handle
+from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan

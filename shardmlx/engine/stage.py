@@ -37,7 +37,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from shardmlx.distributed.transport import buffer_of, in_a_row
+from shardmlx.distributed.messages import buffer_of, in_a_row
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.actions import Kind

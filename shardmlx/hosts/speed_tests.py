@@ -10,14 +10,14 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import (
+from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Array,
-    Transport,
     TransportTimeout,
     buffer_of,
     new_buffer,
 )
+from shardmlx.distributed.transport import Transport
 from shardmlx.hosts.findings import LinkSpeed
 
 SECONDS_OF_PINGS = 0.3

@@ -33,14 +33,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import (
-    Handle,
-    PeerLost,
-    Transport,
-    TransportError,
-    buffer_of,
-    new_buffer,
-)
+from shardmlx.distributed.messages import Handle, PeerLost, TransportError, buffer_of, new_buffer
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack

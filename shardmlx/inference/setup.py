@@ -105,7 +105,7 @@ def prepare(
     tokens, if that is known. Raises ``AgreedError`` on all ranks alike
     for what the user can mend, before weights are read.
     """
-    transport.activity = "loading"
+    transport.activity.begin("loading")
     source = ModelSource.of(config)
     with open_on_all_ranks(transport, reporter, source, config.adapter_path) as opened:
         return _prepare(config, transport, reporter, read, opened)

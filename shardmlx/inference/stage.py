@@ -10,12 +10,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import (
-    FIRST_ENGINE_TAG,
-    Handle,
-    PeerLost,
-    Transport,
-)
+from shardmlx.distributed.messages import FIRST_ENGINE_TAG, Handle, PeerLost
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.kv_caches import CacheBackup, KVCaches
 from shardmlx.inference.sampler import BatchSampler
@@ -175,7 +171,7 @@ class InferenceStage:
 
     def _begin(self, item: Item | None) -> None:
         self._item = item
-        self.transport.activity = f"stage {self._stage}, {item}" if item else "generating"
+        self.transport.activity.begin(f"stage {self._stage}, {item}" if item else "generating")
         self.transport.check(self._who)
 
     def _who(self) -> str:

@@ -24,7 +24,8 @@ from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.byte_stream import incoming
-from shardmlx.distributed.transport import OBJECT_TAG, Handle, Transport
+from shardmlx.distributed.messages import OBJECT_TAG, Handle
+from shardmlx.distributed.transport import Transport
 from shardmlx.loading.hub_download import download
 from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
 from shardmlx.loading.partial_copy import (

@@ -18,7 +18,8 @@ from types import TracebackType
 import numpy as np
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.transport import BATCH_TAG, Array, Handle, Transport
+from shardmlx.distributed.messages import BATCH_TAG, Array, Handle
+from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.pipeline.plan import Plan

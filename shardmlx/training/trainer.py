@@ -61,7 +61,7 @@ def train_model(
     try:
         if blas is not None:
             reporter.say(str(blas))
-        transport.activity = "loading"
+        transport.activity.begin("loading")
         trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:
             trainer.train()
@@ -175,13 +175,13 @@ class Trainer:
 
     def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> None:
         config = self._config
-        self._transport.activity = f"step {step}"
+        self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"batch {step}"):
             (share,) = feed.take()
         self._meter.count(step)
         if step in (1, config.iters) or step % config.steps_per_eval == 0:
             self._validate(step)
-            self._transport.activity = f"step {step}"
+            self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
             position = self._send_next(feed)
             self._step(step, share)
@@ -301,7 +301,7 @@ class Trainer:
         at_once = -(-4 * plan.mesh.pp // plan.microbatches)
         feed = self._feed(self._open(name, loop=False), remaining)
         total, tokens = 0.0, 0
-        self._transport.activity = description
+        self._transport.activity.begin(description)
         for stage in self._job.stages:
             stage.part.train(False)
         with self._reporter.bar(description, remaining) as bar, feed:

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.distributed.transport import Handle, Transport, TransportTimeout
+from shardmlx.distributed.messages import Handle, TransportTimeout
+from shardmlx.distributed.transport import Transport
 
 FORTY_MEGABYTES = 10_000_000
 """Elements of float32."""

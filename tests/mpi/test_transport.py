@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import PeerLost
+from shardmlx.distributed.messages import PeerLost
 from tests.helpers import transport_checks
 from tests.helpers.mpirun import PROGRAMS, SECONDS_TO_END, mpirun, run_checks, verdict
 from tests.helpers.transport_checks import CHECKS

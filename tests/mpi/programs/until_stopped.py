@@ -22,7 +22,7 @@ phase, directory = sys.argv[1:]
 def work(options: None, transport: Transport, blas: Blas) -> None:
     transport.barrier()
     for step in range(1, 600):
-        transport.activity = f"step {step}"
+        transport.activity.begin(f"step {step}")
         asked = transport.stop_requested() if phase == "training" else None
         number = transport.broadcast(asked, what=f"step {step}")
         if number is not None:

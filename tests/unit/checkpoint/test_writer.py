@@ -15,7 +15,7 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.checkpoint.writer import Saved, Snapshot
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.local_transport import LocalTransport
-from shardmlx.distributed.transport import buffer_of
+from shardmlx.distributed.messages import buffer_of
 from tests.helpers.checkpoints import (
     as_bytes,
     begin,

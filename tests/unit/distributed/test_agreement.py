@@ -8,7 +8,7 @@ import pytest
 
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import TransportTimeout
+from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.errors import UserError
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import TransportTimeout
+from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer

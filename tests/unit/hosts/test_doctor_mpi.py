@@ -13,7 +13,8 @@ import pytest
 from shardmlx.common.environment import Blas
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import Array, Handle, Transport
+from shardmlx.distributed.messages import Array, Handle
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts import doctor_mpi, speed_tests
 from shardmlx.hosts.findings import Examination, LinkSpeed

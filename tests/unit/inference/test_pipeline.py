@@ -16,7 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.local_transport import LocalNetwork
-from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache

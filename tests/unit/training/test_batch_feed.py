@@ -10,7 +10,7 @@ import pytest
 
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.distributed.transport import TransportTimeout
+from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import Batch, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested

@@ -17,7 +17,8 @@ from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork
-from shardmlx.distributed.transport import Transport, TransportTimeout
+from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.training import profiling
 from tests.helpers.fake_models import TINY, model_files, write

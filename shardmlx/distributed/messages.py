@@ -1,0 +1,89 @@
+"""What ranks send each other: arrays, their buffers, tags, and the errors of a message."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.compat import view_of
+
+Array = mx.array | np.ndarray
+"""Types of what can be sent: only the buffer counts."""
+
+OBJECT_TAG = 0
+"""Tag of objects on the main thread."""
+
+CHECKPOINT_TAG = 1
+"""Tag of all messages of the thread that writes checkpoints."""
+
+BATCH_TAG = 2
+"""Tag of the batches, and of what comes with them."""
+
+FIRST_ENGINE_TAG = 3
+"""Lowest tag of the engine's messages."""
+
+
+class TransportError(RuntimeError):
+    """A failure elsewhere that this rank has noticed."""
+
+
+class TransportTimeout(TransportError):
+    """A message that did not come in time."""
+
+
+class PeerLost(TransportError):
+    """Another rank has died, or gives no sign of life."""
+
+
+class Handle:
+    """A message under way. ``done`` becomes true once the array may be used again.
+
+    ``error`` is set instead where the message failed, for whoever waits for it.
+    """
+
+    __slots__ = ("array", "done", "error")
+
+    def __init__(self, array: Array, done: bool = False) -> None:
+        self.array = array  # keeps the buffer alive until the message is through
+        self.done = done
+        self.error: Exception | None = None
+
+
+def buffer_of(array: Array) -> memoryview:
+    """Return the bytes of an evaluated, row-contiguous array: no copy, writable.
+
+    Raises ``ValueError`` for an array that is not contiguous.
+    """
+    view = view_of(array)
+    if array.size == 0:
+        return memoryview(bytearray())
+    if not view.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not contiguous: it cannot be sent")
+    return view.cast("B")
+
+
+def parts_of(array: Array, nbytes: int) -> list[memoryview]:
+    """Return the array's bytes, in parts of at most ``nbytes``; one even of an empty array."""
+    whole = buffer_of(array)
+    return [whole[start : start + nbytes] for start in range(0, max(len(whole), 1), nbytes)]
+
+
+def in_a_row(array: mx.array) -> mx.array:
+    """Return an evaluated array as it can be sent: itself, at no cost, if it is contiguous."""
+    if not view_of(array).c_contiguous:
+        array = mx.contiguous(array)
+        mx.eval(array)
+    return array
+
+
+def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return an evaluated array of its own, to be filled by a message or from a file."""
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
+
+
+def check_sum(array: mx.array) -> None:
+    """Raise ``ValueError`` unless transports sum arrays of this type."""
+    if array.dtype != mx.float32:
+        raise ValueError(f"sums are in float32, not {array.dtype}")

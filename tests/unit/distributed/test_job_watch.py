@@ -1,0 +1,128 @@
+"""The thread that watches the job: what it sends, hears, and does."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardmlx.distributed import job_watch
+from shardmlx.distributed.activity import Activity
+from shardmlx.distributed.heartbeat import Beat, Monitor, State
+from shardmlx.distributed.job_watch import JobWatch
+from shardmlx.distributed.messages import PeerLost
+from shardmlx.distributed.shutdown import JobShutdown
+
+NAMES = {1: "rank 1 on mac2", 2: "rank 2 on mac3"}
+
+
+class Mail:
+    """Carries the beats that it is given, and keeps those that are posted."""
+
+    def __init__(self, *beats: tuple[int, Beat]) -> None:
+        self.posted: list[tuple[int, Beat]] = []
+        self.all_posted = threading.Event()
+        self.closed = False
+        self._beats = list(beats)
+
+    def post(self, peer: int, data: bytes) -> None:
+        self.posted.append((peer, pickle.loads(data)))
+        if len(self.posted) == 2:
+            self.all_posted.set()
+
+    def fetch(self) -> Iterator[tuple[int, bytes]]:
+        while self._beats:
+            peer, beat = self._beats.pop(0)
+            yield peer, pickle.dumps(beat)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Job:
+    """Rank 0's watch over three ranks, whose end is only noted."""
+
+    def __init__(self, *beats: tuple[int, Beat], limit: float = 60.0) -> None:
+        self.mail = Mail(*beats)
+        self.activity = Activity("rank 0 on mac1")
+        self.activity.begin("loading")
+        self.ends: list[tuple[int, str]] = []
+        self.ended = threading.Event()
+        self.before = JobShutdown(0)
+        self.watch = JobWatch(
+            self.before, self.activity, Monitor(0, NAMES, limit), (1, 2), self.mail, self._end
+        )
+
+    def _end(self, code: int, reason: str) -> None:
+        self.ends.append((code, reason))
+        self.ended.set()
+
+
+def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job((2, Beat("step 3", (signal.SIGTERM,))))
+    assert job.mail.all_posted.wait(10)
+    assert job.ended.wait(10)
+    job.watch.close()
+    assert job.mail.posted[:2] == [(1, Beat("loading")), (2, Beat("loading"))]
+    assert job.mail.posted[-2:] == [
+        (1, Beat("loading", (), State.LEFT)),
+        (2, Beat("loading", (), State.LEFT)),
+    ]
+    assert job.mail.closed
+    assert job.ends[0] == (128 + signal.SIGTERM, "interrupted by SIGTERM")
+    assert job.activity.failure is None
+    assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
+
+
+def test_whoever_says_the_last_line_tells_its_peers_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = Job()
+    assert job.mail.all_posted.wait(10)
+    assert job.watch.report(RuntimeError("rank 0: no memory"))
+    assert not job.watch.say("and then this")
+    assert not job.before.say("nor what the process had in it before")
+    job.watch.close()
+    assert capsys.readouterr().err == "shardmlx: failed: rank 0: no memory\n"
+    assert [peer for peer, beat in job.mail.posted if beat.state is State.SPOKEN] == [1, 2]
+
+
+def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job((1, Beat("step 3", (), State.SPOKEN)))
+    assert job.watch.line.wait(10)
+    assert not job.watch.report(RuntimeError("nothing came"))
+    job.watch.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_silent_rank_is_this_rank_s_failure_which_the_main_thread_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_watch, "SECONDS_TO_RAISE", 600.0)
+    job = Job(limit=0.0)
+    while job.activity.failure is None:
+        assert not job.ended.wait(0.01)
+    with pytest.raises(PeerLost, match="rank 0 on mac1, loading: rank 1 on mac2 has given no sign"):
+        job.activity.check(job.activity.where)
+    job.watch.close()
+
+
+def test_an_error_on_the_thread_is_this_rank_s_failure_and_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others would find it silent."""
+    monkeypatch.setattr(job_watch, "SECONDS_TO_RAISE", 0.0)
+
+    def fail(monitor: Monitor, activity: str) -> Beat:
+        raise KeyError("stage 1")
+
+    monkeypatch.setattr(Monitor, "beat", fail)
+    job = Job()
+    assert job.ended.wait(10)
+    job.watch.close()
+    assert repr(job.activity.failure) == "KeyError('stage 1')"
+    assert job.ends == [(1, "")]
+    assert capsys.readouterr().err == f"shardmlx: failed: {job.watch.name}: KeyError: stage 1\n"

@@ -1,0 +1,77 @@
+"""A job that cannot go on ends with one line, and every wait for all ranks ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from shardmlx.distributed.shutdown import JobShutdown
+from shardmlx.distributed.signals import Signals
+
+
+def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    signals = Signals()
+    heard: list[int] = []
+    thread = threading.Thread(target=lambda: heard.extend(signals.wait(60.0)))
+    thread.start()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    thread.join(10)
+    signals.close()
+    assert heard == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    ending = JobShutdown(1)
+    assert ending.report(RuntimeError(f"{ending.name}, stage 1, 1F3: no memory"))
+    assert not ending.report(RuntimeError("and then this"))
+    assert capsys.readouterr().err == f"shardmlx: failed: {ending.name}, stage 1, 1F3: no memory\n"
+
+
+def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
+    ending = JobShutdown(50)
+    threading.Timer(0.05, ending.line.hush).start()
+    assert not ending.report(RuntimeError("nothing came"))
+    assert capsys.readouterr().err == ""
+
+
+def ends_late(program: str) -> subprocess.CompletedProcess[str]:
+    """Of a process whose MPI is given a tenth of a second."""
+    setup = "import atexit, time; from shardmlx.distributed.shutdown import JobShutdown"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{setup}\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
+    done = ends_late("with JobShutdown(0).bounded(0.1, 'starting MPI'): time.sleep(60)")
+    assert done.returncode == 1
+    assert done.stderr.endswith(": starting MPI: not all ranks came within 0.1 s (see --timeout)\n")
+
+
+def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
+    done = ends_late(
+        "ending = JobShutdown(8)\n"
+        "with ending.bounded(0.1, 'starting MPI'): time.sleep(0.3)\n"
+        "ending.line.hush(); time.sleep(0.5); print('goes on')"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+def test_the_end_of_mpi_is_bounded_when_python_starts_no_more_threads() -> None:
+    done = ends_late(
+        "def finish(deadline):\n"
+        "    with deadline: time.sleep(60)\n"
+        "atexit.register(finish, JobShutdown(0).bounded(0.1, 'ending MPI'))"
+    )
+    assert done.returncode == 1
+    assert "ending MPI: not all ranks came within 0.1 s" in done.stderr
