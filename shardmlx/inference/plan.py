@@ -1,4 +1,4 @@
-"""How model and texts are divided among the ranks that generate, before anything loads. Pure."""
+"""Plan a run that generates: which rank holds which layers, and whether it fits. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import make_mesh
 
 CHOOSE_CACHES = frozenset({"llama", "mistral", "ministral3"})
-"""Families that pass over ``--max-kv-size``, in mlx-lm too: what their layers keep is their own."""
+"""Families that choose their own caches, in mlx-lm too, so that ``--max-kv-size`` does nothing."""
 
 STEP_TOKENS = 20
-"""A token for each text of a group takes as long as so many tokens of a prompt, on a CPU with
-OpenBLAS: all weights are read for it."""
+"""Tokens of a prompt that take as long as a decode step of a group, which reads all weights too;
+measured on a CPU with OpenBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The texts of a run: how many, the tokens of the longest prompt, and of the longest answer,
-    and of the longest of both together. With ``capacity`` no more tokens than these are kept at a
-    time, of all texts together."""
+    """The sequences of a run: how many, and the most tokens that one of them may have.
+
+    ``prompt`` and ``answer`` are the tokens of the longest, ``context`` those of the longest
+    sequence, both together. With ``capacity`` the KV caches of all sequences together hold no more
+    tokens than that.
+    """
 
     sequences: int
     prompt: int
@@ -51,7 +54,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InferencePlan:
-    """Stage i is on rank i; ``most`` texts are under way at a time, in ``groups``."""
+    """The plan of a run: stage i is on rank i, and at most ``most`` sequences are under way at a
+    time, in ``groups``; ``chunk`` tokens of a prompt are computed at a time."""
 
     stage_map: StageMap
     load: Load
@@ -63,7 +67,7 @@ class InferencePlan:
 
     @property
     def digest(self) -> str:
-        """Equal on two ranks if and only if they plan the same run."""
+        """A digest that is equal on two ranks if and only if they plan the same run."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
 
 
@@ -76,10 +80,10 @@ def plan_inference(
     budgets: Sequence[MemoryBudget],
     model: str,
 ) -> InferencePlan:
-    """The plan of a run on the ranks of ``cluster``, which have ``budgets``, with the stage map
-    that is ``given``, if one is; ``model`` is the model's digest.
+    """Plan a run on the ranks of ``cluster``, which have these ``budgets``.
 
-    ``UserError`` where the stage map does not fit the ranks, or the texts not in memory.
+    ``given`` is the stage map to use, if there is one; ``model`` is the model's digest. Raises
+    ``UserError`` where the stage map does not fit the ranks, or the sequences not the memory.
     """
     size = cluster.size
     limit = None if sizes.shape.model_type in CHOOSE_CACHES else config.max_kv_size
@@ -89,23 +93,28 @@ def plan_inference(
     chunk = config.chunk(size)
     memory = _StageMemory(sizes, load, most, chunk, limit, cluster.backend)
     can_divide = given is None and size > 1 and config.partitioner != "memory"
-    remedy = _how_to_need_less(memory, can_divide)
+    needing_less = _how_to_need_less(memory, can_divide)
     cluster = within(cluster, budgets)
     if given is not None:
         _check_map(given, config, sizes, cluster)
-    rows = -(-most // groups)
-    remedy_of_all = how_to_allow_more(config.memory_limit, budgets) + remedy
-    stage_map = given or _divided(
-        config.partitioner, rows, load, sizes, cluster, memory, remedy_of_all
-    )
-    plan = InferencePlan(stage_map, load, groups, most, chunk, limit, model)
-    _check_memory(stage_map, budgets, memory, remedy)
-    return plan
+    try:
+        stage_map = given or _divided(
+            config.partitioner, -(-most // groups), load, sizes, cluster, memory
+        )
+    except DoesNotFitError as error:
+        more = how_to_allow_more(config.memory_limit, budgets)
+        raise UserError(error.fact, more + needing_less) from None
+    for rank, (start, stop) in enumerate(stage_map.partition.ranges):
+        needed = memory.total(start, stop)
+        if needed > budgets[rank].nbytes:
+            problem = _overfull(rank, budgets[rank], memory, start, stop)
+            raise UserError(problem, how_to_allow(budgets[rank], needed) + needing_less)
+    return InferencePlan(stage_map, load, groups, most, chunk, limit, model)
 
 
 @dataclass(frozen=True, slots=True)
 class _StageMemory:
-    """Bytes of a stage."""
+    """The bytes that a stage holds, by its layers."""
 
     sizes: ModelSizes
     load: Load
@@ -115,7 +124,8 @@ class _StageMemory:
     backend: str
 
     def planned(self, start: int, stop: int) -> PlannedMemory:
-        """Without a chunk there is what stays: weights, keys and values, logits."""
+        """Return what a stage holds at most, and what stays between two steps: weights, KV caches
+        and logits."""
         return PlannedMemory(self.total(start, stop), self._bytes(start, stop, chunk=0))
 
     def total(self, start: int, stop: int) -> int:
@@ -144,7 +154,7 @@ class _StageMemory:
 def planned_memory(
     plan: InferencePlan, sizes: ModelSizes, backend: str
 ) -> tuple[PlannedMemory, ...]:
-    """What the plan expects of each rank."""
+    """Return the memory that the plan expects of each rank."""
     memory = _StageMemory(sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
@@ -158,12 +168,13 @@ def _check_map(
             stages = " and ".join(map(str, stage_map.stages_of(rank)))
             raise UserError(
                 f"{stage_map} has stage {stages} on rank {rank}: text is generated with one stage "
-                "a rank, in order: use another map, or none"
+                "a rank, in order",
+                "use another map, or none",
             )
     if stage_map.pp != cluster.size:
         raise UserError(
-            f"{stage_map} needs {stage_map.pp} ranks, and there are {cluster.size}: "
-            f"start mpirun with -n {stage_map.pp}"
+            f"{stage_map} needs {stage_map.pp} ranks, and there are {cluster.size}",
+            f"start mpirun with -n {stage_map.pp}",
         )
     make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
 
@@ -175,8 +186,8 @@ def _divided(
     sizes: ModelSizes,
     cluster: Cluster,
     memory: _StageMemory,
-    remedy: str,
 ) -> StageMap:
+    """Divide the layers; ``rows`` sequences are in a group. Raises ``DoesNotFitError``."""
     mesh = Mesh(1, cluster.size)
     speeds = [machine.flops for machine in cluster.machines if machine.flops is not None]
     is_timed = len(speeds) == mesh.pp
@@ -192,17 +203,15 @@ def _divided(
         unit="seconds" if is_timed else "FLOPs",
         hosts=tuple(machine.host for machine in cluster.machines),
     )
-    try:
-        return get_partitioner(partitioner)(problem)
-    except DoesNotFitError as error:
-        raise UserError(f"{error.fact}: {remedy}") from None
+    return get_partitioner(partitioner)(problem)
 
 
 def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
-    """FLOPs of one text in a group of ``rows``, a token of the answer at what it takes.
+    """Return the FLOPs of one sequence in a group of ``rows``.
 
-    A text by itself is in one stage at a time: how its answer is divided makes no difference, and
-    only its prompt counts. The head sees the last position alone.
+    A token of the answer counts as much as the tokens of a prompt that take the same time. A
+    sequence by itself is in one stage at a time: how its answer is divided makes no difference, and
+    only its prompt counts. The lm_head computes the last position only.
     """
     shape = sizes.shape
     answer = 0.0
@@ -220,27 +229,20 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
-def _check_memory(
-    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _StageMemory, remedy: str
-) -> None:
-    ranges: Sequence[tuple[int, int]] = stage_map.partition.ranges
-    for budget, (rank, (start, stop)) in zip(budgets, enumerate(ranges), strict=True):
-        needed = memory.total(start, stop)
-        if needed > budget.nbytes:
-            raise UserError(
-                f"rank {rank} ({budget.host}) would hold {gibibytes(needed)} of its "
-                f"{gibibytes(budget.nbytes)} ({budget.reason}) for layers {start}-{stop - 1}, "
-                f"{gibibytes(memory.caches(start, stop))} of it keys and values of "
-                f"{_texts(memory)}: "
-                f"{how_to_allow(budget, needed)}{remedy}"
-            )
+def _overfull(rank: int, budget: MemoryBudget, memory: _StageMemory, start: int, stop: int) -> str:
+    needed, caches = memory.total(start, stop), memory.caches(start, stop)
+    return (
+        f"rank {rank} ({budget.host}) would hold {gibibytes(needed)} of its "
+        f"{gibibytes(budget.nbytes)} ({budget.reason}) for layers {start}-{stop - 1}, "
+        f"{gibibytes(caches)} of it for the KV cache of {_sequences(memory)}"
+    )
 
 
-def _texts(memory: _StageMemory) -> str:
+def _sequences(memory: _StageMemory) -> str:
     if memory.load.capacity is not None:
         return f"{memory.load.capacity} tokens"
-    texts = "a text" if memory.most == 1 else f"{memory.most} texts"
-    return f"{texts} of {memory.load.context} tokens"
+    sequences = "a sequence" if memory.most == 1 else f"{memory.most} sequences"
+    return f"{sequences} of {memory.load.context} tokens"
 
 
 def _how_to_need_less(memory: _StageMemory, can_divide: bool) -> str:

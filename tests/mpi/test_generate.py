@@ -116,7 +116,7 @@ def test_bad_input(small: Path, tmp_path: Path) -> None:
     )
     line = refused(2, "--model", small, "--max-tokens", "1000000000000")
     assert re.fullmatch(
-        r"the model does not fit.*|rank 0 \(.*\) would hold .* keys and values of a text of "
+        r"the model does not fit.*|rank 0 \(.*\) would hold .* KV cache of a sequence of "
         r"10000000000\d\d tokens: lower --max-tokens, try --partitioner memory, or use more "
         r"machines",
         line,

@@ -96,7 +96,7 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
         plan(Load(8, 500, 100_000, 100_500), 64 * MB, 2000 * MB)
     assert str(error.value) == (
         "rank 0 (mac0) would hold 0.39 GiB of its 48.0 MiB (75% of the machine's memory) "
-        "for layers 0-3, 0.38 GiB of it keys and values of 8 texts of 100500 tokens: "
+        "for layers 0-3, 0.38 GiB of it for the KV cache of 8 sequences of 100500 tokens: "
         "lower --max-tokens or --batch-size, try --partitioner memory, or use more machines"
     )
     assert plan(ONE, 64 * MB, 2000 * MB).stage_map.num_stages == 2
