@@ -24,11 +24,11 @@ class ChatConfig(InferenceConfig):
     system_prompt: str | None = option(None, "system prompt of the chat template", group=_CHAT)
     cache_tokens: int = option(
         8192,
-        "tokens of a conversation at most, whose keys and values are kept",
+        "tokens of a conversation at most, and of its KV cache",
         minimum=256,
         group=_CHAT,
     )
-    verbose: bool = option(True, "say more than the answers", group=_CHAT)
+    verbose: bool = option(True, "print more than the answers", group=_CHAT)
 
     def __post_init__(self) -> None:
         super(ChatConfig, self).__post_init__()

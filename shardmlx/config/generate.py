@@ -17,9 +17,7 @@ _PROMPT = "prompt"
 class GenerateConfig(InferenceConfig):
     """What to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
-    prompt: str = option(
-        "hello", "what to say to the model; - reads from stdin", short="-p", group=_PROMPT
-    )
+    prompt: str = option("hello", "prompt; - reads it from stdin", short="-p", group=_PROMPT)
     prompts: str | None = option(
         None,
         'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
@@ -30,9 +28,9 @@ class GenerateConfig(InferenceConfig):
         None, "file for the answers to --prompts (default: stdout)", group=_PROMPT
     )
     system_prompt: str | None = option(None, "system prompt of the chat template", group=_PROMPT)
-    prefill_response: str | None = option(None, "how the answer begins", group=_PROMPT)
+    prefill_response: str | None = option(None, "text with which the answer begins", group=_PROMPT)
     ignore_chat_template: bool = option(False, "use the prompt as it is", group=_PROMPT)
-    verbose: bool = option(True, "say more than the text", group=_PROMPT)
+    verbose: bool = option(True, "print more than the text", group=_PROMPT)
 
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()

@@ -18,7 +18,7 @@ from shardmlx.config.common_options import (
 from shardmlx.config.options import OptionError, check_options, option
 
 MODEL = "model"
-SAMPLING = "choice of tokens"
+SAMPLING = "sampling"
 PIPELINE = "pipeline"
 
 PIPELINED_CHUNK = 128
@@ -46,7 +46,7 @@ class InferenceConfig:
     adapter_path: str | None = option(None, "directory of trained adapters", group=MODEL)
     trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
     extra_eos_token: str | None = option(
-        None, "tokens, with spaces between, that end a text too", group=MODEL
+        None, "further tokens that end an answer, with spaces between", group=MODEL
     )
     config: str | None = option(
         None, "YAML file with any of these options; flags win over it", short="-c", group=MODEL
@@ -59,24 +59,34 @@ class InferenceConfig:
         100, "tokens to generate at most", minimum=1, short="-m", group=SAMPLING
     )
     temp: float = option(
-        0.0, "sampling temperature; 0 takes the likeliest", minimum=0, group=SAMPLING
+        0.0, "sampling temperature; 0 takes the likeliest token", minimum=0, group=SAMPLING
     )
-    top_p: float = option(1.0, "sample from this mass of probability", minimum=0, group=SAMPLING)
+    top_p: float = option(
+        1.0,
+        "sample from the likeliest tokens that together have this probability",
+        minimum=0,
+        group=SAMPLING,
+    )
     min_p: float = option(
         0.0,
-        "leave out what is less likely than this times the likeliest",
+        "leave out tokens less likely than this times the likeliest",
         minimum=0,
         group=SAMPLING,
     )
     top_k: int = option(0, "sample from so many tokens; 0 for all", minimum=0, group=SAMPLING)
-    min_tokens_to_keep: int = option(1, "that --min-p leaves", minimum=1, group=SAMPLING)
+    min_tokens_to_keep: int = option(
+        1, "tokens that --min-p leaves at least", minimum=1, group=SAMPLING
+    )
     xtc_probability: float = option(
-        0.0, "how often the likeliest tokens are left out (XTC)", minimum=0, group=SAMPLING
+        0.0,
+        "probability with which XTC sampling leaves out the likeliest tokens",
+        minimum=0,
+        group=SAMPLING,
     )
     xtc_threshold: float = option(
-        0.1, "from which probability on they are", minimum=0, group=SAMPLING
+        0.1, "probability above which XTC sampling may leave out a token", minimum=0, group=SAMPLING
     )
-    seed: int | None = option(None, "seed of the choices", minimum=0, group=SAMPLING)
+    seed: int | None = option(None, "seed of sampling", minimum=0, group=SAMPLING)
 
     stage_map: str | None = stage_map_option(PIPELINE)
     partitioner: str = partitioner_option(PIPELINE)
@@ -88,13 +98,13 @@ class InferenceConfig:
     )
     prefill_step_size: int | None = option(
         None,
-        f"tokens of a prompt computed at a time (default: {PIPELINED_CHUNK}, {WHOLE_CHUNK} on one "
-        "rank)",
+        f"tokens of a prompt computed at a time, in chunked prefill (default: {PIPELINED_CHUNK}, "
+        f"{WHOLE_CHUNK} on one rank)",
         minimum=1,
         group=PIPELINE,
     )
     max_kv_size: int | None = option(
-        None, "tokens of each text that the cache keeps", minimum=8, group=PIPELINE
+        None, "tokens of each sequence that its KV cache keeps", minimum=8, group=PIPELINE
     )
     memory_limit: int | None = memory_limit_option(PIPELINE)
     dtype: str | None = dtype_option(PIPELINE)

@@ -24,7 +24,7 @@ class ServeConfig(InferenceConfig):
 
     max_tokens: int = option(
         512,
-        "tokens of an answer, where a request says nothing",
+        "tokens of an answer at most, where a request says nothing",
         minimum=1,
         short="-m",
         group=SAMPLING,
@@ -50,13 +50,15 @@ class ServeConfig(InferenceConfig):
     )
     cache_tokens: int = option(
         16384,
-        "tokens whose keys and values are kept at a time, of all texts together; a request may "
-        "have so many",
+        "tokens that the KV caches of all requests hold together; prompt and answer of a request "
+        "may have as many",
         minimum=256,
         group=_SERVER,
     )
     prefix_cache: bool = option(
-        True, "keep texts that have ended, for prompts that begin like them", group=_SERVER
+        True,
+        "keep the KV caches of answers that have ended, for prompts that begin like them",
+        group=_SERVER,
     )
     max_queue: int = option(
         64, "requests that may wait; further ones are refused", minimum=0, group=_SERVER
@@ -65,7 +67,7 @@ class ServeConfig(InferenceConfig):
     grace: float = option(
         30.0, "seconds that open requests are given when the server stops", minimum=0, group=_SERVER
     )
-    access_log: bool = option(False, "say a line for each request", group=_SERVER)
+    access_log: bool = option(False, "print a line for each request", group=_SERVER)
 
     def __post_init__(self) -> None:
         super(ServeConfig, self).__post_init__()

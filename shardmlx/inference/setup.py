@@ -1,4 +1,4 @@
-"""What all commands do that generate text, before they generate: prepare, load, report."""
+"""Set up a run that generates, for all commands alike: plan, load, and report at the end."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
 
 SPACES = ("\u2581", "\u0120")
-"""How vocabularies write a space: SentencePiece's, and those of bytes."""
+"""The first character of a token that begins with a space: SentencePiece's, byte-level BPE's."""
 
 TYPICAL_PROMPT = 512
-"""Tokens, where the layers are divided before any prompt is known."""
+"""Tokens of a prompt, as assumed where the layers are divided before any prompt is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is ready to start. ``reader`` on rank 0 only; ``limits`` are those of the memory
-    of each rank."""
+    """A run that is ready to start. ``reader`` is there on rank 0 only; ``limits`` are the memory
+    limits of each rank."""
 
     config: InferenceConfig
     transport: Transport
@@ -70,7 +70,7 @@ class Prepared:
     limits: tuple[MemoryLimits, ...]
 
     def later_stage(self) -> LaterStage:
-        """On all ranks but the first."""
+        """Return the stage of a rank other than 0."""
         return LaterStage(
             self.transport,
             self.part,
@@ -81,7 +81,7 @@ class Prepared:
     def first_stage(
         self, patience: int | None = None, prefix_cache: PrefixCache | None = None
     ) -> FirstStage:
-        """On the first rank."""
+        """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``."""
         plan = self.plan
         return FirstStage(
             self.transport,
@@ -99,11 +99,11 @@ def prepare(
     reporter: Reporter,
     read: Callable[[PromptReader, int | None], Load],
 ) -> Prepared:
-    """Check everything, then load this rank's part. Collective.
+    """Check everything, then load this rank's layers. All ranks must call it.
 
-    ``read``, on rank 0, says how much is to be generated; it is told the model's own limit of
-    tokens, if that is known. Raises ``AgreedError`` on all ranks alike
-    for what the user can mend, before weights are read.
+    ``read`` is called on rank 0 with the reader of prompts, and the most positions that the model
+    knows, or None; it returns how much is to be generated. Raises ``AgreedError`` on all ranks
+    alike for what the user can mend, before weights are read.
     """
     transport.activity.begin("loading")
     source = ModelSource.of(config)
@@ -209,7 +209,7 @@ def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
 def sampling_params_of(
     config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0
 ) -> SamplingParams:
-    """How the tokens of a text are chosen, with a random stream of its own."""
+    """Return the sampling parameters that ``config`` asks for, with random stream ``stream``."""
     return SamplingParams(
         temp=config.temp,
         top_p=config.top_p,
@@ -224,21 +224,26 @@ def sampling_params_of(
 
 
 def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
-    """That XTC never leaves out, as in mlx-lm."""
+    """Return the tokens that XTC sampling never leaves out, as in mlx-lm."""
     return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
 
 
 def typical_load(
-    config: InferenceConfig, texts: int, capacity: int, most_positions: int | None
+    config: InferenceConfig, sequences: int, capacity: int, most_positions: int | None
 ) -> Load:
-    """Where no prompt is known yet: what is to be kept is, and how long a text may become."""
+    """Return the load to plan for where no prompt is known yet.
+
+    ``sequences`` are under way at a time, and the KV caches hold ``capacity`` tokens. A sequence
+    may have as many, or ``most_positions``.
+    """
     context = min(capacity, most_positions or capacity)
     answer = min(config.max_tokens, context // 2)
-    return Load(texts, min(TYPICAL_PROMPT, context), answer, context, capacity)
+    return Load(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
 
 
 def new_prefix_cache(prepared: Prepared) -> PrefixCache:
-    """For texts that are kept when they have ended. Caches of limited size forget."""
+    """Return an empty prefix cache. It knows how long a sequence may be before a sliding window or
+    ``--max-kv-size`` makes its caches forget the beginning."""
     limits = [window for window in prepared.shape.windows if window is not None]
     if prepared.plan.max_kv_size is not None:
         limits.append(prepared.plan.max_kv_size)
@@ -251,8 +256,8 @@ def new_detokenizer(
     stop: tuple[str, ...] = (),
     continues: bool = False,
 ) -> IncrementalDetokenizer:
-    """For one more text. One that ``continues`` another keeps a space at its beginning, which
-    mlx-lm's detokenizers take away."""
+    """Return the detokenizer of a new answer. If it ``continues`` the text of its prompt, it keeps
+    a space at its beginning, which mlx-lm's detokenizers would take away."""
     detokenizer = tokenizer.detokenizer
     trims = trims_first_space(detokenizer)
     return IncrementalDetokenizer(
@@ -270,7 +275,7 @@ def _begins_with_space(tokenizer: TokenizerWrapper, token: int) -> bool:
 
 
 def report_memory(prepared: Prepared, reporter: Reporter) -> None:
-    """A line for each rank: its layers, and what it held. Collective."""
+    """Print a table of the layers and the memory of each rank. All ranks must call it."""
     transport, plan = prepared.transport, prepared.plan
     mine = (prepared.part.nbytes, mx.get_peak_memory())
     everyone = transport.gather(mine, what="memory")
