@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardmlx.errors import Stopped, UserError
+from shardmlx.hosts.launch_options import read_options
+from shardmlx.hosts.launcher import GaveUp, Launcher
 from shardmlx.hosts.supervisor import Supervisor
-from shardmlx.launch import GaveUp, Launcher, main, read_options
+from shardmlx.launch import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -106,7 +108,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr("shardmlx.launch.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", lambda seconds: None)
     lab = Lab(tmp_path)
     lab.write("mpirun", MPIRUN)
     lab.write("agent", AGENT)
@@ -317,7 +319,8 @@ def test_what_stops_launch_stops_the_ranks_in_order(
     program = (
         "import sys\nfrom pathlib import Path\n"
         "from shardmlx import launch\n"
-        "launch.find_mpirun = lambda: Path(sys.argv[1])\n"
+        "from shardmlx.hosts import launcher\n"
+        "launcher.find_mpirun = lambda: Path(sys.argv[1])\n"
         "sys.exit(launch.main(sys.argv[2:]))"
     )
     process = subprocess.Popen(
