@@ -1,4 +1,4 @@
-"""Writing what was trained: adapters in one file, a whole model shard by shard.
+"""Write what was trained: adapters in one file, a whole model shard by shard.
 
 Rank 0 writes; the others send it their tensors, one after the other, so that no memory holds
 more than it must. Files appear under their final names only once they are complete.
@@ -28,7 +28,7 @@ PARTIAL = "partial-"
 """Begins the names of files that are being written."""
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-"""Of the configuration and tokenizer files that a model directory consists of beside weights."""
+"""Suffixes of a model directory's configuration and tokenizer files."""
 
 SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
     mx.float32: "F32",
@@ -47,7 +47,7 @@ SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
 
 
 class TensorSpec(NamedTuple):
-    """What must be known of a tensor before its bytes come."""
+    """The name, shape and type of a tensor, known before its bytes come."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class TensorSpec(NamedTuple):
 
 
 class Collector:
-    """Brings the tensors of one replica's slices to rank 0. All methods are collective."""
+    """The tensors of one replica's slices, brought to rank 0. All methods are collective."""
 
     def __init__(self, plan: Plan, transport: Transport, parts: Sequence[Slice]) -> None:
         self._transport = transport
@@ -71,7 +71,7 @@ class Collector:
         self._sources = range(plan.mesh.pp)
 
     def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
-        """(rank, its tensors), for each rank of the first replica, each tensor once."""
+        """Return (rank, its tensors) for each rank of the first replica, each tensor once."""
         mine: dict[str, TensorSpec] = {}
         for part in self._parts:
             for name in part.trainable if trained_only else part.parameters():
@@ -93,9 +93,9 @@ class Collector:
         return result
 
     def tensors(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
-        """On rank 0, ``rank``'s tensors one by one; nothing elsewhere.
+        """Yield, on rank 0, the tensors of ``rank`` one by one; nothing elsewhere.
 
-        Must be exhausted on all ranks, in the same order.
+        All ranks must exhaust it, in the same order.
         """
         for spec in specs:
             if rank == self._transport.rank:
@@ -123,7 +123,7 @@ class Collector:
 
 
 def save_adapters(collector: Collector, directory: Path, copy_as: str | None, rank: int) -> None:
-    """Write the trained weights as ``mlx_lm`` does; ``copy_as`` names a second copy."""
+    """Write the trained weights as ``mlx_lm`` does; ``copy_as`` names a second copy. Collective."""
     arrays: dict[str, mx.array] = {}
     for source, specs in collector.specs(trained_only=True):
         arrays.update(collector.tensors(source, specs))
@@ -146,7 +146,7 @@ def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def save_model(collector: Collector, source: Path, directory: Path, rank: int) -> None:
-    """Write the whole fine-tuned model as a model directory, one shard for each pipeline rank.
+    """Write the fine-tuned model as a model directory, a shard for each pipeline rank. Collective.
 
     Configuration and tokenizer are those of ``source``. The shards of a model that this function
     wrote there before are replaced, once the new ones are complete; nothing else is touched. While
@@ -189,7 +189,7 @@ def save_model(collector: Collector, source: Path, directory: Path, rank: int) -
 
 
 def _shards_of(directory: Path) -> set[str]:
-    """The shards that the index of a model directory names."""
+    """Return the shards that the index of a model directory names."""
     try:
         return set(json.loads((directory / INDEX_FILE).read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError):
@@ -197,7 +197,7 @@ def _shards_of(directory: Path) -> set[str]:
 
 
 def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
-    """What comes before the data of a safetensors file: the tensors follow in this order."""
+    """Return what precedes the data of a safetensors file, whose tensors come in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     offset = 0
     for spec in specs:

@@ -1,4 +1,4 @@
-"""On whose disks the parts of a checkpoint lie. No MLX, no MPI."""
+"""Choose the disks on which the parts of a checkpoint lie. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from shardmlx.distributed.shared_disks import Disks
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where the parts of ranks 0 to ``owners`` - 1 go. ``kind`` is shared, rank0 or neighbour."""
+    """The disks for the parts of ranks 0 to ``owners`` - 1.
+
+    ``kind`` is ``shared`` (each rank writes its part to the disk that all see), ``rank0`` (rank 0
+    writes all) or ``neighbour`` (each rank writes its part, and a rank of another disk a copy).
+    """
 
     kind: str
     disks: Disks
     owners: int
 
     def homes(self, owner: int) -> tuple[int, ...]:
-        """The ranks that write the part of rank ``owner``."""
+        """Return the ranks that write the part of rank ``owner``."""
         if self.kind == "rank0":
             return (0,)
         if self.kind == "shared":
@@ -28,19 +32,19 @@ class Storage:
 
     @property
     def writers(self) -> frozenset[int]:
-        """The ranks that write any part."""
+        """Ranks that write any part."""
         return frozenset(home for owner in range(self.owners) for home in self.homes(owner))
 
     @property
     def committers(self) -> tuple[int, ...]:
-        """The ranks that complete a checkpoint, each on its disk."""
+        """Ranks that complete a checkpoint, each on its disk."""
         if self.kind != "neighbour":
             return (0,)
         return tuple(group[0] for group in self.disks.groups)
 
 
 def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str]) -> Storage:
-    """The storage for the parts of ranks 0 to ``owners`` - 1; ``wanted`` may be auto.
+    """Choose the storage for the parts of ranks 0 to ``owners`` - 1; ``wanted`` may be auto.
 
     ``names`` are the ranks'. Raises ``AgreedError`` where a rank cannot write what it would have
     to: all ranks know the same, so all raise it.
@@ -55,8 +59,8 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
     elif wanted == "shared" and not shared:
         away = names[disks.groups[1][0]]
         raise AgreedError(
-            f"--checkpoint-storage shared: {away} does not see the --checkpoint-dir of {names[0]}: "
-            "name a directory on a disk that both have, or use auto"
+            f"--checkpoint-storage shared: {away} does not see the --checkpoint-dir of {names[0]}",
+            "name a directory on a disk that both have, or use auto",
         )
     storage = Storage(kind, disks, owners)
     for rank in sorted(storage.writers.union(storage.committers)):

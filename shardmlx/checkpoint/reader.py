@@ -1,7 +1,7 @@
-"""Finds the checkpoint to go on from, and gives every rank its part of it, whatever the layout.
+"""Find the checkpoint to go on from, and give every rank its part of it, whatever the layout.
 
-Files may lie on several disks, and a rank may see none of them. Whoever has a sound copy sends
-the tensors, one by one, to the ranks that need them and have none.
+Files may lie on several disks, and a rank may see none of them. A rank that sees a sound copy sends
+the tensors, one by one, to the ranks that need them and see none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A sound checkpoint. ``disks[file]`` are the disks with a sound copy of each of its files."""
+    """A sound checkpoint. ``disks[file]`` are the disks that have a sound copy of a file."""
 
     store: Store
     seen_by: Disks
@@ -37,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found, and what was passed over: by step, what is wrong with it."""
+    """The outcome of a search: what was found, and by step the faults of what was passed over."""
 
     found: Found | None
     faults: Mapping[int, str]
@@ -46,7 +46,7 @@ class Search:
 def find_checkpoint(
     transport: Transport, store: Store, disks: Disks, step: int | None = None
 ) -> Search:
-    """The newest sound checkpoint on any disk, or that of ``step``. Collective.
+    """Find the newest sound checkpoint on any disk, or that of ``step``. Collective.
 
     Every file is read once on each disk that has it; the ranks that see a disk share the work.
     """
@@ -74,7 +74,7 @@ def find_checkpoint(
 def _manifests(
     transport: Transport, store: Store, disks: Disks
 ) -> dict[int, dict[int, Manifest | str]]:
-    """By step and disk, what the checkpoints say of themselves, or what is wrong with them."""
+    """Return the manifest of each checkpoint, or what is wrong with it, by step and disk."""
     what = "looking for checkpoints"
     mine: dict[int, Manifest | str] = {}
     if disks.leader(transport.rank) == transport.rank:
@@ -93,7 +93,7 @@ def _manifests(
 def _check(
     transport: Transport, store: Store, disks: Disks, manifest: Manifest, holders: Sequence[int]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """The disks with a sound copy of each file; and, where a file has none, what is wrong."""
+    """Return the disks with a sound copy of each file, and the faults of files that have none."""
     mine: dict[str, str | None] = {}
     disk = disks.of(transport.rank)
     if disk in holders:
@@ -119,7 +119,7 @@ def _check(
 
 
 class CheckpointReader:
-    """Reads the tensors of a sound checkpoint. All methods are collective."""
+    """The tensors of a sound checkpoint. All methods are collective."""
 
     def __init__(self, transport: Transport, found: Found) -> None:
         self._transport = transport
@@ -128,7 +128,7 @@ class CheckpointReader:
         self._headers = self._read_headers()
 
     def names(self, kind: str) -> list[str]:
-        """Of all tensors in the files of one kind: ``weights`` or ``optimizer``."""
+        """Return the names of all tensors in the files of a kind: ``weights`` or ``optimizer``."""
         return [
             name
             for file, header in self._headers.items()
@@ -137,7 +137,7 @@ class CheckpointReader:
         ]
 
     def read(self, kind: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's tensors of the files of one kind, one after the other. Exhaust it."""
+        """Yield this rank's tensors from the files of one kind. All ranks must exhaust it."""
         transport, rank = self._transport, self._transport.rank
         for file, header in self._headers.items():
             if not file.startswith(f"{kind}-"):
@@ -158,7 +158,7 @@ class CheckpointReader:
                     yield name, _read(path, header, name)
 
     def _source(self, file: str) -> int:
-        """The rank that sends from a file to those who do not see it."""
+        """Return the rank that sends from a file to the ranks that do not see it."""
         return self._found.seen_by.groups[self._found.disks[file][0]][0]
 
     def _read_headers(self) -> dict[str, Header]:
@@ -214,5 +214,5 @@ def _empty(header: Header, name: str) -> mx.array:
 
 
 def _plain(header: Header) -> tuple[Any, ...]:
-    """A header as it travels: mapping proxies do not."""
+    """Return a header in a form that can be sent: mapping proxies cannot."""
     return (dict(header.tensors), dict(header.metadata), header.data_offset, header.file_size)

@@ -1,4 +1,4 @@
-"""Checkpoints on one disk: which are complete, which are sound, which may go. Pure.
+"""Keep checkpoints on one disk: which are complete, which are sound, which may go.
 
 ::
 
@@ -36,7 +36,7 @@ MARKER = "COMMITTED"
 LOCK = ".lock"
 
 FORMAT = 1
-"""Of the manifest; a program refuses what is newer than itself."""
+"""Version of the manifest's format; a program refuses what is newer than itself."""
 
 _NAME = re.compile(r"step-(\d{7,})")
 _PARTIAL = "partial-"
@@ -45,12 +45,12 @@ _CHUNK = 4 << 20
 
 
 def name_of(step: int) -> str:
-    """The directory of a checkpoint: ``step-0000100``."""
+    """Return the name of a checkpoint's directory: ``step-0000100``."""
     return f"step-{step:07d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a directory's name; None for others."""
+    """Return the step that a directory's name says; None for other names."""
     match = _NAME.fullmatch(name)
     if match is None or name_of(step := int(match[1])) != name:
         return None
@@ -74,10 +74,10 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds beside tensors.
+    """The contents of a checkpoint beside its tensors.
 
-    ``identity`` says which run it is, ``state`` where the run stands, ``plan`` how it was laid
-    out and ``versions`` with what; only the first two are needed to go on.
+    ``identity`` says which run it is, ``state`` where the run stands, ``plan`` how it was laid out,
+    ``versions`` with which packages it ran. Only the first two are needed to go on.
     """
 
     step: int
@@ -97,13 +97,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes, where: str | Path) -> Manifest:
-        """``UserError`` where it is none."""
+        """Read what ``to_json`` wrote. Raises ``UserError`` for anything else."""
         try:
             content = json.loads(text)
             if content["format"] > FORMAT:
                 raise UserError(
                     f"{where} is of format {content['format']}, and this shardmlx reads up to "
-                    f"{FORMAT}: install the version that wrote it, or a newer one"
+                    f"{FORMAT}",
+                    "install the version that wrote it, or a newer one",
                 )
             files = tuple(FileInfo(**file) for file in content["files"])
             parts = {key: content[key] for key in ("identity", "state", "plan", "versions")}
@@ -115,27 +116,27 @@ class Manifest:
         except UserError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise UserError(f"{where} is no checkpoint's manifest: take another one") from None
+            raise UserError(f"{where} is no checkpoint's manifest", "take another one") from None
 
 
 class Store:
-    """The checkpoints in one directory. ``OSError`` where the disk fails."""
+    """The checkpoints in one directory. Methods raise ``OSError`` if the disk fails."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Of a complete checkpoint: also if a run died while it put another one in its place."""
+        """Return a complete checkpoint's directory, also if a run died while it replaced it."""
         path = self.directory / name_of(step)
         replaced = self.directory / (_REPLACED + path.name)
         return replaced if replaced.exists() and not path.exists() else path
 
     def partial(self, step: int) -> Path:
-        """Of one that is being written."""
+        """Return the directory of a checkpoint that is being written."""
         return self.directory / (_PARTIAL + name_of(step))
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, from the oldest; whether they are sound is not looked at."""
+        """Return the steps of the complete checkpoints, oldest first; they may be damaged."""
         if not self.directory.is_dir():
             return []
         found = {step_of(path.name.removeprefix(_REPLACED)) for path in self.directory.iterdir()}
@@ -144,7 +145,7 @@ class Store:
     def lock(self) -> IO[bytes]:
         """Keep other runs from writing here, until the file is closed or this process ends.
 
-        ``UserError`` where another run writes.
+        Raises ``UserError`` if another run writes here.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         file = (self.directory / LOCK).open("ab")
@@ -153,15 +154,15 @@ class Store:
         except BlockingIOError:
             file.close()
             raise UserError(
-                f"--checkpoint-dir {self.directory}: another run writes there: wait for "
-                "its end, or name another directory"
+                f"--checkpoint-dir {self.directory}: another run writes there",
+                "wait for its end, or name another directory",
             ) from None
         except OSError:
             pass  # a file system without locks
         return file
 
     def begin(self, step: int) -> Path:
-        """An empty directory for the parts of a new checkpoint; removes what was begun before."""
+        """Make an empty directory for a new checkpoint; remove what was begun before."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._finish_replacing()
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
@@ -173,9 +174,9 @@ class Store:
         return partial
 
     def commit(self, manifest: Manifest) -> None:
-        """Make what was begun a complete checkpoint: its files are on the disk.
+        """Make what was begun a complete checkpoint, once all its files are on the disk.
 
-        Takes the place of a complete one of the same step, which stays until the new one is there.
+        It replaces a complete checkpoint of the same step, which stays until the new one is there.
         """
         text = manifest.to_json()
         partial, final = self.partial(manifest.step), self.directory / name_of(manifest.step)
@@ -191,7 +192,7 @@ class Store:
             shutil.rmtree(replaced)
 
     def _finish_replacing(self) -> None:
-        """What a run left that died between the two renames of ``commit``."""
+        """Finish the work of a run that died between the two renames of ``commit``."""
         for path in self.directory.glob(f"{_REPLACED}step-*"):
             final = self.directory / path.name.removeprefix(_REPLACED)
             if final.exists():
@@ -211,7 +212,7 @@ class Store:
         return target
 
     def prune(self, keep: int) -> list[int]:
-        """Delete all complete checkpoints but the ``keep`` newest; their steps."""
+        """Delete all complete checkpoints but the ``keep`` newest; return the steps that went."""
         old = self.steps()[: -max(1, keep)]
         for step in old:
             # Renamed first: what is half deleted is no checkpoint, and goes when one is begun.
@@ -221,7 +222,7 @@ class Store:
         return old
 
     def manifest(self, step: int) -> Manifest:
-        """What a complete checkpoint says of itself; ``UserError`` names the damaged file."""
+        """Read a complete checkpoint's manifest. Raises ``UserError``, which names the file."""
         path = self.path(step) / MANIFEST
         try:
             text, marker = path.read_bytes(), (self.path(step) / MARKER).read_bytes()
@@ -240,9 +241,9 @@ class Store:
     def fault(
         self, step: int, file: FileInfo, advance: Callable[[int], None] = lambda count: None
     ) -> str | None:
-        """What is wrong with a file; None if its bytes are those that were written.
+        """Return what is wrong with a file; None if its bytes are those that were written.
 
-        ``advance`` is told of bytes read.
+        ``advance`` is given the number of bytes read, piece by piece.
         """
         path = self.path(step) / file.name
         digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background, while the next step computes.
+"""Write checkpoints in the background, while the next step computes.
 
 A snapshot copies nothing: it holds the arrays of weights and optimizer state, which nobody
 changes before the next optimizer update. That update waits until they are written (the pipelining
@@ -30,9 +30,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
 SECONDS_TO_WRITE = 12 * 3600.0
-"""A large part may take hours over a slow network; whether its rank lives is seen elsewhere."""
+"""Limit of a wait: a large part may take hours over a slow network. A rank that died is found by
+its missing signs of life."""
 
 POLL_SECONDS = 0.1
+"""Time after which a wait looks whether another rank has failed."""
 
 
 class CheckpointError(RuntimeError):
@@ -41,7 +43,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A safetensors file to be: its name, and what it consists of."""
+    """The safetensors file of a checkpoint before it is written: name, header and arrays."""
 
     name: str
     header: bytes
@@ -49,6 +51,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, name: str, tensors: Mapping[str, mx.array]) -> Snapshot:
+        """Hold these tensors, which must not change until they are written."""
         arrays = [mx.contiguous(array) for array in tensors.values()]
         mx.eval(arrays)
         specs = [
@@ -62,7 +65,7 @@ class Snapshot:
         return len(self.header) + sum(array.nbytes for array in self.arrays)
 
     def pieces(self) -> Iterator[memoryview]:
-        """All its bytes, in order."""
+        """Yield all bytes of the file, in order."""
         yield memoryview(self.header)
         for array in self.arrays:
             data = buffer_of(array)
@@ -72,7 +75,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is complete. ``seconds`` it took to write, in the background."""
+    """A checkpoint that is complete. Writing it took ``seconds`` in the background."""
 
     step: int
     nbytes: int
@@ -80,7 +83,7 @@ class Saved:
 
 
 class CheckpointWriter:
-    """One rank's part in writing. Every rank has one, and calls the same methods in turn."""
+    """The part of one rank in writing. All ranks must build one, and call its methods alike."""
 
     def __init__(self, transport: Transport, store: Store, storage: Storage, keep: int) -> None:
         self._transport = transport
@@ -96,7 +99,7 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def start(self, manifest: Manifest | None, step: int, parts: Sequence[Snapshot]) -> None:
-        """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only the files.
+        """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only its ``files``.
 
         Waits until what was begun before is complete.
         """
@@ -115,7 +118,7 @@ class CheckpointWriter:
         self._wait_until(self._arrays_free.wait)
 
     def wait(self) -> None:
-        """Return once this rank has nothing more to write; on rank 0, once all is complete."""
+        """Return once this rank has written all; on rank 0, once the checkpoint is complete."""
         if (thread := self._thread) is not None:
 
             def ended(seconds: float) -> bool:
@@ -126,7 +129,7 @@ class CheckpointWriter:
             self._thread = None
 
     def take_saved(self) -> Saved | None:
-        """On rank 0, what was completed since the last call."""
+        """Return, on rank 0, the checkpoint that was completed since the last call."""
         saved, self._saved = self._saved, None
         return saved
 
@@ -204,7 +207,7 @@ class CheckpointWriter:
         return complete.files
 
     def _begin(self, step: int) -> None:
-        """The directory is there before any rank that sees the same disk writes to it."""
+        """Make the directory on each disk before any rank that sees the disk writes to it."""
         rank, disks = self._transport.rank, self._storage.disks
         if rank in self._storage.committers:
             self._store.begin(step)
@@ -248,7 +251,7 @@ class CheckpointWriter:
             yield info
 
     def _write_for(self, step: int, owner: int) -> Iterator[FileInfo]:
-        """The part of another rank, as it comes."""
+        """Write the part of another rank, as it comes."""
         for name, nbytes in self._receive(owner):
             digest = hashlib.sha256()
             with self._path(step, name).open("wb") as file:

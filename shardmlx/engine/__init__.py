@@ -1,1 +1,1 @@
-"""One rank executes its actions: stages, gradients, the optimizer, and what is measured of them."""
+"""Execute one rank's actions: stages, gradients, the optimizer, and what is measured of them."""

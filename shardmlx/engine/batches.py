@@ -1,7 +1,7 @@
-"""From tokenised samples to the micro-batches of a replica; no MLX, no MPI.
+"""Make the micro-batches of a replica from tokenised samples. No MLX, no MPI.
 
 Order, padding and truncation are those of mlx-lm's ``iterate_batches`` on one process; but the
-place that was reached can be kept, and gone on from.
+position in the data can be saved and restored.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from shardmlx.models.packed_positions import PackedPositions
 
 PAD_TO = 32
-"""Widths are one more than a multiple of this, as in mlx-lm."""
+"""Padding: widths are one more than a multiple of this, as in mlx-lm."""
 
 Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
 
 NO_TOKENS = np.dtype([])
-"""Of ``tokens`` that have a shape and take no bytes: those of a rank that reads none."""
+"""Type of ``tokens`` on a rank that reads none: they have a shape and take no bytes."""
 
 
 class Samples(Sequence[Sample]):
-    """Samples one after the other in an array: 4 bytes a token, where Python's numbers take 36.
+    """Samples in one array: 4 bytes a token, where Python's numbers take 36.
 
     ``tokens`` int32, those of all samples; ``bounds`` (samples, 3) int64: where each begins and
     ends in ``tokens``, and the position at which its loss starts to count.
@@ -37,13 +37,13 @@ class Samples(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """In tokens."""
+        """Lengths in tokens."""
         lengths: np.ndarray = self.bounds[:, 1] - self.bounds[:, 0]
         return lengths
 
     @property
     def starts(self) -> np.ndarray:
-        """The positions at which the loss starts to count."""
+        """Positions at which the loss starts to count."""
         starts: np.ndarray = self.bounds[:, 2]
         return starts
 
@@ -63,12 +63,12 @@ class Samples(Sequence[Sample]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Some rows of the global batch.
+    """A micro-batch: some rows of the global batch, each a sequence.
 
-    ``tokens`` (rows, T + 1) int32, padded on the right, or of the type ``NO_TOKENS``; ``spans``
-    (rows, 2) the first and the last position that count, in positions of targets, which start at 1;
-    ``first_row`` the place of the first row in the global batch. With ``places`` the micro-batch is
-    one row: of these positions alone, one after the other.
+    ``tokens`` (rows, T + 1) int32 are padded on the right, or of the type ``NO_TOKENS``. ``spans``
+    (rows, 2) are the first and the last target that count in the loss; targets are numbered from 1.
+    ``first_row`` is the number of the first row in the global batch. With ``places`` the
+    micro-batch is packed: one row, which holds only these positions, one after the other.
     """
 
     tokens: np.ndarray
@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, T) of the inputs."""
+        """Shape (rows, T) of the inputs."""
         if self.places is not None:
             return 1, len(self.places.rows)
         rows, width = self.tokens.shape
@@ -86,14 +86,14 @@ class MicroBatch:
 
     @property
     def inputs(self) -> np.ndarray:
-        """(rows, T) token ids."""
+        """Token ids of the inputs, (rows, T)."""
         if self.places is not None:
             return self.tokens[None, *self.places]
         return self.tokens[:, :-1]
 
     @property
     def targets(self) -> np.ndarray:
-        """(rows, T): the token after each of the inputs."""
+        """Token after each of the inputs, (rows, T)."""
         if self.places is not None:
             rows, positions = self.places
             return self.tokens[None, rows, positions + 1]
@@ -101,7 +101,7 @@ class MicroBatch:
 
     @property
     def counts(self) -> np.ndarray:
-        """(rows, T): whether a target counts in the loss."""
+        """True for each target that counts in the loss, (rows, T)."""
         if self.places is None:
             numbers, spans = np.arange(1, self.shape[1] + 1), self.spans[:, None]
         else:
@@ -111,18 +111,18 @@ class MicroBatch:
 
     @property
     def valid_tokens(self) -> int:
-        """How many targets count in the loss."""
+        """Number of targets that count in the loss."""
         return int(self.counts.sum())
 
     def rows(self, start: int, stop: int) -> MicroBatch:
-        """Some of the rows, without the padding that none of them needs."""
+        """Return some of the rows, without the padding that none of them needs."""
         spans = self.spans[start:stop]
         width = min(_width(int(spans[:, 1].max())), self.tokens.shape[1])
         return MicroBatch(self.tokens[start:stop, :width], spans, self.first_row + start)
 
 
 Batch = MicroBatch
-"""A global batch is the micro-batch of all its rows."""
+"""Global batch: the micro-batch of all its rows."""
 
 
 def _width(length: int) -> int:
@@ -130,7 +130,7 @@ def _width(length: int) -> int:
 
 
 def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
-    """Pad, and truncate, ``samples`` to one array."""
+    """Pad and truncate ``samples`` to one batch."""
     lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
     longest = max(len(tokens) for tokens, _ in samples)
     tokens = np.zeros((len(samples), min(_width(longest), max_seq_length)), np.int32)
@@ -145,9 +145,9 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
 class Batches(Iterator[Batch]):
     """Global batches in mlx-lm's order, given a ``random`` in the state of its ``np.random``.
 
-    Batches are fixed runs of samples, and their order is drawn anew in each epoch: at its first
-    batch, from a state that others may draw from too. What is left over at the end and fills no
-    batch is not used. With ``loop`` epoch follows epoch.
+    Each batch is a fixed run of samples. The order of batches is drawn anew in each epoch, when its
+    first batch is asked for, from a state that others may draw from too. Samples that are left over
+    at the end and fill no batch are not used. With ``loop`` epoch follows epoch.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Batches(Iterator[Batch]):
             raise StopIteration
 
     def position(self) -> dict[str, Any]:
-        """Where it stands, JSON-able: enough to go on with the same batches."""
+        """Return the position in the data as JSON: enough to go on with the same batches."""
         return {"drawn_from": self._drawn_from, "epoch": self._epochs, "next": self._next}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Batches(Iterator[Batch]):
 
 
 def random_state(random: np.random.RandomState) -> dict[str, Any]:
-    """The state of a generator, JSON-able."""
+    """Return the state of a generator as JSON."""
     state = random.get_state(legacy=False)
     numbers = state["state"]
     return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
@@ -217,7 +217,7 @@ def set_random_state(random: np.random.RandomState, state: Mapping[str, Any]) ->
 
 
 def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[MicroBatch]:
-    """The micro-batches of one replica; the last may have fewer rows than the others."""
+    """Return the micro-batches of one replica; the last may have fewer rows than the others."""
     rows = len(batch.tokens) // dp
     start = replica * rows
     stop = start + rows
@@ -227,10 +227,11 @@ def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[Mi
 
 
 def pack(batch: Batch, count: int) -> list[MicroBatch]:
-    """Its rows in ``count`` micro-batches of one row each, about equally long, without padding.
+    """Pack the rows into ``count`` micro-batches of one row each, about equally long.
 
-    The longest first, each goes to what is shortest so far (LPT: Graham 1969). None gets longer
-    than the longest row times rows / ``count``, rounded up.
+    There is no padding. From the longest on, each row goes to the micro-batch that is shortest so
+    far (LPT: Graham 1969). None gets longer than the longest row times rows / ``count``, rounded
+    up.
     """
     # What comes after the last target that counts concerns nobody.
     lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])

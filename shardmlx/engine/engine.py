@@ -53,7 +53,7 @@ from shardmlx.pipeline.lowering import forward_only
 from shardmlx.pipeline.plan import Plan
 
 MAX_STAGES = 1024
-"""Most stages of one pipeline: the tags of micro-batches lie this far apart."""
+"""Limit of the stages of one pipeline: the tags of micro-batches lie this far apart."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Run:
 
 
 class Engine:
-    """One rank of the pipeline: its stages, its peers, and where each message goes.
+    """The engine of one rank: runs its stages, and sends and receives what they exchange.
 
     ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. All ranks
     must build their engine, and call its methods alike.

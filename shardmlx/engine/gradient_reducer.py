@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks that hold the same weights.
+"""Sum gradients over the ranks that hold the same weights.
 
 Replicas of a stage sum in float32, in buckets, each started as soon as its gradients are there,
 so that it travels while the rest of the backward pass computes. Tied embeddings are held by the
@@ -30,7 +30,7 @@ class _Bucket:
 
 
 class GradientReducer:
-    """The sums that one rank takes part in, for the stages that it holds."""
+    """The sums that one rank takes part in, for its own stages. Methods are collective."""
 
     def __init__(self, plan: Plan, transport: Transport, stages: Sequence[Stage]) -> None:
         self._transport = transport
@@ -54,7 +54,7 @@ class GradientReducer:
             transport.join(self._holders)
 
     def parts(self, stage: Stage) -> list[list[str]]:
-        """The stage's trained weights in buckets, in the order in which gradients come."""
+        """Divide the stage's trained weights into buckets, in the order in which gradients come."""
         if len(self._replicas) == 1:
             return [list(stage.names)]
         parts: list[list[str]] = []
@@ -69,7 +69,7 @@ class GradientReducer:
         return parts
 
     def start(self, stage: Stage, names: Sequence[str]) -> None:
-        """Start the sums of evaluated gradients, but for shared ones."""
+        """Start to sum evaluated gradients, but for those of weights that several stages share."""
         names = [name for name in names if name not in self._shared]
         if len(self._replicas) == 1 or not names:
             return
@@ -95,7 +95,7 @@ class GradientReducer:
         self._buckets.clear()
 
     def _sum_shared(self, what: Callable[[], str]) -> None:
-        """Sum over all stages that hold a weight, those on this rank first."""
+        """Sum each shared weight's gradient over all stages that hold it, this rank's first."""
         for name in self._shared:
             holders = [stage for stage in self._stages if name in stage.gradients]
             total = holders[0].gradients[name]
@@ -108,9 +108,9 @@ class GradientReducer:
                 stage.gradients[name] = total
 
     def norm(self, what: Callable[[], str], spoiled: bool = False) -> float:
-        """Euclidean norm of the gradients of the whole model, each weight counted once.
+        """Return the global gradient norm: of the whole model, each weight counted once.
 
-        The same on all ranks of all replicas; not a number if any rank says that it is ``spoiled``.
+        It is the same on all ranks of all replicas, and not a number if any rank is ``spoiled``.
         """
         # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all the
         # 58 million squares of one large matrix would be wrong by a sixth.

@@ -28,7 +28,10 @@ def build_optimizer(
     lr_schedule: Mapping[str, Any] | None,
     config: Mapping[str, Any],
 ) -> optim.Optimizer:
-    """The optimizer that ``mlx_lm.lora`` would build from the same options."""
+    """Build the optimizer that ``mlx_lm.lora`` would build from the same options.
+
+    Raises ``UserError`` for options that make none.
+    """
     try:
         rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
@@ -43,7 +46,7 @@ def build_optimizer(
 
 
 class Updater:
-    """Applies one optimizer to all trained weights on this rank, shared ones once.
+    """The optimizer for all trained weights on this rank, shared ones counted once.
 
     Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what
     one process would hold for the same weights.
@@ -54,7 +57,7 @@ class Updater:
         self._stages = stages
 
     def apply(self, scale: float = 1.0) -> None:
-        """Update with the stages' gradients times ``scale``, and forget the gradients."""
+        """Update the weights with the gradients times ``scale``, and forget the gradients."""
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
         for stage in self._stages:
@@ -66,7 +69,7 @@ class Updater:
                     gradient = gradient * scale
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
-        # Where nothing is trained too: the learning rate that rank 0 reports moves here.
+        # Also where nothing is trained: the learning rate that rank 0 reports moves here.
         updated = self.optimizer.apply_gradients(gradients, weights)
         # Drop the old weights before anything is evaluated, so that their memory is used again.
         gradients.clear()
@@ -74,13 +77,13 @@ class Updater:
         for stage in self._stages:
             for name in stage.names:
                 stage.part[name] = updated[name]
-        # Layer by layer: at once, what is in passing for one weight would be there for several.
+        # Layer by layer: all at once, the temporaries of several weights would be there together.
         for _, layer in groupby(updated, layer_of):
             mx.eval([updated[name] for name in layer])
         mx.eval(self.optimizer.state)
 
     def state(self) -> dict[str, mx.array]:
-        """The optimizer's state: of a weight as ``WEIGHT.KEY``, of all weights as ``KEY``."""
+        """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, that of all as ``KEY``."""
         state: dict[str, mx.array] = {}
         for name, value in self.optimizer.state.items():
             if isinstance(value, dict):
@@ -90,7 +93,7 @@ class Updater:
         return state
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Take what ``state`` returned, of any layout."""
+        """Take what ``state`` returned, in whatever layout it was made."""
         tree: dict[str, Any] = {}
         for name, array in state.items():
             weight, _, key = name.rpartition(".")

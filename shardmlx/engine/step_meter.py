@@ -1,4 +1,4 @@
-"""Measures a run: where each rank's time goes, how much memory it takes."""
+"""Measure a run: where each rank's time goes, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.trace import Event, RankTimes, Recorder, clock, rank_times, write_chrome_trace
 
 TRACED_STEPS = 50
-"""A trace file holds the first so many steps: enough to look at, small enough to open."""
+"""Number of first steps in a trace file: enough to look at, small enough to open."""
 
 CLOCK_ROUNDS = 5
+"""Round trips by which the clocks of two ranks are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's mean step since the last report, and its peak memory so far."""
+    """The report of one rank: its mean step since the last report, and its peak memory so far."""
 
     rank: int
     times: RankTimes
     peak_memory_bytes: int
 
     def as_json(self) -> dict[str, Any]:
+        """Return the rank's part of the metrics."""
         return {
             "rank": self.rank,
             "compute_seconds": round(self.times.compute_seconds, 6),
@@ -39,7 +41,10 @@ class RankReport:
 
 @dataclass(slots=True)
 class Meter:
-    """Takes the events of ``recorder`` and brings them together on rank 0. Collective."""
+    """The meter of a run: takes the events of ``recorder``, and gathers them on rank 0.
+
+    Building it, ``report`` and ``write_trace`` are collective.
+    """
 
     transport: Transport
     recorder: Recorder
@@ -57,18 +62,18 @@ class Meter:
         self._offset = clock_offset(self.transport)
 
     def start_after(self, step: int) -> None:
-        """The first step to count is the one after ``step``."""
+        """Count from the step after ``step`` on."""
         self._first_step = self._last_step = self._reported_step = step
 
     def count(self, step: int) -> None:
-        """The events since the last call belong to training step ``step``."""
+        """Count the events since the last call to training step ``step``."""
         events = self.recorder.take()
         self._window += events
         self._last_step = step
         self._keep(step, events)
 
     def skip(self, step: int) -> None:
-        """The events since the last call were something else, such as validation."""
+        """Leave the events since the last call out of the steps: they were validation, say."""
         self._keep(step, self.recorder.take())
 
     def _keep(self, step: int, events: Sequence[Event]) -> None:
@@ -76,7 +81,7 @@ class Meter:
             self._traced += events
 
     def report(self, extra: Any = None) -> tuple[list[RankReport], list[Any]] | None:
-        """On rank 0, the mean step of each rank since the last report, and their ``extra``."""
+        """Return, on rank 0, each rank's mean step since the last report, and its ``extra``."""
         window, self._window = self._window, []
         steps, self._reported_step = self._last_step - self._reported_step, self._last_step
         gathered = self.transport.gather(
@@ -92,7 +97,7 @@ class Meter:
         return _reports(times, peaks, steps), list(extras)
 
     def summary(self) -> list[RankReport]:
-        """On rank 0, the mean step of each rank over all reports so far."""
+        """Return, on rank 0, the mean step of each rank over all reports so far."""
         return _reports(self._total, self._peaks, self._reported_step - self._first_step)
 
     def write_trace(self) -> None:
@@ -118,10 +123,10 @@ def _reports(times: Sequence[RankTimes], peaks: Sequence[int], steps: int) -> li
 
 
 def clock_offset(transport: Transport) -> float:
-    """Seconds to add to this rank's clock to get rank 0's. Collective.
+    """Return the seconds to add to this rank's clock to get rank 0's. Collective.
 
-    The middle of the fastest of a few round trips (Cristian, 1989). Ranks on the host of rank 0
-    share its clock.
+    Rank 0's clock was read in the middle of the fastest of a few round trips (Cristian, 1989).
+    Ranks on the host of rank 0 share its clock.
     """
     offset, fastest = 0.0, float("inf")
     for peer in range(1, transport.size):

@@ -1,4 +1,4 @@
-"""What each rank did when: recorded by the engine, summed up and drawn afterwards. Pure."""
+"""Record what a rank does when, sum it up, and write it as a trace. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ clock = time.monotonic
 
 
 class Span(StrEnum):
-    """What a stretch of time was spent on."""
+    """The use of a stretch of time."""
 
     COMPUTE = "compute"
     RECEIVE = "receive"  # from the start of waiting for a message until it is there
@@ -26,10 +26,10 @@ class Span(StrEnum):
 
 
 class Event(NamedTuple):
-    """One stretch of one rank's time, in seconds of that rank's clock.
+    """A stretch of one rank's time, in seconds of that rank's clock.
 
-    ``key`` says which message a SEND or RECEIVE, or which sum a REDUCE is about, the same on all
-    ranks that take part.
+    ``key`` names the message of a SEND or RECEIVE, or the sum of a REDUCE: the same on all ranks
+    that take part.
     """
 
     span: Span
@@ -41,29 +41,31 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects the events of one rank."""
+    """The events of one rank, in the order in which they ended."""
 
     events: list[Event] = field(default_factory=list)
 
     @contextmanager
     def span(self, span: Span, label: str, key: tuple[int, ...] = ()) -> Iterator[None]:
+        """Record the time of what is done in this context."""
         start = clock()
         yield
         self.events.append(Event(span, label, start, clock(), key))
 
     def mark(self, span: Span, label: str, key: tuple[int, ...] = ()) -> None:
+        """Record a moment."""
         now = clock()
         self.events.append(Event(span, label, now, now, key))
 
     def take(self) -> list[Event]:
-        """The events so far; the recorder starts anew."""
+        """Return the events so far, and start anew."""
         events, self.events = self.events, []
         return events
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Where one rank's seconds went. The parts add up to ``step_seconds``."""
+    """Seconds of one rank. Compute, exposed communication and idle add up to ``step_seconds``."""
 
     step_seconds: float
     compute_seconds: float
@@ -81,7 +83,7 @@ class RankTimes:
         )
 
     def mean(self, steps: int) -> RankTimes:
-        """Of one of ``steps`` steps."""
+        """Return the times of a mean step, where these are of ``steps`` steps."""
         return RankTimes(
             self.step_seconds / steps,
             self.compute_seconds / steps,
@@ -90,12 +92,12 @@ class RankTimes:
 
     @property
     def bubble(self) -> float:
-        """The part of the step in which the rank waited for others to compute."""
+        """Part of the step in which the rank waited for others to compute."""
         return self.idle_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
 def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> list[RankTimes]:
-    """Sum up the events of all ranks, by rank.
+    """Sum up the events of each rank.
 
     Waiting for a message counts as exposed communication from the moment at which it was sent, and
     waiting for a sum from the moment at which the last rank came to it; before, it is idle.

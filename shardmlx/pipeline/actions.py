@@ -1,4 +1,4 @@
-"""The vocabulary of schedules: what one rank does, one action after the other.
+"""Define the actions that schedules are made of. No MLX, no MPI.
 
 An action prints as stage, kind, micro-batch: ``0F3``, ``1I3``, ``0SEND_F3``; the notation of
 torch.distributed.pipelining.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What an action does to one micro-batch at one stage."""
+    """The kind of an action: what it does to a micro-batch at a stage."""
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -35,7 +35,7 @@ _PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
 class Action(NamedTuple):
-    """One cell of a schedule.
+    """The cell of a schedule: one micro-batch at one stage.
 
     ``stage`` counts from 0 at the embedding; ``microbatch`` counts within the replica's step.
     """
@@ -49,7 +49,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes; ``ValueError`` names the text that is no action."""
+        """Read what ``str`` writes. Raises ``ValueError``, which names a text that is no action."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, like 0F3")
@@ -61,7 +61,7 @@ Grid = tuple[tuple[Action, ...], ...]
 
 
 def parse_grid(text: str) -> Grid:
-    """Read one rank a line, actions apart by white space; empty lines are passed over."""
+    """Read a grid: a line a rank, actions apart by white space; empty lines are passed over."""
     return tuple(
         tuple(Action.parse(word) for word in line.split())
         for line in text.strip().splitlines()
@@ -71,10 +71,10 @@ def parse_grid(text: str) -> Grid:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection while a large grid is made; also a decorator.
+    """Pause the garbage collector while a large grid is made; also a decorator.
 
-    None of its millions of actions is garbage, and the collector would look at them all again and
-    again: a third of the time.
+    The collector would look at all its millions of actions again and again, none of which is
+    garbage, and take a third of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

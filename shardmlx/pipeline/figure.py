@@ -1,4 +1,4 @@
-"""A schedule in time, drawn as a picture: SVG or PNG, with matplotlib."""
+"""Draw a schedule in time as a picture: SVG or PNG, with matplotlib."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _METADATA: dict[str, dict[str, None]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Inches of the picture, points of its text; rows become lower the more there are."""
+    """Measures of a picture: inches, and points of its text. More rows are lower rows."""
 
     left: float
     width: float  # of the time axis
@@ -96,9 +96,9 @@ class _Layout:
 def check_picture(path: Path) -> None:
     """Raise ``UserError`` for a suffix other than SVG and PNG, and without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"picture {path}: the suffix is none of {', '.join(SUFFIXES)}: use one")
+        raise UserError(f"picture {path}: the suffix is none of {', '.join(SUFFIXES)}", "use one")
     if find_spec("matplotlib") is None:
-        raise UserError(f"picture {path} needs matplotlib: pip install 'shardmlx[plot]'")
+        raise UserError(f"picture {path} needs matplotlib", "pip install 'shardmlx[plot]'")
 
 
 def draw_schedule(
@@ -167,19 +167,19 @@ def _figure(simulation: Simulation, title: str, unit: str, labels: Sequence[str]
 
 
 def _shade(colour: Colour, turn: int, turns: int) -> Colour:
-    """Colour of the ``turn``-th of ``turns`` stages of a rank."""
+    """Return the colour of the ``turn``-th of ``turns`` stages of a rank."""
     white = _PALEST * turn / max(1, turns - 1)
     red, green, blue = (part + (1 - part) * white for part in colour)
     return red, green, blue
 
 
 def _turns(simulation: Simulation) -> list[list[int]]:
-    """The stages of each rank in order."""
+    """Return the stages of each rank in order."""
     return [sorted({action.stage for action, _, _ in spans}) for spans in simulation.spans]
 
 
 def _draw_boxes(axes: Axes, simulation: Simulation, layout: _Layout) -> None:
-    """The boxes of a colour are one collection: thousands of single ones would take minutes."""
+    """Draw the boxes of each colour as one collection: single ones would take minutes."""
     from matplotlib.collections import PolyCollection
 
     boxes: dict[tuple[Kind, int, int], list[list[tuple[float, float]]]] = defaultdict(list)
@@ -222,10 +222,10 @@ def _draw_boxes(axes: Axes, simulation: Simulation, layout: _Layout) -> None:
 def _draw_margins(
     axes: Axes, simulation: Simulation, layout: _Layout, labels: Sequence[str]
 ) -> None:
-    """Names at the left, per cents at the right."""
+    """Write names at the left, per cents at the right."""
 
     def write(x: float, y: float, text: str, *, weight: str = "normal") -> None:
-        """``x`` in inches from the left end of the time axis, ``y`` in rows."""
+        """Write at ``x`` inches from the left end of the time axis, ``y`` rows down."""
         axes.text(
             x / layout.width,
             y,

@@ -30,7 +30,7 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 
 Kinds = Collection[Kind]
-"""The kinds of actions that one stage has when it is lowered."""
+"""Kinds of actions that one stage has when it is lowered."""
 
 _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
     {
@@ -40,7 +40,7 @@ _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
         W: (RECV_B, W),
     }
 )
-"""What becomes of a compute action, as far as its stage has these kinds."""
+"""Actions that a compute action becomes, as far as its stage has these kinds."""
 
 
 class ScheduleError(ValueError):
@@ -145,7 +145,7 @@ def _stage_kinds(
 
 @dataclass(slots=True)
 class _Track:
-    """All actions of one kind at one stage: one for each micro-batch."""
+    """The actions of one kind at one stage: one for each micro-batch."""
 
     stage: int
     kind: Kind

@@ -1,4 +1,4 @@
-"""Which world rank is which replica and which pipeline rank."""
+"""Lay world ranks out as data parallel x pipeline parallel. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``dp`` replicas of a pipeline of ``pp`` ranks.
+    """A mesh of data parallel x pipeline parallel: ``dp`` replicas of a pipeline of ``pp`` ranks.
 
     World ranks run along the pipeline first: the ranks of replica r are ``r * pp`` to
     ``r * pp + pp - 1``, so that neighbours in the hostfile are neighbours in the pipeline.
@@ -24,11 +24,11 @@ class Mesh:
 
     @classmethod
     def for_world(cls, size: int, pp: int) -> Mesh:
-        """The mesh of ``size`` ranks with ``pp`` pipeline ranks in each replica."""
+        """Return the mesh of ``size`` ranks with ``pp`` in each replica. Raises ``UserError``."""
         if pp < 1 or size % pp:
             raise UserError(
-                f"{size} ranks cannot run pipelines of {pp} ranks each: "
-                f"start mpirun with -n {pp} or a multiple of it"
+                f"{size} ranks cannot run pipelines of {pp} ranks each",
+                f"start mpirun with -n {pp} or a multiple of it",
             )
         return cls(size // pp, pp)
 
@@ -37,13 +37,13 @@ class Mesh:
         return self.dp * self.pp
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(replica, pipeline rank) of a world rank."""
+        """Return (replica, pipeline rank) of a world rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside a mesh of {self.dp} x {self.pp} ranks")
         return divmod(rank, self.pp)
 
     def rank(self, replica: int, pipeline_rank: int) -> int:
-        """World rank of (replica, pipeline rank)."""
+        """Return the world rank of (replica, pipeline rank)."""
         if not (0 <= replica < self.dp and 0 <= pipeline_rank < self.pp):
             raise ValueError(
                 f"({replica}, {pipeline_rank}) is outside a mesh of {self.dp} x {self.pp} ranks"
@@ -51,9 +51,9 @@ class Mesh:
         return replica * self.pp + pipeline_rank
 
     def replicas_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """World ranks that hold the same stages, one in each replica."""
+        """Return the world ranks that hold the same stages, one in each replica."""
         return tuple(self.rank(replica, pipeline_rank) for replica in range(self.dp))
 
     def pipeline_of(self, replica: int) -> tuple[int, ...]:
-        """World ranks of one replica, in pipeline order."""
+        """Return the world ranks of one replica, in pipeline order."""
         return tuple(self.rank(replica, stage_rank) for stage_rank in range(self.pp))

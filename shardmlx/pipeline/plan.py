@@ -1,4 +1,4 @@
-"""The plan of a run: what every rank does in a step. No MLX, no MPI."""
+"""Plan a run: what every rank does in a step. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardmlx.pipeline.stage_map import StageMap
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank must know of a run to play its part; the same on all ranks.
+    """The plan of a run, which every rank has alike: mesh, stages, schedule and micro-batches.
 
-    ``trainable[s]`` says whether stage s has trained weights; ``microbatches`` and
-    ``micro_batch_size`` divide the rows of one replica, the last micro-batch taking what is left;
-    with ``pack`` each is one row, of about as many tokens as the others. ``model`` identifies the
-    model's configuration. Raises ``UserError``.
+    ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
+    replica, in micro-batches of ``micro_batch_size``, the last one taking what is left; with
+    ``pack`` each micro-batch is one row, of about as many tokens as the others. ``model``
+    identifies the model's configuration. Raises ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -44,12 +44,12 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one replica in one step."""
+        """Number of micro-batches of one replica in one step."""
         return -(-self.rows // self.micro_batch_size)
 
     @cached_property
     def actions(self) -> Grid:
-        """The lowered actions of one training step, by pipeline rank."""
+        """Lowered actions of one training step, by pipeline rank."""
         virtual = self.stage_map.virtual
         schedule = get_schedule(self.schedule)
         grid = compute_actions(self.schedule, self.mesh.pp, self.microbatches, virtual)
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal on two ranks if and only if they plan the same run."""
+        """Digest that is equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
         rows = (self.rows, self.micro_batch_size, self.pack)
         text = json.dumps([asdict(self.mesh), stages, rows, self.actions, self.model])
@@ -72,7 +72,7 @@ class Plan:
 
 
 def suits(stage_map: StageMap, schedule: Schedule) -> bool:
-    """Whether a schedule can run a map's stages where the map puts them."""
+    """Return whether a schedule can run a map's stages where the map puts them."""
     virtual = stage_map.virtual
     if schedule.virtual_choices and virtual not in schedule.virtual_choices:
         return False
@@ -86,7 +86,7 @@ def suits(stage_map: StageMap, schedule: Schedule) -> bool:
 def _rank_order(
     stage_map: StageMap, placement: Sequence[int], schedule: Schedule
 ) -> tuple[int, ...]:
-    """The pipeline rank that plays each rank of the schedule; the map may number them freely."""
+    """Return the pipeline rank for each rank of the schedule; a map may number them freely."""
     order: dict[int, int] = {}
     for stage, (ours, theirs) in enumerate(zip(stage_map.placement, placement, strict=True)):
         if order.setdefault(theirs, ours) != ours:

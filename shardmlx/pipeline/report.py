@@ -1,4 +1,4 @@
-"""What a schedule does on any pipeline: its actions, drawn in time, and what it costs. Pure."""
+"""Report what a schedule does on a pipeline: its actions, drawn in time, and what it costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardmlx.pipeline.text_timeline import timeline
 
 
 def show_schedule(argv: Sequence[str]) -> str:
-    """The report that the flags ask for; ``UserError`` for bad ones."""
+    """Return the report that the flags ask for. Raises ``UserError`` for bad flags."""
     return _report(_parser().parse_args(argv))
 
 
@@ -27,7 +27,7 @@ def _costs(text: str) -> Costs:
     try:
         forward, input_gradient, weight_gradient = map(float, text.split(","))
     except ValueError:
-        raise UserError(f"costs {text!r}: give three numbers F,I,W, like 1,1,1") from None
+        raise UserError(f"costs {text!r}", "give three numbers F,I,W, like 1,1,1") from None
     return Costs(forward, input_gradient, weight_gradient)
 
 

@@ -50,12 +50,12 @@ class Schedule:
             ("virtual stages a rank", virtual),
         ):
             if count < 1:
-                raise UserError(f"schedule {self.name} with {count} {what}: give 1 or more")
+                raise UserError(f"schedule {self.name} with {count} {what}", "give 1 or more")
         if self.virtual_choices is not None and virtual not in self.virtual_choices:
             fitting = " or ".join(map(str, self.virtual_choices))
             raise UserError(
-                f"schedule {self.name} runs {fitting} stages a rank, not {virtual}: "
-                f"use {fitting}, or the schedule interleaved-1f1b"
+                f"schedule {self.name} runs {fitting} stages a rank, not {virtual}",
+                f"use {fitting}, or the schedule interleaved-1f1b",
             )
 
 
@@ -234,7 +234,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 def get_schedule(name: str) -> Schedule:
     """Return the schedule of that name. Raises ``UserError``, which lists the names."""
     if name not in SCHEDULES:
-        raise UserError(f"unknown schedule {name!r}: use one of {', '.join(SCHEDULES)}")
+        raise UserError(f"unknown schedule {name!r}", f"use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 

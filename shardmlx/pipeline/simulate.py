@@ -1,4 +1,4 @@
-"""When each action of a schedule would run: makespan, bubble, links, activations in flight.
+"""Simulate a schedule: when each action runs, bubble, links, activations. No MLX, no MPI.
 
 A rank runs its actions in order, each as early as its input is there; sending keeps no rank busy,
 as in the engine. A link from one rank to another carries one message at a time and others queue;
@@ -23,7 +23,7 @@ Span = tuple[Action, float, float]
 
 
 Seconds = float | Sequence[Sequence[float]]
-"""A time, the same between all ranks, or ``[a][b]`` from rank a to rank b."""
+"""Time that is the same between all ranks, or ``[a][b]`` from rank a to rank b."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Costs:
         costs = (self.forward, self.input_gradient, self.weight_gradient)
         if not all(math.isfinite(cost) and cost >= 0 for cost in costs) or not any(costs):
             given = ",".join(f"{cost:g}" for cost in costs)
-            raise UserError(f"costs {given}: give F,I,W from 0 up, not all of them 0")
+            raise UserError(f"costs {given}", "give F,I,W from 0 up, not all of them 0")
 
     def of(self, kind: Kind) -> float:
-        """Cost of a compute action."""
+        """Return the cost of a compute action."""
         return {
             F: self.forward,
             B: self.input_gradient + self.weight_gradient,
@@ -81,10 +81,11 @@ def simulate(
 ) -> Simulation:
     """Run a grid, lowered or not, with every action as early as its rank and its input allow.
 
-    One ``Costs`` is of all the stages of a rank: with v stages it spends 1/v in each, so that
-    schedules compare on the same model. A sequence gives those of each stage. A message occupies
-    its link for ``link`` and arrives ``latency`` after it has left. All in the same unit. Raises
-    ``ValueError`` for a grid that does not run to its end: ``lowering.validate`` says why.
+    A single ``Costs`` is for all the stages of a rank together: with v stages the rank spends 1/v
+    in each, so that schedules compare on the same model. A sequence gives the costs of each stage.
+    A message occupies its link for ``link`` and arrives ``latency`` after it has left. All times
+    have the same unit. Raises ``ValueError`` for a grid that does not run to its end:
+    ``lowering.validate`` says why.
     """
     compute = tuple(tuple(a for a in actions if a.kind.is_compute) for actions in grid)
     of_stage = _costs_of_stages(costs, placement)
@@ -157,21 +158,21 @@ def _between(times: Seconds, ranks: int) -> Sequence[Sequence[float]]:
 
 @dataclass(slots=True)
 class _Link:
-    """From one rank to another; ``free`` is when the last message so far has left."""
+    """A link from one rank to another; ``free`` is when the last message so far has left."""
 
     seconds: float
     latency: float
     free: float = 0.0
 
     def carry(self, made: float) -> float:
-        """When a message arrives. They are asked for in the order in which they are made."""
+        """Return when a message arrives; call it in the order in which messages are made."""
         self.free = max(made, self.free) + self.seconds
         return self.free + self.latency
 
 
 @dataclass(slots=True)
 class _Channel:
-    """From one stage to a neighbour: when each micro-batch was made there and arrived here."""
+    """The way from a stage to its neighbour: when each micro-batch was made, and when it came."""
 
     receiver: int  # a rank
     link: _Link | None
@@ -180,7 +181,7 @@ class _Channel:
 
 
 _Step = tuple[float, _Channel | None, _Channel | None]
-"""What an action takes, where its input comes from, where its output goes."""
+"""Time of an action, channel of its input, channel of its output."""
 
 
 def _steps(
@@ -189,7 +190,7 @@ def _steps(
     occupied: Sequence[Sequence[float]],
     delayed: Sequence[Sequence[float]],
 ) -> list[dict[Kind, _Step]]:
-    """What each stage does for each kind of action."""
+    """Return, for each stage, time and channels of each kind of action."""
     links: dict[tuple[int, int], _Link] = {}
 
     def channel(source: int, target: int) -> _Channel | None:
@@ -256,7 +257,7 @@ def _run(
 
 
 def _peaks(grid: Grid) -> tuple[int, ...]:
-    """Most stage-micro-batches in flight on each rank; its own order alone decides."""
+    """Count the most stage-micro-batches in flight on each rank, which its own order decides."""
     peaks = []
     for actions in grid:
         ends: dict[tuple[int, int], int] = {}  # index of the last backward action

@@ -1,4 +1,4 @@
-"""How decoder layers are divided into stages, and which pipeline rank runs which stage."""
+"""Divide decoder layers into stages, and put each stage on a pipeline rank. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardmlx.errors import UserError
 class Partition:
     """Contiguous half-open layer ranges in pipeline order: every layer once, no empty stage.
 
-    ``ValueError`` when built from anything else.
+    Raises ``ValueError`` when built from anything else.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class Partition:
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int]) -> Partition:
-        """The partition whose stages have these numbers of layers."""
+        """Return the partition whose stages have these numbers of layers."""
         return cls(tuple(pairwise(accumulate(sizes, initial=0))))
 
     @property
@@ -53,11 +53,12 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """A partition, and the pipeline rank, and perhaps the host, of each of its stages.
+    """A partition with the pipeline rank, and perhaps the host, of each of its stages.
 
     ``placement`` and ``hosts`` have one entry a stage, in pipeline order; several stages may be
     on one rank. ``model`` and ``hosts`` are what the map was written for, to be checked where
-    they are not None. ``path`` is the file it was read from. Raises ``UserError``.
+    they are not None. ``path`` is the file it was read from. Raises ``UserError`` if ranks are left
+    out, or if one rank has stages on several hosts.
     """
 
     partition: Partition
@@ -78,7 +79,8 @@ class StageMap:
         if missing:
             raise UserError(
                 f"{self}: no stage is on rank {missing[0]}, but one is on rank "
-                f"{max(self.placement)}: number the ranks from 0 without holes"
+                f"{max(self.placement)}",
+                "number the ranks from 0 without holes",
             )
         for rank in range(self.pp):
             names = {self.hosts[stage] for stage in self.stages_of(rank)} - {None}
@@ -109,52 +111,52 @@ class StageMap:
 
     @property
     def virtual(self) -> int:
-        """Stages a rank; ``UserError`` when the ranks have unequal numbers."""
+        """Number of stages on each rank. Raises ``UserError`` if the ranks have unequal numbers."""
         counts = [len(self.stages_of(rank)) for rank in range(self.pp)]
         if len(set(counts)) > 1:
             each = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
-            raise UserError(f"{self}: unequal numbers of stages: {each}: give every rank as many")
+            raise UserError(f"{self}: unequal numbers of stages: {each}", "give every rank as many")
         return counts[0]
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank runs, ascending."""
+        """Return the stages that a pipeline rank runs, ascending."""
         return tuple(stage for stage, rank in enumerate(self.placement) if rank == pipeline_rank)
 
     def host_of(self, pipeline_rank: int) -> str | None:
-        """The host that the map names for a pipeline rank."""
+        """Return the host that the map names for a pipeline rank; None if it names none."""
         names = (self.hosts[stage] for stage in self.stages_of(pipeline_rank))
         return next((name for name in names if name is not None), None)
 
     def check_layers(self, num_layers: int) -> None:
-        """``UserError`` unless the map divides a model of that many layers."""
+        """Raise ``UserError`` unless the map divides a model of that many layers."""
         mapped = self.partition.num_layers
         if mapped != num_layers:
             sizes = " + ".join(map(str, self.partition.sizes))
             raise UserError(
-                f"{self} divides {mapped} layers ({sizes}), but the model has {num_layers}: "
-                f"make its num_layers add up to {num_layers}"
+                f"{self} divides {mapped} layers ({sizes}), but the model has {num_layers}",
+                f"make its num_layers add up to {num_layers}",
             )
 
     def check_model(self, model: str, num_layers: int) -> None:
-        """``UserError`` unless the map is for that model, of that many layers."""
+        """Raise ``UserError`` unless the map is for that model, of that many layers."""
         self.check_layers(num_layers)
         if self.model not in (None, model):
             raise UserError(
-                f"{self} is for the model {self.model}, not for {model}: use a map of your model, "
-                "or take the line out"
+                f"{self} is for the model {self.model}, not for {model}",
+                "use a map of your model, or take the line out",
             )
 
     def check_pipeline(self, pipeline_stages: int | None, virtual_stages: int | None) -> None:
-        """``UserError`` when the command line was given other numbers than the map has."""
+        """Raise ``UserError`` if the command line was given other numbers than the map has."""
         for flag, given, mapped in (
             ("--pipeline-stages", pipeline_stages, self.pp),
             ("--virtual-stages", virtual_stages, self.virtual),
         ):
             if given is not None and given != mapped:
-                raise UserError(f"{flag} is {given}, but {self} has {mapped}: leave {flag} out")
+                raise UserError(f"{flag} is {given}, but {self} has {mapped}", f"leave {flag} out")
 
     def to_yaml(self) -> str:
-        """The map as a file that ``read_stage_map`` reads."""
+        """Return the map as the text of a file that ``read_stage_map`` reads."""
         # JSON's strings are YAML's, whatever is in them.
         lines = [f"model: {json.dumps(self.model)}"] if self.model is not None else []
         lines.append("stages:")
@@ -169,7 +171,7 @@ class StageMap:
 
 
 def write_stage_map(stage_map: StageMap, path: str | Path, comment: str = "") -> None:
-    """Write the map as YAML, under a line of comment if there is one."""
+    """Write the map as YAML, under a line of comment if there is one. Raises ``UserError``."""
     heading = f"# {comment}\n" if comment else ""
     try:
         Path(path).write_text(heading + stage_map.to_yaml(), encoding="utf-8")
@@ -178,7 +180,7 @@ def write_stage_map(stage_map: StageMap, path: str | Path, comment: str = "") ->
 
 
 def read_stage_map(path: str | Path) -> StageMap:
-    """Read a stage map; ``UserError`` names the file, the stage (from 0) and the value.
+    """Read a stage map. Raises ``UserError``, which names file, stage (from 0) and value.
 
     The file has ``stages``, a list with ``num_layers`` and perhaps ``rank`` and ``host`` in each
     entry, and perhaps ``model``. Ranks are given for every stage or for none: then in order.
@@ -188,14 +190,16 @@ def read_stage_map(path: str | Path) -> StageMap:
     check_keys(content, ("model", "stages"), where, "it has stages, and perhaps model")
     stages = content.get("stages")
     if not isinstance(stages, list) or not stages:
-        raise UserError(f"{where}: stages is {stages!r}: list one '- num_layers: N' for each stage")
+        raise UserError(
+            f"{where}: stages is {stages!r}", "list one '- num_layers: N' for each stage"
+        )
     entries = [_checked_entry(entry, f"{where}, stage {i}") for i, entry in enumerate(stages)]
     ranks = {i: entry["rank"] for i, entry in enumerate(entries) if "rank" in entry}
     for stage in range(len(entries)):
         if ranks and stage not in ranks:
             raise UserError(
-                f"{where}, stage {stage}: no rank, but other stages have one: "
-                "give every stage a rank, or none"
+                f"{where}, stage {stage}: no rank, but other stages have one",
+                "give every stage a rank, or none",
             )
     return StageMap(
         partition=Partition.from_sizes(entry["num_layers"] for entry in entries),
@@ -208,12 +212,12 @@ def read_stage_map(path: str | Path) -> StageMap:
 
 def _checked_entry(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise UserError(f"{where} is {entry!r}: write '- num_layers: N'")
+        raise UserError(f"{where} is {entry!r}", "write '- num_layers: N'")
     check_keys(
         entry, ("num_layers", "rank", "host"), where, "a stage has num_layers, rank and host"
     )
     if "num_layers" not in entry:
-        raise UserError(f"{where}: no num_layers: write how many layers the stage has")
+        raise UserError(f"{where}: no num_layers", "write how many layers the stage has")
     _whole(entry, "num_layers", 1, where)
     _whole(entry, "rank", 0, where)
     _text(entry, "host", where)
@@ -223,11 +227,11 @@ def _checked_entry(entry: Any, where: str) -> dict[str, Any]:
 def _whole(entry: dict[str, Any], key: str, minimum: int, where: str) -> None:
     value = entry.get(key, minimum)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise UserError(f"{where}: {key} is {value!r}: give a whole number from {minimum}")
+        raise UserError(f"{where}: {key} is {value!r}", f"give a whole number from {minimum}")
 
 
 def _text(entry: dict[str, Any], key: str, where: str) -> str | None:
     value = entry.get(key)
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}: {key} is {value!r}: give a name")
+        raise UserError(f"{where}: {key} is {value!r}", "give a name")
     return value

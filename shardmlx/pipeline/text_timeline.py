@@ -1,4 +1,4 @@
-"""A schedule in time, drawn with letters for a terminal."""
+"""Draw a schedule in time, with letters for a terminal. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _LONGEST = 8  # no action is drawn wider than this many of the shortest
 
 
 def timeline(simulation: Simulation, width: int = 160) -> str:
-    """One row a rank, time to the right, dots where the rank idles.
+    """Draw one row a rank, time to the right, dots where the rank idles.
 
-    Each action is a cell, as wide as its time; a column of cells is the time of the shortest
-    action, and longer actions end in dashes. If that takes more than ``width`` letters, each letter
-    shows the kind of action that the rank is at in the middle of that letter's time; B stands for
-    I and W where a letter is longer than an action.
+    Each action is a cell, as wide as its time. A column is the time of the shortest action; longer
+    actions end in dashes. If that takes more than ``width`` letters, each letter shows the kind of
+    the action that the rank is at in the middle of that letter's time; B stands for I and W where a
+    letter is longer than an action.
     """
     names = [f"r{rank}" for rank in range(len(simulation.spans))]
     if not simulation.makespan:
@@ -39,7 +39,7 @@ def _durations(simulation: Simulation) -> list[float]:
 
 
 def _cell(simulation: Simulation) -> tuple[float, int]:
-    """The time of a column and its letters, enough for the label of every action."""
+    """Return the time of a column and its letters, enough for the label of every action."""
     durations = _durations(simulation)
     all_spans = [span for spans in simulation.spans for span in spans]
     unit = max(min(durations), max(durations) / _LONGEST)

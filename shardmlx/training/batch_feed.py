@@ -1,8 +1,8 @@
-"""Batches on their way from rank 0 to the ranks that need them, one step ahead.
+"""Send batches from rank 0 to the ranks that need them, one step ahead.
 
 The ranks of the first and the last stage get the tokens of their replica's rows. The others get an
-outline, from which they know the shapes of what passes through. Beside that rank 0 says before each
-step, as late as it can, whether a signal asks the run to stop. To each rank, with one tag::
+outline, from which they know the shapes of what passes through. Before each step, as late as it
+can, rank 0 also says whether a signal asks the run to stop. To each rank goes, with one tag::
 
     outline [tokens] ... stop | outline [tokens] ... stop | ...
 
@@ -28,7 +28,7 @@ _WHAT = "next batch"
 
 
 class StopRequested(Exception):
-    """A signal asks to stop: raised on all ranks at the same place."""
+    """A signal asks the run to stop: raised on all ranks at the same place."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -44,9 +44,9 @@ class Share:
 
 
 class BatchFeed:
-    """The next ``count`` of the ``batches`` that rank 0 has, on all ranks. Methods are collective.
+    """The next ``count`` of the ``batches`` that rank 0 has, for all ranks. Methods are collective.
 
-    As a context it sees to it that nothing stays under way after an error of all ranks alike.
+    Used as a context, it receives what is under way if all ranks alike raise an error.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BatchFeed:
         self._sent: list[tuple[Handle, int]] = []
 
     def send_ahead(self, count: int = 1) -> None:
-        """Rank 0 sends so many batches, as far as there are any left; nobody waits."""
+        """Send so many batches from rank 0, as far as there are any left; nobody waits."""
         count = min(count, self._left)
         self._left -= count
         self._ahead += count
@@ -72,9 +72,9 @@ class BatchFeed:
                 self._send(next(self._batches))
 
     def take(self, count: int = 1) -> list[Share]:
-        """The batches that were sent ahead, or else the next ``count``; at the end fewer, or none.
+        """Return the replica's shares of the batches sent ahead, or of the next ``count``.
 
-        Raises ``StopRequested``.
+        At the end there are fewer, or none. Raises ``StopRequested``.
         """
         if not self._ahead:
             self.send_ahead(count)
@@ -110,7 +110,7 @@ class BatchFeed:
         return pipeline_rank in (placement[0], placement[-1])
 
     def _send(self, batch: Batch) -> None:
-        """To each rank what it needs of its replica's rows."""
+        """Send each rank what it needs of its replica's rows."""
         rows, mesh = self._plan.rows, self._plan.mesh
         for replica in range(mesh.dp):
             part = batch.rows(replica * rows, (replica + 1) * rows)
@@ -126,7 +126,7 @@ class BatchFeed:
                         self._post(tokens, peer)
 
     def _receive(self) -> list[Share]:
-        """All that is under way."""
+        """Receive all that is under way, and return it."""
         count, self._ahead = self._ahead, 0
         if self._batches is None:
             return [self._receive_share() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A training run's checkpoints: what goes into them, and when the run has to wait for them."""
+"""Save and restore a training run: what goes into a checkpoint, and when the run waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was predicted of a run beside what was measured. Pure."""
+"""Predict memory and time of a run, for its plan and for its report. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardmlx.pipeline.plan import Plan
 
 @dataclass(slots=True)
 class Lengths:
-    """The lengths of the micro-batches of a run: T of its inputs, which ``texts`` share."""
+    """The lengths of a run's micro-batches: T of its inputs, shared by ``texts`` sequences."""
 
     texts: int = 1
     _counts: Counter[int] = field(default_factory=Counter)
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
-        """One step's."""
+        """Count the micro-batches of a step."""
         self._counts.update(-(-microbatch.shape[1] // self.texts) for microbatch in microbatches)
 
     @property
     def mean(self) -> int:
-        """Rounded; times are nearly proportional to it."""
+        """Mean length, rounded; times are nearly proportional to it."""
         return round(sum(t * n for t, n in self._counts.items()) / self._counts.total())
 
     @property
@@ -38,10 +38,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the plan says of a run with these micro-batches.
+    """The prediction for a run with micro-batches of known lengths.
 
-    ``num_layers`` are of each stage, ``peaks`` of each pipeline rank; ``step_seconds`` is None
-    where no times were measured.
+    ``num_layers`` has an entry a stage, ``peaks`` the bytes of each pipeline rank; ``step_seconds``
+    is None where no times were measured.
     """
 
     num_layers: tuple[int, ...]
@@ -49,7 +49,7 @@ class Expected:
     step_seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics; bytes are of each pipeline rank."""
+        """Return the prediction for the metrics; bytes by pipeline rank."""
         return {
             "num_layers": list(self.num_layers),
             "step_seconds": self.step_seconds,
@@ -58,7 +58,7 @@ class Expected:
 
 
 def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
-    """T of the longest micro-batch that these samples can make."""
+    """Return T of the longest micro-batch that these samples can make."""
     longest = max(samples, key=lambda sample: len(sample[0]))
     return make_batch([longest], max_seq_length).shape[1]
 
@@ -70,8 +70,11 @@ def planned_memory(
     lengths: tuple[int, int],
     checkpoint: bool,
 ) -> tuple[PlannedMemory, ...]:
-    """What the plan expects of each world rank: with micro-batches of the first of ``lengths`` in a
-    step, and of the second, 0 for none, where they only pass forward."""
+    """Return the memory that the plan expects of each world rank.
+
+    ``lengths`` are T of the longest micro-batch of a step, and of those that only pass forward,
+    such as validation's: 0 if there are none.
+    """
     planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
     if not lengths[1]:
         return planned
@@ -103,7 +106,7 @@ def _planned(
 def expect(
     plan: Plan, workload: Workload, cluster: Cluster, lengths: Lengths, checkpoint: bool
 ) -> Expected:
-    """Memory at the longest micro-batch, time at the mean length."""
+    """Predict memory at the longest micro-batch, and time at the mean length."""
     peaks, _ = predict_memory(
         plan, workload, lengths.longest, checkpoint=checkpoint, backend=cluster.backend
     )

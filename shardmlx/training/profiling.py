@@ -1,4 +1,4 @@
-"""Measures how long the parts of a model take on this machine, with random weights.
+"""Measure how long the parts of a model take on this machine, with random weights.
 
 The times do not depend on what the weights are, so nothing of the model but its config.json is
 needed, and only a few of its layers are built. Ranks that share a machine measure at the same
@@ -45,21 +45,23 @@ from shardmlx.models.tensors import read_quantisation
 from shardmlx.training.setup import SETUP_SECONDS, optimizer_of
 
 LAYER_BYTES = 500_000_000
-"""Layers are measured together up to this size: more than caches hold, little to a machine."""
+"""Size up to which layers are measured together: more than caches hold, little to a machine."""
 
 MAX_LAYERS = 16
+"""Limit of the layers that are measured together."""
 
 REPEATS = 5
+"""Measurements, of which the median counts."""
 
 WARM_UPS = 2
-"""The first runs allocate memory and compile kernels."""
+"""Runs before the measurements: the first allocate memory and compile kernels."""
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(slots=True)
 class _Laps:
-    """Seconds of what is done under ``lap``, by name."""
+    """Stop watch: seconds of what is done under ``lap``, by name."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -70,7 +72,7 @@ class _Laps:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def median(self, name: str) -> float:
-        """Without the warm-up; 0 for what was never done."""
+        """Return the median without the warm-up; 0 for what was never done."""
         return statistics.median(self.seconds.get(name, [])[WARM_UPS:] or [0.0])
 
 
@@ -82,7 +84,7 @@ def measure(
     transport: Transport,
     advance: Callable[[], None],
 ) -> list[Sample]:
-    """One sample for each (rows, tokens a row). Collective; ``advance`` is called after each."""
+    """Measure a sample for each (rows, tokens a row); call ``advance`` after each. Collective."""
     model = build_sample_model(model_config, dtype)
     frozen = []
     for rows, length in shapes:
@@ -119,7 +121,7 @@ def measure(
 
 
 def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
-    """A frozen model of a few layers like those of ``model_config``, with random weights.
+    """Build a frozen model of a few layers like those of ``model_config``, with random weights.
 
     The first and the last layer go with the ends; those between are measured as layers. All are
     quantised like the layer in the middle: recipes that mix widths give the outermost more bits.
@@ -134,7 +136,7 @@ def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module
 
 
 def _build(model_config: Mapping[str, Any], num_layers: int, dtype: str) -> nn.Module:
-    """mlx-lm's model with so many layers; nothing of it is computed yet."""
+    """Build mlx-lm's model with so many layers, lazily: nothing of it is computed yet."""
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
     plain["num_hidden_layers"] = num_layers
     if plain.get("layer_types") is not None:
@@ -149,7 +151,7 @@ def _build(model_config: Mapping[str, Any], num_layers: int, dtype: str) -> nn.M
 
 
 def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
-    """As ``model_config`` says of the whole model, or of the model's layer in the middle."""
+    """Quantise as ``model_config`` says of the whole model, or of its layer in the middle."""
     quantisation = read_quantisation(model_config)
     if quantisation is None:
         return
@@ -166,14 +168,14 @@ def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
 
 
 def _stages(model: nn.Module) -> list[Stage]:
-    """The first layer with the embedding, the middle, the last layer with the head."""
+    """Build three stages: first layer with embedding, the middle, last layer with lm_head."""
     count = len(model.layers)
     ranges = ((0, 1), (1, count - 1), (count - 1, count))
     return build_stages([Slice(model, start, stop) for start, stop in ranges])
 
 
 def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:
-    """Of one micro-batch through a stage."""
+    """Measure one micro-batch through a stage: seconds of F, I and W."""
     random = np.random.RandomState(0)
     tokens = random.randint(0, vocabulary, (rows, length + 1)).astype(np.int32)
     microbatch = MicroBatch(tokens, np.array([[0, length]] * rows, np.int32), 0)
@@ -200,7 +202,7 @@ def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:
 
 
 def _update(stage: Stage, optimizer: Optimizer) -> float:
-    """Seconds of an optimizer step on a stage's trained weights."""
+    """Measure the seconds of an optimizer update of a stage's trained weights."""
     updater = Updater(optimizer, [stage])
     laps = _Laps()
     for _ in range(WARM_UPS + REPEATS):
@@ -249,7 +251,7 @@ def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
 
 
 def _chip() -> str:
-    """The kind of machine that this is."""
+    """Return the name of this machine's chip."""
     name = mx.device_info().get("device_name")
     return str(name) if name else platform.processor() or platform.machine()
 

@@ -1,4 +1,4 @@
-"""The training run: what ``mlx_lm.lora`` does, on every rank of the mesh.
+"""Train: do what ``mlx_lm.lora`` does, on every rank of the mesh.
 
 What shows in the loss curve is as mlx-lm has it: the order of batches, their padding, when
 validation draws its own, how gradients of several steps make one update.
@@ -72,7 +72,7 @@ def train_model(
 
 
 class Trainer:
-    """One rank's part of the run. All public methods are collective."""
+    """The part of one rank in the run. All public methods are collective."""
 
     def __init__(self, job: TrainingRun) -> None:
         self._job = job
@@ -93,7 +93,7 @@ class Trainer:
         self._spoiled = False
 
     def train(self) -> None:
-        """All iterations that are left, with validation, reports and saving in between."""
+        """Run all iterations that are left, with validation, reports and saving in between."""
         config = self._config
         on_rank_0(self._transport, "opening the output", self._open_output)
         self._resume()
@@ -121,7 +121,7 @@ class Trainer:
         self._reporter.say(f"Saved to {config.adapter_path}")
 
     def test(self) -> None:
-        """Loss on the test set."""
+        """Report the loss on the test set."""
         try:
             loss = self._evaluate("test", self._config.test_batches, "testing")
         except StopRequested as request:
@@ -138,7 +138,7 @@ class Trainer:
         self._report.open_services()
 
     def _open(self, name: str, *, loop: bool) -> Batches | None:
-        """On rank 0, the batches of a data set."""
+        """Return, on rank 0, the batches of a data set."""
         if self._job.data is None:
             return None
         return Batches(
@@ -214,7 +214,7 @@ class Trainer:
             mx.clear_cache()
 
     def _update(self, step: int) -> None:
-        """One optimizer update with the mean of the gradients since the last."""
+        """Make one optimizer update with the mean of the gradients since the last."""
         limit = self._config.max_grad_norm
         scale = 1 / self._config.grad_accumulation_steps
         # Of every update, on all ranks alike: a step that is not finite must not be made by any.
@@ -232,7 +232,7 @@ class Trainer:
             updater.apply(scale)
 
     def _pass_over(self, step: int) -> None:
-        """Loss or gradient is not finite: forget the gradients, or end the run."""
+        """Forget the gradients, or end the run: a loss or a gradient is not finite."""
         found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
         _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
         if self._config.on_nonfinite == "stop":
@@ -266,7 +266,7 @@ class Trainer:
         return Point(step, state, self._report.mine())
 
     def _keep(self) -> str:
-        """Save the last update, and say where it is."""
+        """Save the last update, and return a sentence that says where it is."""
         step = self._checkpoints.save()
         self._checkpoints.finish()
         if step is None:
@@ -291,7 +291,7 @@ class Trainer:
             self._report.validation(step, loss, time.monotonic() - start)
 
     def _evaluate(self, name: str, num_batches: int, description: str) -> float | None:
-        """Mean loss of a token, on rank 0; None elsewhere, and where there is no such data."""
+        """Return, on rank 0, the mean loss of a token; None elsewhere, and without such data."""
         plan, config = self._job.plan, self._config
         available = self._job.sizes[name] // config.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
