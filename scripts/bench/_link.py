@@ -22,12 +22,12 @@ from shardmlx.distributed.mpi import MPITransport
 from shardmlx.distributed.transport import Transport
 
 FLOW_BYTES = 128 << 20
-"""Of one measurement one way, in as many messages as make it up, but at most ``MOST_MESSAGES``."""
+"""Bytes of a measurement one way, in as many messages as they fill, at most ``MOST_MESSAGES``."""
 
 MOST_MESSAGES = 2000
 
 AT_A_TIME_BYTES = 64 << 20
-"""Under way at once; at least two messages, at most ``AT_A_TIME``."""
+"""Bytes that are under way at once: at least two messages, at most ``AT_A_TIME``."""
 
 AT_A_TIME = 16
 
@@ -35,7 +35,7 @@ TAG = FIRST_ENGINE_TAG
 
 
 class Way(Protocol):
-    """How messages go to and come from the other rank."""
+    """The way of messages to and from the other rank."""
 
     def send(self, arrays: Sequence[mx.array]) -> None: ...
     def receive(self, arrays: Sequence[mx.array]) -> None: ...
@@ -83,7 +83,7 @@ class Ours:
 
 
 def flow(way: Way, arrays: Sequence[mx.array], passes: int, is_sender: bool) -> float:
-    """Seconds of a message, one way."""
+    """Return the seconds of a message, one way."""
     acknowledgement = [new_buffer((1,), mx.float32)]
     start = time.perf_counter()
     for _ in range(passes):
@@ -99,7 +99,7 @@ def flow(way: Way, arrays: Sequence[mx.array], passes: int, is_sender: bool) -> 
 
 
 def ping_pong(way: Way, array: mx.array, times: int, is_first: bool) -> float:
-    """Seconds of a message there or back."""
+    """Return the seconds of a message there or back."""
     start = time.perf_counter()
     for _ in range(times):
         if is_first:

@@ -1,4 +1,6 @@
-"""``_mlx_lm_lora.py -c CONFIG.yaml``: ``mlx_lm.lora``, resting after each report until its turn.
+"""Run ``mlx_lm.lora``, and rest after each report until the next turn.
+
+    _mlx_lm_lora.py -c CONFIG.yaml
 
 The same process setup as our ranks have (OpenBLAS first, freed memory kept): MLX's wheel for Linux
 by itself computes with a BLAS that is 16 times as slow, and there would be nothing to compare.

@@ -1,4 +1,4 @@
-"""What the benchmarks train: SmolLM2 and an 8-layer, 512-wide model, on rows of one length."""
+"""Provide what the benchmarks train: SmolLM2 and an 8-layer, 512-wide model."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def check_prepared() -> None:
 
 
 def make_wide(directory: Path, **changes: Any) -> Path:
-    """The 8-layer model, with ``changes`` to its configuration, with random weights, and a
-    tokenizer trained on the demo's data."""
+    """Write the 8-layer model with random weights and a tokenizer trained on the demo's data.
+
+    ``changes`` are made to its configuration.
+    """
     # Not before: a command line is read, and refused, without them.
     import mlx.core as mx
     from mlx.utils import tree_flatten

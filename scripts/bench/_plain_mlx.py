@@ -1,4 +1,6 @@
-"""``_plain_mlx.py OPTIONS``: the work of a step on one rank, as a plain loop over MLX and mlx-lm.
+"""Do the work of a step on one rank, as a plain loop over MLX and mlx-lm.
+
+    _plain_mlx.py OPTIONS
 
 One process, one model, one graph a micro-batch; gradients are added up over the micro-batches and
 applied once a step. No stages, no messages, no gradient norm, no report; random tokens. With

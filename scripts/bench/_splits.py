@@ -1,4 +1,4 @@
-"""How layers are divided, and what a step then should take, by measured times."""
+"""Divide layers by measured times, and predict what a step then takes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Splits:
         return Candidate(mesh, schedule, virtual, rows, micro_batch_size, False)
 
     def balanced(self, schedule: str) -> tuple[int, ...]:
-        """The layers of each stage as ``--partitioner balanced`` divides them by measured times."""
+        """Return the layers of each stage as ``--partitioner balanced`` divides them."""
         way = self._way(schedule, get_schedule(schedule).default_virtual)
         problem = make_problem(way, self.workload, self.cluster, self.length)
         return get_partitioner("balanced")(problem).partition.sizes
 
     def predicted(self, schedule: str, sizes: Sequence[int]) -> Prediction:
-        """Of a step with so many layers in each stage."""
+        """Predict the seconds of a step with so many layers in each stage."""
         way = self._way(schedule, len(sizes) // self.cluster.size)
         stage_map = StageMap.from_sizes(sizes, way.placement)
         plan = plan_of(way, stage_map, self.workload)
@@ -60,7 +60,7 @@ def even(total: int, parts: int) -> tuple[int, ...]:
 
 
 def write_split(schedule: str, sizes: Sequence[int], ranks: int, path: Path) -> Path:
-    """A stage map for ``shardmlx.train``."""
+    """Write a stage map for ``shardmlx.train``."""
     placement = get_schedule(schedule).placement(ranks, len(sizes) // ranks)
     write_stage_map(StageMap.from_sizes(sizes, placement), path)
     return path

@@ -1,5 +1,6 @@
-"""``_startup.py DIRECTORY ARGUMENTS``: ``shardmlx.train``, saying where the time to its first step
-goes, and what it reads.
+"""Run ``shardmlx.train``, and say where the time to its first step goes, and what it reads.
+
+    _startup.py DIRECTORY ARGUMENTS
 
 Every rank writes DIRECTORY/rank-R.json: when each milestone was reached, in seconds since the
 epoch; the seconds inside what prepares the run; bytes read while loading weights and in all of the
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 from _began import BEGAN
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -32,16 +33,16 @@ PARTS = {
     "training.setup.read_tokenizer": "tokenizer and data",
     "training.setup.read_data": "tokenizer and data",
 }
-"""What is timed, as the module that calls it knows it, and under which name."""
+"""Functions that are timed, by the name under which the module that calls them knows them."""
 
 LOADING = "loading weights"
 
 ADAPTERS = (".lora_a", ".lora_b")
-"""They are made, not read."""
+"""Ends of the names of weights that are made, not read."""
 
 
 def bytes_read() -> int:
-    """By this process so far; 0 where the system does not count them."""
+    """Return the bytes that this process has read; 0 where the system does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -80,11 +81,8 @@ def main() -> int:
         from shardmlx.training.report import TrainingReport
 
         for path, name in PARTS.items():
-            where, _, function = path.rpartition(".")
-            module = importlib.import_module(f"shardmlx.{where}")
-            if not hasattr(module, function):
-                raise SystemExit(f"shardmlx.{where} has no {function} any more: mend {__file__}")
-            setattr(module, function, timed(name, getattr(module, function)))
+            target = f"shardmlx.{path}"
+            patch(target, timed(name, resolve_name(target))).start()
         read_all = timed(LOADING, Weights.load)
 
         def read(weights: Any, parts: Any, *given: Any) -> None:

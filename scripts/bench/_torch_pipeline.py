@@ -1,4 +1,6 @@
-"""``_torch_pipeline.py OPTIONS``: torch.distributed.pipelining on a model of Mistral's kind.
+"""Run torch.distributed.pipelining on a model of Mistral's kind.
+
+    _torch_pipeline.py OPTIONS
 
 One process a rank, started with RANK and WORLD_SIZE; gloo; random tokens. Rests after each turn of
 ``--steps`` steps. With one rank there is no pipeline: a plain loop with the same micro-batches.
@@ -102,7 +104,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def alone(part: Part, microbatches: int) -> Callable[[Tensor, Tensor], None]:
-    """A step's forward and backward in one process."""
+    """Run a step's forward and backward in one process."""
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
@@ -114,7 +116,7 @@ def alone(part: Part, microbatches: int) -> Callable[[Tensor, Tensor], None]:
 def piped(
     parts: dict[int, Part], name: str, stages: int, microbatches: int
 ) -> Callable[[Tensor, Tensor], None]:
-    """This rank's share of a step's forward and backward."""
+    """Run this rank's share of a step's forward and backward."""
     device = torch.device("cpu")
     own = [PipelineStage(part, index, stages, device) for index, part in parts.items()]
     schedule: Any = SCHEDULES[name](

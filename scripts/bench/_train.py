@@ -1,6 +1,8 @@
-"""``_train.py ARGUMENTS``: ``shardmlx.train``, resting after each report until its next turn.
+"""Run ``shardmlx.train``, and rest after each report until the next turn.
 
-With ``--metrics-file``. Rank 0 answers what the report says in that file, and at the end the
+    _train.py ARGUMENTS, with --metrics-file
+
+Rank 0 answers what the report says in that file, and at the end the
 summary; other ranks answer nothing.
 """
 

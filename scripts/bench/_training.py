@@ -1,4 +1,4 @@
-"""``shardmlx.train`` as a contender, and what it answers."""
+"""Start ``shardmlx.train`` as a contender, and read what it answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAM = ROOT / "scripts/bench/_train.py"
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
-    """``{"batch_size": 8, "test": True}`` as ``--batch-size 8 --test``; False is left out."""
+    """Write ``{"batch_size": 8, "test": True}`` as ``--batch-size 8 --test``; leave False out."""
     words: list[str] = []
     for name, value in values.items():
         if value is False:
@@ -35,8 +35,10 @@ def training(
     threads: int = 1,
     bind: str = "none",
 ) -> Contender:
-    """A run that makes ``steps`` steps a turn: one turn to warm up, ``rounds`` turns, and one more
-    in which it answers its summary. ``directory`` is for what it writes."""
+    """Return a run that makes ``steps`` steps a turn; ``directory`` is for what it writes.
+
+    It has one turn to warm up, ``rounds`` turns, and one more in which it answers its summary.
+    """
     own = path_of(directory, name)
     reports = {
         "iters": steps * (rounds + 1), "steps_per_report": steps, "val_batches": 0,
@@ -48,10 +50,10 @@ def training(
 
 
 def path_of(directory: Path, name: str) -> Path:
-    """For the files of a contender."""
+    """Return the directory for the files of a contender."""
     return directory / name.replace(" ", "-").replace("/", "-")
 
 
 def step_seconds(answers: Sequence[Any]) -> float:
-    """Of a turn, by the rank that took longest; ranks that say nothing are left out."""
+    """Return the seconds of a turn, by the rank that took longest; ranks may say nothing."""
     return max(float(each["step_seconds"]) for each in answers if each)

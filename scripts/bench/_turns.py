@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 SOCKET = "BENCH_SOCKET"
-"""In a contender's environment: where its processes find who asks."""
+"""Variable in a contender's environment: the socket on which its processes are asked."""
 
 SECONDS_TO_START = 180.0
-"""From the start to the end of the warm-up."""
+"""Limit from the start to the end of the warm-up."""
 
 SECONDS_TO_END = 60.0
 
@@ -38,12 +38,12 @@ class Turns:
         self.answer(rank)
 
     def answer(self, value: Any) -> None:
-        """What the turn was good for; JSON-able."""
+        """Answer the result of the turn, as JSON."""
         self._file.write(json.dumps(value) + "\n")
         self._file.flush()
 
     def rest(self) -> Any:
-        """What the next turn is about, once it comes. Ends the process if there is none."""
+        """Wait for the next turn and return its request; end the process if there is none."""
         line = self._file.readline()
         if not line:
             os._exit(0)
@@ -64,7 +64,7 @@ class Contender:
         ranks: int = 1,
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """``environments[i]`` is added to that of command i."""
+        """Add ``environments[i]`` to the environment of command i."""
         self.name = name
         self._directory = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._log = Path(self._directory.name, "log")
@@ -106,14 +106,14 @@ class Contender:
                 self._files.append(connection.makefile("rw"))
 
     def turn(self, request: Any = None) -> list[Any]:
-        """The answers of all ranks to ``request``."""
+        """Return the answers of all ranks to ``request``."""
         for file in self._files:
             file.write(json.dumps(request) + "\n")
             file.flush()
         return self._answers()
 
     def close(self) -> None:
-        """There are no more turns."""
+        """Say that there are no more turns."""
         for file in self._files:
             file.close()
         for process in self._processes:
@@ -146,7 +146,7 @@ class Contender:
 
 @contextmanager
 def warmed_up(contenders: Iterable[Contender]) -> Iterator[list[Contender]]:
-    """All of them, started one after the other; none outlives the ``with`` block."""
+    """Start the contenders one after the other; none outlives the ``with`` block."""
     running: list[Contender] = []
     try:
         for contender in contenders:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One training step as it was, all ranks, drawn from the file of shardmlx.train --trace.
+"""Draw a training step as it was on all ranks, from the file of shardmlx.train --trace.
 
     python scripts/bench/draw_trace.py TRACE.json PICTURE.svg [--step N] [--title TEXT]
 
@@ -46,7 +46,7 @@ SHORTEST_WITH_TEXT = 0.012  # of the width
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank did, in seconds from the start of the step."""
+    """An action of a rank, in seconds from the start of the step."""
 
     what: str
     start: float
@@ -60,7 +60,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Step:
-    """Of all ranks, by name."""
+    """A training step; ``ranks`` are the actions of all ranks, by name."""
 
     number: int
     seconds: float

@@ -54,16 +54,16 @@ THEIRS_2, ONE_2 = "mlx_lm.lora, 2 threads", "1 rank, 2 threads"
 STAGES, REPLICAS, HYBRID = "2 ranks, 2 stages", "2 ranks, 2 replicas", "4 ranks, 2 x 2"
 
 BASES = {ONE_2: THEIRS_2, HYBRID: THEIRS_2}
-"""What is compared with what; all others with ``THEIRS``."""
+"""Contenders and what they are compared with; all others are compared with ``THEIRS``."""
 
 
 @dataclass(frozen=True)
 class Work:
     steps: int = 2
-    """Of a turn."""
+    """Steps of a turn."""
     rounds: int = 7
     length: int = 512
-    """The most of a sequence; the demo's have some tens of tokens."""
+    """Limit of a sequence in tokens; the demo's have some tens."""
     profiled: str = "32,64,128"
 
 
@@ -87,7 +87,7 @@ def config_file(model: Path, data: Path, work: Work, rounds: int, path: Path) ->
 def contenders(
     config: Path, model: Path, work: Work, rounds: int, options: argparse.Namespace
 ) -> Iterator[Contender]:
-    """Those that were asked for, each started and warm; the bases always."""
+    """Start the contenders that were asked for, and always those to compare with."""
 
     def theirs(name: str, threads: int) -> Contender:
         program = ROOT / "scripts/bench/_mlx_lm_lora.py"

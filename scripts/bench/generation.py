@@ -48,7 +48,7 @@ def prompts(count: int, length: int, vocabulary: int = 40_000) -> list[list[int]
 
 Times = dict[str, float]
 Work = Callable[[list[list[int]], int], Times]
-"""(prompts, tokens of each answer) -> seconds until all first tokens, and in all."""
+"""Function of (prompts, tokens of each answer): seconds until all first tokens, and in all."""
 
 
 def serve(work: Work, turns: Turns) -> None:
@@ -63,7 +63,7 @@ def serve(work: Work, turns: Turns) -> None:
 
 
 def own_core(rank: int) -> None:
-    """A core for this process; where the system lets it be."""
+    """Bind this process to a core, where the system allows it."""
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -114,7 +114,7 @@ def mlx_lm(model_path: str, *, pipeline: bool) -> None:
 
 
 def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
-    """This project, on the ranks that mpirun has started."""
+    """Generate with this project, on the ranks that mpirun has started."""
     from shardmlx.common.environment import launched_rank, prepare
 
     own_core(launched_rank())
@@ -167,7 +167,7 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
 
 
 def as_qwen2(source: Path) -> Path:
-    """A Llama with tied embeddings as a Qwen2 that computes the same, beside ``source``."""
+    """Write a Llama with tied embeddings as a Qwen2 that computes the same, beside ``source``."""
     from shardmlx.common.environment import prepare
 
     prepare()
@@ -198,7 +198,7 @@ def as_qwen2(source: Path) -> Path:
 
 
 def ring(ranks: int, directory: str) -> list[dict[str, str]]:
-    """What MLX's ring backend wants to know on each rank, as ``mlx.launch`` tells it."""
+    """Return the environment of MLX's ring backend on each rank, as ``mlx.launch`` sets it."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(ranks)]
         for each in sockets:
@@ -227,7 +227,7 @@ def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contende
 
 
 Cases = dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]]
-"""What is asked for, and the tokens per second that come out, by name."""
+"""Workloads by name: (prompts, their tokens, tokens of an answer), and tokens per second."""
 
 
 def batch_cases(prompt: int, tokens: int) -> Cases:
@@ -249,7 +249,7 @@ def batch_cases(prompt: int, tokens: int) -> Cases:
 
 
 def groups_of_cases(tokens: int) -> list[Cases]:
-    """In the order of --only."""
+    """Return the contenders in the order of --only."""
     prefill: Cases = {
         f"prefill of {LONG_PROMPT} tokens": (
             (1, LONG_PROMPT, 1),

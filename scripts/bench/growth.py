@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How a step's time and memory grow with ranks, micro-batches, sequence length and model size.
+"""Measure how a step's time and memory grow with ranks, micro-batches, lengths and model size.
 
     python scripts/bench/growth.py [--only ranks|microbatches|length|depth|width ...] [--json FILE]
 
@@ -37,7 +37,7 @@ MOST_MEASURED = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One training run."""
+    """The setup of a training run."""
 
     ranks: int = 2
     layers: int = 8
@@ -82,7 +82,7 @@ GROWING: dict[str, list[Case]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of a step; bytes are the most of all ranks, bubbles the mean."""
+    """The measurements of a step; bytes are the most of all ranks, bubbles the mean."""
 
     case: Case
     sizes: Sequence[int]
@@ -154,7 +154,7 @@ class Laboratory:
         return path
 
     def _profile(self, case: Case) -> Path:
-        """Of two ranks at once, with a core each."""
+        """Measure two ranks at once, with a core each."""
         if case.width not in self._profiles:
             path = self._directory / f"profile-{case.width}.json"
             lengths = sorted({each.length for each in cases(self._quick) if each.is_measured})

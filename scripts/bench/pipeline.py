@@ -63,7 +63,7 @@ OF_TORCH |= {"interleaved-zb": "interleaved-1f1b", "zb-v": "zb-v"}
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender computes."""
+    """The work that every contender does."""
 
     rows: int = 16
     micro_batch_size: int = 2
@@ -72,14 +72,14 @@ class Work:
     schedules: Sequence[str] = tuple(SCHEDULES)
     torch_schedules: Sequence[str] = tuple(OF_TORCH)
     steps: int = 1
-    """Of a turn."""
+    """Steps of a turn."""
     rounds: int = 7
     grad_checkpoint: bool = False
-    """Of ours."""
+    """True for gradient checkpointing in our contenders."""
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Of ``shardmlx.train``; one token more is a target only."""
+        """Return the options of ``shardmlx.train``; one token more is a target only."""
         return {
             "fine_tune_type": "full", "num_layers": -1, "unfreeze_all": True, "optimizer": "adamw",
             "batch_size": self.rows, "micro_batch_size": self.micro_batch_size,
@@ -120,7 +120,7 @@ class Arena:
 
     @property
     def shapes(self) -> list[str]:
-        """For the programs that are not ours."""
+        """Return the options of the programs that are not ours."""
         work = self.work
         return as_flags(
             {
@@ -138,7 +138,7 @@ class Arena:
         return Contender(name, [command], environments=[environment()])
 
     def ours(self, name: str, schedule: str = "1f1b", sizes: Sequence[int] = ()) -> Contender:
-        """Without ``sizes`` on one rank."""
+        """Return our contender with these layers on its stages; on one rank without ``sizes``."""
         ranks = RANKS if sizes else 1
         flags = {**self.work.flags, "model": self.model, "data": self.data, "schedule": schedule}
         if sizes:
@@ -157,7 +157,7 @@ class Arena:
         )
 
     def torch(self, name: str, schedule: str = "1f1b", sizes: Sequence[int] = ()) -> Contender:
-        """Without ``sizes`` on one rank."""
+        """Return torch's contender with ``sizes`` as its stages; without them on one rank."""
         ranks = RANKS if sizes else 1
         meet = path_of(self.directory, name).with_suffix(".meet")
         layers = ",".join(map(str, sizes or [self.layers]))
@@ -178,7 +178,7 @@ class Arena:
 def entries(
     arena: Arena, given: Mapping[str, Sequence[tuple[int, ...]]], only: Sequence[str]
 ) -> Iterator[Contender]:
-    """The contenders that were asked for, each started and warm."""
+    """Start the contenders that were asked for, and yield them warm."""
 
     def wanted(name: str) -> bool:
         return not only or any(word in name for word in only)

@@ -118,7 +118,7 @@ def cases() -> Iterator[Case]:
 
 
 def line(case: Case, choice: Choice) -> tuple[str, ...]:
-    """One row of the table."""
+    """Return a row of the table."""
     prediction = choice.prediction
     plan, ranks = prediction.plan, prediction.ranks
     fullest = max(ranks, key=lambda rank: rank.peak / rank.capacity)

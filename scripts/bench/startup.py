@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""From the command to the first step of SmolLM2 on two ranks: how long, and where it goes.
+"""Measure the time from the command to the first step of SmolLM2 on two ranks.
 
     python scripts/bench/startup.py [--json FILE]
 
@@ -42,7 +42,7 @@ MILESTONES = {
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the command; times are of its ranks, in seconds."""
+    """The times of one start of the command, by rank, in seconds."""
 
     asked: float
     ranks: Sequence[Mapping[str, Any]]
@@ -53,7 +53,7 @@ class Start:
         return last - self.asked
 
     def phases(self, rank: int) -> dict[str, float]:
-        """What the time went on, in order; those inside "preparing the run" are indented."""
+        """Return the parts of the time, in order; those of "preparing the run" are indented."""
         times = {"": self.asked, **self.ranks[rank]["milestones"]}
         order = ["", *MILESTONES]
         phases = {}
@@ -119,7 +119,7 @@ def reading_table(last: Start, model: Path) -> Table:
 
 
 def header_bytes(file: Path) -> int:
-    """Of a safetensors file: its length, in eight bytes, and itself."""
+    """Return the bytes of a safetensors header: its length in eight bytes, and itself."""
     with file.open("rb") as stream:
         return 8 + int.from_bytes(stream.read(8), "little")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What messages cost: Transport against raw MPI, waiting for them in a step, the engine's own time.
+"""Measure what messages cost: Transport beside raw MPI, waits in a step, the engine's own time.
 
     python scripts/bench/transport.py [--only link|exposed|actions ...] [--json FILE]
 
@@ -34,7 +34,7 @@ OVER = {
     "shared memory": {"OMPI_MCA_btl": "sm,self", "OMPI_MCA_pml": "ob1"},
     "TCP": {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": "lo"},
 }
-"""How Open MPI is told which way messages go."""
+"""Settings of Open MPI that decide which way messages go."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Work:
     rounds: int = 9
     sizes: Sequence[int] = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
     rows: int = 64
-    """Of a micro-batch; with ``length`` tokens of ``hidden_size`` floats: 64 MiB."""
+    """Rows of a micro-batch; with ``length`` tokens of ``hidden_size`` floats: 64 MiB."""
     length: int = 256
     microbatches: int = 4
     changes: Mapping[str, Any] = field(
@@ -56,7 +56,7 @@ class Work:
     )
     steps: int = 3
     empty_steps: int = 100
-    """Of the engine without computing, with 16 micro-batches."""
+    """Steps of the engine without computing, with 16 micro-batches."""
 
 
 QUICK = Work(
@@ -87,7 +87,7 @@ def links(work: Work, rounds: int) -> tuple[Table, Any]:
 
 
 def link_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """Of what ``_link.py`` says of each way."""
+    """Return the table of what ``_link.py`` says of each way."""
     lines = []
     for over, results in measured.items():
         for raw, ours in zip(results[::2], results[1::2], strict=True):
