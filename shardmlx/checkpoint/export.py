@@ -17,13 +17,11 @@ import mlx.core as mx
 from shardmlx.common.durable_files import flush_directory, replace_durably
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 
-ADAPTER_FILE = "adapters.safetensors"
-CONFIG_FILE = "adapter_config.json"
-INDEX_FILE = "model.safetensors.index.json"
-MODEL_CONFIG = "config.json"
 PARTIAL = "partial-"
 """Begins the names of files that are being written."""
 
@@ -140,9 +138,9 @@ def save_adapters(collector: Collector, directory: Path, copy_as: str | None, ra
 def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write what ``mlx_lm`` needs to load the adapters again."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / (PARTIAL + CONFIG_FILE)
+    partial = directory / (PARTIAL + ADAPTER_CONFIG_FILE)
     partial.write_text(json.dumps(config, indent=4) + "\n")
-    replace_durably(partial, directory / CONFIG_FILE)
+    replace_durably(partial, directory / ADAPTER_CONFIG_FILE)
 
 
 def save_model(collector: Collector, source: Path, directory: Path, rank: int) -> None:
@@ -170,22 +168,22 @@ def save_model(collector: Collector, source: Path, directory: Path, rank: int) -
     if rank != 0:
         return
     stale = _shards_of(directory) - set(index.values())
-    (directory / MODEL_CONFIG).unlink(missing_ok=True)
+    (directory / CONFIG_FILE).unlink(missing_ok=True)
     flush_directory(directory)
     for name in sorted(set(index.values())):
         replace_durably(directory / (PARTIAL + name), directory / name)
     for name in stale:
         (directory / name).unlink(missing_ok=True)
     for path in source.iterdir():
-        if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, MODEL_CONFIG):
+        if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):
             shutil.copyfile(path, directory / path.name)
     total = sum(spec.nbytes for _, specs in sources for spec in specs)
     content = {"metadata": {"total_size": total}, "weight_map": index}
     partial = directory / (PARTIAL + INDEX_FILE)
     partial.write_text(json.dumps(content, indent=2) + "\n")
     replace_durably(partial, directory / INDEX_FILE)
-    shutil.copyfile(source / MODEL_CONFIG, directory / (PARTIAL + MODEL_CONFIG))
-    replace_durably(directory / (PARTIAL + MODEL_CONFIG), directory / MODEL_CONFIG)
+    shutil.copyfile(source / CONFIG_FILE, directory / (PARTIAL + CONFIG_FILE))
+    replace_durably(directory / (PARTIAL + CONFIG_FILE), directory / CONFIG_FILE)
 
 
 def _shards_of(directory: Path) -> set[str]:

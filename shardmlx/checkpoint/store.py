@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from shardmlx.common.digests import bytes_digest
 from shardmlx.common.durable_files import flush_directory, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
@@ -230,8 +231,7 @@ class Store:
             raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from None
         if marker != _marker(text):
             raise UserError(
-                f"{path}: its sha256 is {hashlib.sha256(text).hexdigest()[:16]}..., not the one in "
-                f"{MARKER}"
+                f"{path}: its sha256 is {bytes_digest(text)[:16]}..., not the one in {MARKER}"
             )
         manifest = Manifest.from_json(text, path)
         if manifest.step != step:
@@ -265,4 +265,4 @@ class Store:
 
 
 def _marker(manifest: bytes) -> bytes:
-    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+    return f"{bytes_digest(manifest)}  {MANIFEST}\n".encode()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from shardmlx.common.digests import text_digest
 from shardmlx.common.formatting import gibibytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -68,7 +68,7 @@ class InferencePlan:
     @property
     def digest(self) -> str:
         """A digest that is equal on two ranks if and only if they plan the same run."""
-        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
+        return text_digest(repr(astuple(self)))
 
 
 def plan_inference(

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.common.digests import canonical_json
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.modelfiles.parts import EMBEDDING, HEAD, part_of
@@ -122,7 +123,7 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
 def _canonical(text: bytes) -> bytes:
     """JSON without what is only its writing."""
     try:
-        return json.dumps(json.loads(text), sort_keys=True).encode()
+        return canonical_json(json.loads(text))
     except ValueError:
         return text
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -17,25 +16,19 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shardmlx.common.digests import new_digest
 from shardmlx.common.durable_files import flush_directory
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.modelfiles.sources import RECORD
 
-RECORD = "complete-tensors.jsonl"
 LOCK = ".lock"
-
-DIGEST_BYTES = 16
 
 _CHUNK = 1 << 22
 _FLUSH_EVERY = 1 << 28  # bytes that an interrupted copy may have to bring again
 _THREADS = 4
-
-
-def new_digest() -> hashlib.blake2b:
-    """Of a tensor's bytes."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 class PartialCopy:

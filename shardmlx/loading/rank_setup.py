@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 import psutil
 
+from shardmlx.common.digests import json_digest
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.cluster import Cluster, read_profiles
@@ -53,7 +52,7 @@ class OpenedModel:
     @property
     def digest(self) -> str:
         """A digest of config.json: which model this is."""
-        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
+        return json_digest(self.config)
 
     @property
     def eos(self) -> Any:

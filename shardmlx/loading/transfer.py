@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmlx.common.digests import DIGEST_BYTES, new_digest
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.distributed import byte_stream
@@ -28,13 +29,7 @@ from shardmlx.distributed.messages import OBJECT_TAG, Handle
 from shardmlx.distributed.transport import Transport
 from shardmlx.loading.hub_download import download
 from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
-from shardmlx.loading.partial_copy import (
-    DIGEST_BYTES,
-    PartialCopy,
-    check_present,
-    new_digest,
-    read_exactly,
-)
+from shardmlx.loading.partial_copy import PartialCopy, check_present, read_exactly
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.models.shape import ModelShape

@@ -16,6 +16,9 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapters.safetensors"
 SUFFIX = ".safetensors"
 
+RECORD = "complete-tensors.jsonl"
+"""Name of the record, in a copy of a model, of the tensors that are there."""
+
 
 class Source(Protocol):
     """Where the files of a model are. Methods raise ``UserError`` for what cannot be read."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from shardmlx.common.digests import json_digest
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Grid
 from shardmlx.pipeline.lowering import lower, validate
@@ -67,8 +66,7 @@ class Plan:
         """Digest that is equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
         rows = (self.rows, self.micro_batch_size, self.pack)
-        text = json.dumps([asdict(self.mesh), stages, rows, self.actions, self.model])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
 
 
 def suits(stage_map: StageMap, schedule: Schedule) -> bool:

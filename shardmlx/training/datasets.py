@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 
+from shardmlx.common.digests import file_digest
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
 from shardmlx.errors import UserError, one_line
@@ -155,7 +156,7 @@ def _read_file(
         # In bytes: text has line ends, such as U+2028, that are none in JSON.
         with path.open("rb") as file:
             if cache is not None:
-                tokenised = cache.find(hashlib.file_digest(file, "sha256").hexdigest())
+                tokenised = cache.find(file_digest(file))
                 if tokenised is not None:
                     return _Found(where, tokenised=tokenised)
                 file.seek(0)

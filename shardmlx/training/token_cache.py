@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import re
@@ -28,11 +27,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from shardmlx.common.digests import json_digest, new_digest, text_digest
 from shardmlx.common.durable_files import replace_durably
 from shardmlx.common.environment import cache_directory
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Samples
-from shardmlx.loading.partial_copy import RECORD, new_digest
+from shardmlx.modelfiles.sources import RECORD
 
 MAX_BYTES = 4 << 30
 """Of all files together: a thousand million tokens."""
@@ -124,7 +124,7 @@ class DataCache:
             )
 
     def _path(self, rows: str) -> Path:
-        key = hashlib.sha256(f"{self._recipe} {rows}".encode()).hexdigest()
+        key = text_digest(f"{self._recipe} {rows}")
         return self._directory / f"tokens-{key}.safetensors"
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -188,7 +188,7 @@ def recipe_of(options: DataOptions, model_path: Path) -> str | None:
         "packages": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
     }
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    return json_digest(recipe)
 
 
 def _tokenizer_files(model_path: Path) -> Iterator[Path]:

@@ -9,8 +9,9 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest, read_model_manifest
-from shardmlx.loading.partial_copy import RECORD, PartialCopy
+from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.safetensors_header import check_model_files
+from shardmlx.modelfiles.sources import RECORD
 from tests.helpers.fake_models import MISTRAL_7B, TINY, model_files, write
 
 FILE = "model.safetensors"

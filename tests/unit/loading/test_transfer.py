@@ -15,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.common.digests import DIGEST_BYTES
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import AgreedError
@@ -24,7 +25,7 @@ from shardmlx.loading import partial_copy, transfer
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.manifest import read_model_manifest
-from shardmlx.loading.partial_copy import RECORD
+from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.shape import ModelShape, read_config
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -128,7 +129,7 @@ class Traffic:
         send = transfer._Outgoing.send
 
         def counted(outgoing: transfer._Outgoing, piece: bytes | memoryview) -> None:
-            if outgoing._peer is not None and len(piece) > partial_copy.DIGEST_BYTES:
+            if outgoing._peer is not None and len(piece) > DIGEST_BYTES:
                 pair = (outgoing._transport.rank, outgoing._peer)
                 self.sent[pair] = self.sent.get(pair, 0) + len(piece)
             send(outgoing, piece)
@@ -387,7 +388,7 @@ def test_bytes_that_change_on_their_way_are_noticed(
     send = transfer._Outgoing.send
 
     def spoiling(outgoing: Any, piece: bytes | memoryview) -> None:
-        wrong = bytes(len(piece)) if len(piece) > partial_copy.DIGEST_BYTES else piece
+        wrong = bytes(len(piece)) if len(piece) > DIGEST_BYTES else piece
         send(outgoing, wrong)
 
     monkeypatch.setattr(transfer._Outgoing, "send", spoiling)

@@ -1,0 +1,44 @@
+"""Digests that name content. What is on disk bears them: they must stay as they are.
+
+SHA-256 names models, runs, plans and caches; BLAKE2b, which is faster, finds damage in tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from io import BufferedReader
+from typing import Any
+
+DIGEST_BYTES = 16
+"""Length of a digest of tensors."""
+
+
+def new_digest() -> hashlib.blake2b:
+    """Return an empty digest of the bytes of tensors."""
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+def json_digest(value: Any) -> str:
+    """Return the SHA-256 of a JSON-able value; the order of a mapping's keys does not count."""
+    return bytes_digest(canonical_json(value))
+
+
+def text_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return bytes_digest(text.encode())
+
+
+def bytes_digest(content: bytes) -> str:
+    """Return the SHA-256 of some bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_digest(file: BufferedReader) -> str:
+    """Return the SHA-256 of the rest of an open file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return a JSON-able value as text, in which the keys of mappings are sorted."""
+    return json.dumps(value, sort_keys=True).encode()

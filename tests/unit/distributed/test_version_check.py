@@ -1,0 +1,45 @@
+"""Ranks compare all of their code, wherever in the package it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardmlx.distributed.version_check import ROOT, source_digest
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with a file at each depth, and a linked directory, as models is."""
+    root = tmp_path / "shardmlx"
+    for file in ("top.py", "one/a.py", "one/two/b.py"):
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/shape.py").write_text("x = 1\n")
+    (root / "models").symlink_to(tmp_path / "models")
+    return root
+
+
+@pytest.mark.parametrize("file", ["top.py", "one/a.py", "one/two/b.py", "models/shape.py"])
+def test_a_changed_file_changes_the_digest_at_any_depth(package: Path, file: str) -> None:
+    before = source_digest(package)
+    assert source_digest(package) == before
+    (package / file).write_text("x = 2\n")
+    assert source_digest(package) != before
+
+
+def test_a_new_name_changes_the_digest_and_what_is_no_code_does_not(package: Path) -> None:
+    before = source_digest(package)
+    (package / "one/notes.txt").write_text("x = 3\n")
+    assert source_digest(package) == before
+    (package / "one/a.py").rename(package / "one/c.py")
+    assert source_digest(package) != before
+
+
+def test_the_package_s_own_digest_is_that_of_its_root() -> None:
+    assert (ROOT / "errors.py").is_file()
+    assert (ROOT / "models/shape.py").is_file()
+    assert source_digest() == source_digest(ROOT)
