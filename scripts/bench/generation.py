@@ -231,9 +231,9 @@ Cases = dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]]
 
 
 def batch_cases(prompt: int, tokens: int) -> Cases:
-    """Several texts at once: as a whole, and its two parts, which are not worked for again."""
+    """Return the cases of several sequences at once: the whole, and its two parts out of the same runs."""
     return {
-        f"{BATCH} texts, {prompt} + {tokens} tokens each": (
+        f"{BATCH} sequences, {prompt} + {tokens} tokens each": (
             (BATCH, prompt, tokens),
             lambda t: BATCH * (prompt + tokens) / t["all"],
         ),
@@ -257,7 +257,7 @@ def groups_of_cases(tokens: int) -> list[Cases]:
         )
     }
     decode: Cases = {
-        "decode of one text": (
+        "decode of one sequence": (
             (1, SHORT_PROMPT, tokens),
             lambda t: (tokens - 1) / (t["all"] - t["first"]),
         )
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
-    parser.add_argument("--only", help="0: prefill, 1: decode, 2, 3: texts; with commas between")
+    parser.add_argument("--only", help="0: prefill, 1: decode, 2, 3: several sequences; with commas between")
     parser.add_argument(
         "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
     )
