@@ -231,7 +231,7 @@ Cases = dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]]
 
 
 def batch_cases(prompt: int, tokens: int) -> Cases:
-    """Return the cases of several sequences at once: the whole, and its two parts out of the same runs."""
+    """Return the cases of several sequences at once: the whole, and two parts of the same runs."""
     return {
         f"{BATCH} sequences, {prompt} + {tokens} tokens each": (
             (BATCH, prompt, tokens),
@@ -320,7 +320,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
-    parser.add_argument("--only", help="0: prefill, 1: decode, 2, 3: several sequences; with commas between")
+    parser.add_argument(
+        "--only", help="0: prefill, 1: decode, 2, 3: several sequences; with commas between"
+    )
     parser.add_argument(
         "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
     )
