@@ -1,4 +1,4 @@
-"""``python -m shardmlx.plan``: how to train a model on given machines, or what a schedule does.
+"""Plan the training of a model on given machines, or show a schedule: ``python -m shardmlx.plan``.
 
 It needs neither MLX nor MPI, and of the model only the headers, or config.json alone.
 """

@@ -1,4 +1,4 @@
-"""``[mpirun -n N] python -m shardmlx.profile MODEL``: measure what a layer takes on each machine.
+"""Measure what a layer takes on each machine: ``[mpirun -n N] python -m shardmlx.profile MODEL``.
 
 The planner, and the partitioners ``profiled`` and ``hetero``, then count in seconds instead of
 FLOPs. Ranks measure at the same time, so that those that share a machine slow one another as they

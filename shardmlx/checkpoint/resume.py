@@ -1,4 +1,4 @@
-"""Where a run saves its checkpoints, and which one it goes on from: checked before it loads."""
+"""The place of a run's checkpoints, and the one that it goes on from: found before it loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where checkpoints are written; ``lock`` keeps other runs away for as long as it is open."""
+    """The place of a run's checkpoints; ``lock`` keeps other runs away while it is open."""
 
     store: Store
     storage: Storage
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """``place`` is None where the run saves nothing, ``found`` where it starts anew."""
+    """The start of a run: ``place`` is None if it saves nothing, ``found`` if it starts anew."""
 
     place: Place | None = None
     found: Found | None = None
@@ -43,7 +43,7 @@ class Resumption:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what the run goes on from is one of its own checkpoints."""
+        """True if the run goes on from one of its own checkpoints."""
         return (
             self.place is not None
             and self.found is not None
@@ -109,7 +109,7 @@ def prepare_resumption(
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """As rank 0 sees it: the others may work elsewhere, and all must do the same."""
+    """Tell whether two paths are one directory. Rank 0 asks for all: others may work elsewhere."""
     try:
         return a.samefile(b)
     except OSError:
@@ -157,7 +157,7 @@ def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Pla
 
 
 def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
-    """Where something was asked for, or something is there that should be looked at."""
+    """Raise `AgreedError` where a checkpoint was asked for, or damaged ones should be looked at."""
     if faults:
         raise AgreedError(
             f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
@@ -168,7 +168,7 @@ def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str])
 
 
 def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:
-    """What is newer than the checkpoint that the run goes on from is of a time that will not be."""
+    """Rename the checkpoints after ``step``: the run takes another course from there."""
 
     def rename() -> None:
         newer = [each for each in place.store.steps() if each > step]
@@ -186,5 +186,5 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
 
 
 def _acts_for_disk(transport: Transport, place: Place) -> bool:
-    """Whatever is saved where now: checkpoints are found on all disks."""
+    """Tell whether this rank is the one that acts for its disk, whoever saves there now."""
     return place.storage.disks.leader(transport.rank) == transport.rank

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: model, data, optimizer, and what else decides the losses.
+"""The run that a checkpoint belongs to: model, data, optimizer, and what else decides the losses.
 
 What may change from one part of a run to the next is left out: the layout, the number of steps,
 reports, paths. No MLX, no MPI.
@@ -46,7 +46,7 @@ SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SameOptions):
-    """All options that say which run it is."""
+    """The options that say which run it is."""
 
     model: str
     data: str
@@ -64,7 +64,8 @@ _ANEW = "or start anew with another --checkpoint-dir"
 
 
 Read = Callable[[str, int, int], bytes]
-"""So many bytes, or all that are left, of a weight file from an offset on."""
+"""A function of (file name, offset, count) that returns that many bytes of a weight file, or all
+that are left."""
 
 
 def identity_of(
@@ -98,23 +99,24 @@ def identity_of(
 
 
 def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
-    """``UserError`` unless the checkpoint at ``where`` is of the same run."""
+    """Raise `UserError` unless the checkpoint at ``where`` is of the same run."""
     try:
         _check_model(ours["model"], theirs["model"], where)
         _check_data(ours["data"], theirs["data"], where)
         if ours["optimizer"] != theirs["optimizer"]:
             raise UserError(
                 f"{where} was made with the optimizer {_optimizer(theirs['optimizer'])}, not "
-                f"{_optimizer(ours['optimizer'])}: resume with that, {_ANEW}"
+                f"{_optimizer(ours['optimizer'])}",
+                f"resume with that, {_ANEW}",
             )
         for name, value in ours["options"].items():
             if theirs["options"][name] != value:
                 raise UserError(
-                    f"{where} was made with {name} {theirs['options'][name]}, not {value}: resume "
-                    f"with that, {_ANEW}"
+                    f"{where} was made with {name} {theirs['options'][name]}, not {value}",
+                    f"resume with that, {_ANEW}",
                 )
     except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{where} does not say which run it is of: take another one") from None
+        raise UserError(f"{where} does not say which run it is of", "take another one") from None
 
 
 def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
@@ -124,7 +126,7 @@ def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str 
     if ours["name"] == theirs["name"]:
         what = f"{ours['name']} had other weights or another config.json then"
     raise UserError(
-        f"{where} is a checkpoint of another model: {what}: resume with that model, {_ANEW}"
+        f"{where} is a checkpoint of another model: {what}", f"resume with that model, {_ANEW}"
     )
 
 
@@ -134,8 +136,8 @@ def _check_data(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str |
             raise UserError(
                 f"{where} is a checkpoint of a run on other data: its {name} set came from "
                 f"{theirs['name']} with {theirs[name]['samples']} samples, now it is "
-                f"{ours['name']} with {ours[name]['samples']}, and the tokens differ: resume with "
-                f"the same data and tokenizer, {_ANEW}"
+                f"{ours['name']} with {ours[name]['samples']}, and the tokens differ",
+                f"resume with the same data and tokenizer, {_ANEW}",
             )
 
 
@@ -145,7 +147,8 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _model(path: Path, read: Read | None) -> str:
-    """Of configuration, headers and samples of the weights: a large model is not read whole."""
+    """Return a digest of configuration and weights. Of weights only headers and samples are read:
+    a model may be large."""
 
     def read_file(file: str, offset: int, count: int) -> bytes:
         with (path / file).open("rb") as content:

@@ -16,7 +16,7 @@ _CHAT = "chat"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig(InferenceConfig):
-    """With which model to talk, and how. Raises ``OptionError``, a ``UserError``."""
+    """The model to talk with, and how. Raises ``OptionError``, a ``UserError``."""
 
     max_tokens: int = option(
         256, "tokens of an answer at most", minimum=1, short="-m", group=SAMPLING
@@ -36,7 +36,7 @@ class ChatConfig(InferenceConfig):
 
 
 def build_parser(rank: int = 0) -> argparse.ArgumentParser:
-    """The command line of ``shardmlx.chat``; help is printed on rank 0 only."""
+    """Build the command line of ``shardmlx.chat``; help is printed on rank 0 only."""
     return options.build_parser(
         ChatConfig,
         prog="python -m shardmlx.chat",

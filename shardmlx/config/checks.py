@@ -7,6 +7,7 @@ Each takes an option's value and raises ``OptionError``. The names and meanings 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.config.options import OptionError
 
 Check = tuple[str, Callable[[Any], bool]]
-"""What a value must be, in words, and the test for it."""
+"""The condition that a value must meet: in words, and as a test."""
 
 
 def _is_number(value: Any) -> bool:
@@ -42,35 +43,68 @@ _ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction"
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
-OPTIMIZERS: Mapping[str, Mapping[str, Check]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """An optimizer of mlx_lm.lora: its class in mlx.optimizers, the settings that it takes, and
+    the copies of trained weights that it needs in memory.
+
+    ``states`` it keeps: Adafactor's rows and columns are few, and count for none. ``passing`` are
+    those of a layer that an update, or the norm before it, makes and drops.
+    """
+
+    class_name: str
+    settings: Mapping[str, Check]
+    states: int
+    passing: int
+
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
     {
-        "adam": _ADAM,
-        "adamw": {**_ADAM, "weight_decay": _NUMBER},
-        "muon": {
-            "momentum": _NUMBER,
-            "weight_decay": _NUMBER,
-            "nesterov": _SWITCH,
-            "ns_steps": _COUNT,
-        },
-        "sgd": {
-            "momentum": _NUMBER,
-            "weight_decay": _NUMBER,
-            "dampening": _NUMBER,
-            "nesterov": _SWITCH,
-        },
-        "adafactor": {
-            "eps": _PAIR,
-            "clip_threshold": _NUMBER,
-            "decay_rate": _NUMBER,
-            "beta_1": ("a number, or null", lambda value: value is None or _is_number(value)),
-            "weight_decay": _NUMBER,
-            "scale_parameter": _SWITCH,
-            "relative_step": _SWITCH,
-            "warmup_init": _SWITCH,
-        },
+        "adam": OptimizerFacts(class_name="Adam", settings=_ADAM, states=2, passing=3),
+        "adamw": OptimizerFacts(
+            class_name="AdamW", settings={**_ADAM, "weight_decay": _NUMBER}, states=2, passing=3
+        ),
+        "muon": OptimizerFacts(
+            class_name="Muon",
+            settings={
+                "momentum": _NUMBER,
+                "weight_decay": _NUMBER,
+                "nesterov": _SWITCH,
+                "ns_steps": _COUNT,
+            },
+            states=1,
+            passing=5,
+        ),
+        "sgd": OptimizerFacts(
+            class_name="SGD",
+            settings={
+                "momentum": _NUMBER,
+                "weight_decay": _NUMBER,
+                "dampening": _NUMBER,
+                "nesterov": _SWITCH,
+            },
+            states=1,
+            passing=2,
+        ),
+        "adafactor": OptimizerFacts(
+            class_name="Adafactor",
+            settings={
+                "eps": _PAIR,
+                "clip_threshold": _NUMBER,
+                "decay_rate": _NUMBER,
+                "beta_1": ("a number, or null", lambda value: value is None or _is_number(value)),
+                "weight_decay": _NUMBER,
+                "scale_parameter": _SWITCH,
+                "relative_step": _SWITCH,
+                "warmup_init": _SWITCH,
+            },
+            states=0,
+            passing=3,
+        ),
     }
 )
-"""The optimizers of mlx_lm.lora, and the settings that each one takes."""
+"""The optimizers of mlx_lm.lora."""
 
 LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -84,7 +118,7 @@ LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_lora(parameters: Mapping[str, Any]) -> None:
-    """rank, scale and dropout must be there; ``keys`` may choose the layers."""
+    """Check that rank, scale and dropout are there; ``keys`` may choose the layers."""
     name = "lora_parameters"
     checks: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
     for key, check in checks.items():
@@ -92,44 +126,46 @@ def check_lora(parameters: Mapping[str, Any]) -> None:
             hint = ""
             if key == "scale" and "alpha" in parameters:
                 hint = "; it has 'alpha', but mlx-lm scales by 'scale' (elsewhere alpha / rank)"
-            raise OptionError(name, f"lacks {key!r}: add {check[0]}{hint}")
+            raise OptionError(name, f"lacks {key!r}", f"add {check[0]}{hint}")
         _require(name, key, parameters[key], check)
     keys = parameters.get("keys")
     if keys is not None and not (
         isinstance(keys, list) and keys and all(isinstance(key, str) for key in keys)
     ):
-        raise OptionError(name, f"has keys {keys!r}: list module names, like ['self_attn.q_proj']")
+        raise OptionError(
+            name, f"has keys {keys!r}", "list module names, like ['self_attn.q_proj']"
+        )
 
 
 def check_optimizer_config(config: Mapping[str, Any]) -> None:
-    """Settings for each optimizer by name, for instance ``adamw: {weight_decay: 0.1}``."""
+    """Check settings of each optimizer by name, for instance ``adamw: {weight_decay: 0.1}``."""
     name = "optimizer_config"
     for optimizer, settings in config.items():
         if optimizer not in OPTIMIZERS:
             remedy = did_you_mean(optimizer, OPTIMIZERS) or f"choose from {', '.join(OPTIMIZERS)}"
-            raise OptionError(name, f"names {optimizer!r}: {remedy}")
+            raise OptionError(name, f"names {optimizer!r}", remedy)
         if not isinstance(settings, Mapping):
-            raise OptionError(name, f"has {optimizer}: {settings!r}: give a mapping, or {{}}")
-        known = OPTIMIZERS[optimizer]
+            raise OptionError(name, f"has {optimizer}: {settings!r}", "give a mapping, or {}")
+        known = OPTIMIZERS[optimizer].settings
         for key, value in settings.items():
             if key not in known:
                 remedy = did_you_mean(key, known) or f"it takes {', '.join(known)}"
-                raise OptionError(name, f"has unknown {optimizer} setting {key!r}: {remedy}")
+                raise OptionError(name, f"has unknown {optimizer} setting {key!r}", remedy)
             _require(name, f"{optimizer}.{key}", value, known[key])
         if (
             optimizer == "sgd"
             and settings.get("nesterov")
             and (settings.get("momentum", 0) <= 0 or settings.get("dampening", 0) != 0)
         ):
-            raise OptionError(name, "has sgd.nesterov: it needs momentum above 0 and dampening 0")
+            raise OptionError(name, "has sgd.nesterov", "it needs momentum above 0 and dampening 0")
 
 
 def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
-    """``name`` and ``arguments`` of a schedule, with ``warmup`` steps from ``warmup_init``."""
+    """Check a schedule: ``name``, ``arguments``, ``warmup`` steps from ``warmup_init``."""
     name = "lr_schedule"
     kind = schedule.get("name")
     if not isinstance(kind, str) or kind not in LR_SCHEDULES:
-        raise OptionError(name, f"has name {kind!r}: choose from {', '.join(LR_SCHEDULES)}")
+        raise OptionError(name, f"has name {kind!r}", f"choose from {', '.join(LR_SCHEDULES)}")
     parameters = LR_SCHEDULES[kind]
     needed = sum(not each.startswith("[") for each in parameters)
     arguments = schedule.get("arguments")
@@ -143,18 +179,18 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
         )
     warmup = schedule.get("warmup", 0)
     if not (isinstance(warmup, int) and warmup >= 0):
-        raise OptionError(name, f"has warmup {warmup!r}: give a whole number of steps")
+        raise OptionError(name, f"has warmup {warmup!r}", "give a whole number of steps")
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
 
 
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> None:
-    """One Hugging Face data set, or a list of them, each with its ``path``."""
+    """Check one Hugging Face data set, or a list of them, each with its ``path``."""
     for each in [dataset] if isinstance(dataset, Mapping) else dataset:
         if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):
-            raise OptionError("hf_dataset", f"has {each!r}: give a mapping with 'path: NAME'")
+            raise OptionError("hf_dataset", f"has {each!r}", "give a mapping with 'path: NAME'")
 
 
 def _require(name: str, key: str, value: Any, check: Check) -> None:
     words, fits = check
     if not fits(value):
-        raise OptionError(name, f"has {key} {value!r}: give {words}")
+        raise OptionError(name, f"has {key} {value!r}", f"give {words}")

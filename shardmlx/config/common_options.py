@@ -9,7 +9,7 @@ from shardmlx.config.options import option
 from shardmlx.partitioners import partitioner_names
 
 WEIGHTS = ("auto", "local", "rank0")
-"""Who reads the model: each rank that can, every rank, or rank 0 for all."""
+"""The ranks that read the model: each one that can, all of them, or rank 0 for all."""
 
 
 def weights_option(group: str) -> Any:

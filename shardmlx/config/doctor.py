@@ -19,7 +19,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig:
-    """Everything an examination is told. Raises ``OptionError``, a ``UserError``."""
+    """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
     json: str | None = option(
         None, "file for all that was found, as JSON; - for stdout, without the tables",
@@ -55,19 +55,19 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.ssh and self.hostfile is None:
-            raise OptionError("ssh", "has no hosts: give --hostfile F")
+            raise OptionError("ssh", "has no hosts", "give --hostfile F")
         if self.ssh and self.write_hostfile is not None:
             raise OptionError(
                 "write_hostfile", "is for what is measured under mpirun: leave out --ssh"
             )
         if self.agent is not None and not self.ssh:
-            raise OptionError("agent", f"is {self.agent!r}: it is for --ssh")
+            raise OptionError("agent", f"is {self.agent!r}", "it is for --ssh")
         if self.write_hostfile == STDOUT:
-            raise OptionError("write_hostfile", "is '-': give the name of a file")
+            raise OptionError("write_hostfile", "is '-'", "give the name of a file")
 
 
 def build_parser(rank: int = 0) -> argparse.ArgumentParser:
-    """The command line of ``shardmlx.doctor``; help is printed on rank 0 only."""
+    """Build the command line of ``shardmlx.doctor``; help is printed on rank 0 only."""
     return options.build_parser(
         DoctorConfig,
         prog="python -m shardmlx.doctor",

@@ -15,7 +15,7 @@ _PROMPT = "prompt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
-    """What to generate, and how. Raises ``OptionError``, a ``UserError``."""
+    """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
     prompt: str = option("hello", "prompt; - reads it from stdin", short="-p", group=_PROMPT)
     prompts: str | None = option(
@@ -35,11 +35,11 @@ class GenerateConfig(InferenceConfig):
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()
         if self.output is not None and self.prompts is None:
-            raise OptionError("output", f"is {self.output}: it is for the answers to --prompts")
+            raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
 
 
 def build_parser(rank: int = 0) -> argparse.ArgumentParser:
-    """The command line of ``shardmlx.generate``; help is printed on rank 0 only."""
+    """Build the command line of ``shardmlx.generate``; help is printed on rank 0 only."""
     return options.build_parser(
         GenerateConfig,
         prog="python -m shardmlx.generate",

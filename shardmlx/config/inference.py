@@ -31,7 +31,8 @@ WHOLE_CHUNK = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Everything a run is told, checked as far as neither model nor files are needed.
+    """The options of all commands that generate text, checked as far as neither model nor files are
+    needed.
 
     Raises ``OptionError``, a ``UserError``.
     """
@@ -113,7 +114,7 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.seed is not None and self.seed >= 2**64:
-            raise OptionError("seed", f"is {self.seed}: give less than 2**64")
+            raise OptionError("seed", f"is {self.seed}", "give less than 2**64")
         for name, most in (
             ("top_p", 1),
             ("min_p", 1),
@@ -121,7 +122,7 @@ class InferenceConfig:
             ("xtc_threshold", 0.5),
         ):
             if getattr(self, name) > most:
-                raise OptionError(name, f"is {getattr(self, name):g}: give {most} or less")
+                raise OptionError(name, f"is {getattr(self, name):g}", f"give {most} or less")
         if self.chat_template_config is not None:
             try:
                 arguments = json.loads(self.chat_template_config)
@@ -130,13 +131,13 @@ class InferenceConfig:
             if not isinstance(arguments, dict):
                 raise OptionError(
                     "chat_template_config",
-                    f"is {self.chat_template_config!r}: give a JSON object, like "
-                    '{"enable_thinking": false}',
+                    f"is {self.chat_template_config!r}",
+                    'give a JSON object, like {"enable_thinking": false}',
                 )
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Of the chat template."""
+        """The arguments of the chat template."""
         arguments: dict[str, Any] = json.loads(self.chat_template_config or "{}")
         return arguments
 

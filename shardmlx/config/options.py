@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 class OptionError(UserError):
     """An option whose value cannot be used; ``complaint`` reads on from the option's name."""
 
-    def __init__(self, name: str, complaint: str) -> None:
-        super().__init__(f"{name} {complaint}")
+    def __init__(self, name: str, complaint: str, remedy: str = "") -> None:
+        super().__init__(f"{name} {complaint}", remedy)
         self.name = name
         self.complaint = complaint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is known of an option beside its name, type and default."""
+    """The rules of an option, beside its name, type and default."""
 
     help: str
     group: str | None = None  # heading in --help
@@ -59,7 +59,7 @@ class Option:
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """A dataclass field that is an option; ``rules`` are the fields of ``Option``."""
+    """Make a dataclass field that is an option; ``rules`` are the fields of ``Option``."""
     metadata = {"option": Option(help=help, **rules)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: default, metadata=metadata)
@@ -81,7 +81,8 @@ def check_options(options: DataclassInstance) -> None:
 def build_parser(
     cls: type[DataclassInstance], prog: str, description: str, rank: int = 0
 ) -> argparse.ArgumentParser:
-    """The command line of an options dataclass. Parsed, it holds only the flags that were given.
+    """Build the command line of an options dataclass. Parsed, it holds only the flags that were
+    given.
 
     It raises ``UserError`` where argparse would print usage and exit; ``--help`` and
     ``--version`` print on rank 0 and exit with status 0 on every rank.
@@ -135,7 +136,7 @@ def load_options(
 def load_given_options(
     cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[Options, frozenset[str]]:
-    """As ``load_options``, with the names of those that flags or file gave."""
+    """Build the options as ``load_options``, and name those that flags or file gave."""
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
@@ -143,7 +144,7 @@ def load_given_options(
         remedy = (
             did_you_mean(word.partition("=")[0].lstrip("-"), known) or f"see {parser.prog} --help"
         )
-        raise UserError(f"unknown argument {word!r}: {remedy}")
+        raise UserError(f"unknown argument {word!r}", remedy)
     flags = vars(namespace)
     path = flags.get("config")
     written: dict[str, Any] = {}
@@ -156,9 +157,9 @@ def load_given_options(
         return cls(**given), frozenset(given)
     except OptionError as error:
         if error.name in flags:
-            raise UserError(f"{_flag(error.name)} {error.complaint}") from None
+            raise UserError(f"{_flag(error.name)} {error.complaint}", error.remedy) from None
         if error.name in given:
-            raise UserError(f"{path}: {error}") from None
+            raise UserError(f"{path}: {error.problem}", error.remedy) from None
         raise
 
 
@@ -166,7 +167,7 @@ class _Parser(OneLineParser):
     """Names the program whose help to see."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{' '.join(message.split())}: see {self.prog} --help")
+        raise UserError(" ".join(message.split()), f"see {self.prog} --help")
 
 
 def _rules(each: Field[Any]) -> Option:
@@ -200,7 +201,7 @@ _KINDS: Mapping[type, str] = types.MappingProxyType(
 
 
 def _alternatives(hint: Any) -> tuple[type, ...]:
-    """The types of values: ``int | None`` -> (int, NoneType), ``Sequence[str]`` -> (list,)."""
+    """Return types of values: ``int | None`` -> (int, NoneType), ``Sequence[str]`` -> (list,)."""
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     origins = (get_origin(each) or each for each in alternatives)
     return tuple({Mapping: dict, Sequence: list}.get(each, each) for each in origins)
@@ -222,20 +223,20 @@ def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
     fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
-        raise OptionError(name, f"is {value!r}: give {wanted}")
+        raise OptionError(name, f"is {value!r}", f"give {wanted}")
     if isinstance(value, (dict, list)):
         return _plain_copy(name, value)
     if rules.choices is not None and value not in rules.choices:
-        raise OptionError(name, f"is {value!r}: choose from {', '.join(rules.choices)}")
+        raise OptionError(name, f"is {value!r}", f"choose from {', '.join(rules.choices)}")
     if rules.minimum is not None and value < rules.minimum:
-        raise OptionError(name, f"is {value}: give {rules.minimum} or more")
+        raise OptionError(name, f"is {value}", f"give {rules.minimum} or more")
     if rules.above is not None and value <= rules.above:
-        raise OptionError(name, f"is {value}: give more than {rules.above}")
+        raise OptionError(name, f"is {value}", f"give more than {rules.above}")
     return value
 
 
 def _plain_copy(name: str, value: Any) -> Any:
-    """A deep copy of JSON-able data: what is accepted can be written to adapter_config.json."""
+    """Copy JSON-able data: what is accepted can be written to adapter_config.json."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

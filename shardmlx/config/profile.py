@@ -17,8 +17,8 @@ MEASURED_PARTS = (8, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure: what is trained of which model, with micro-batches of ``shapes``, each
-    (rows, tokens a row); a rank waits ``timeout`` seconds for another."""
+    """The measurements to make: of a model that is trained so, with micro-batches of ``shapes``,
+    each (rows, tokens a row). A rank waits ``timeout`` seconds for another."""
 
     model: str
     fine_tune: FineTune
@@ -56,7 +56,7 @@ def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
     own, rest = parser.parse_known_args(argv)
     config = load_config(["--model", own.model, *rest], rank)
     if own.rows < 1:
-        raise UserError(f"--rows is {own.rows}: give 1 or more")
+        raise UserError(f"--rows is {own.rows}", "give 1 or more")
     shapes = tuple((own.rows, length) for length in _lengths(own.lengths, config.max_seq_length))
     return ProfileOptions(
         model=config.model,
@@ -77,5 +77,5 @@ def _lengths(text: str | None, longest: int) -> tuple[int, ...]:
     except ValueError:
         lengths = set()
     if not lengths or min(lengths) < 1:
-        raise UserError(f"--lengths is {text!r}: give numbers of tokens, like 128,512")
+        raise UserError(f"--lengths is {text!r}", "give numbers of tokens, like 128,512")
     return tuple(sorted(lengths))

@@ -20,7 +20,7 @@ KEY_VARIABLE = "SHARDMLX_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(InferenceConfig):
-    """What is served, where, and within which limits. Raises ``OptionError``, a ``UserError``."""
+    """The model to serve, the address, and the limits. Raises ``OptionError``, a ``UserError``."""
 
     max_tokens: int = option(
         512,
@@ -72,11 +72,11 @@ class ServeConfig(InferenceConfig):
     def __post_init__(self) -> None:
         super(ServeConfig, self).__post_init__()
         if self.port > 65535:
-            raise OptionError("port", f"is {self.port}: give 65535 or less")
+            raise OptionError("port", f"is {self.port}", "give 65535 or less")
         if self.cache_tokens != held(self.cache_tokens):
             object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise OptionError("api_key", "is empty or not ASCII: give letters and digits")
+            raise OptionError("api_key", "is empty or not ASCII", "give letters and digits")
 
     @property
     def extra_hosts(self) -> list[str]:
@@ -85,7 +85,7 @@ class ServeConfig(InferenceConfig):
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether other machines can reach the server."""
+        """True if other machines can reach the server."""
         try:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -93,7 +93,7 @@ class ServeConfig(InferenceConfig):
 
 
 def build_parser(rank: int = 0) -> argparse.ArgumentParser:
-    """The command line of ``shardmlx.serve``; help is printed on rank 0 only."""
+    """Build the command line of ``shardmlx.serve``; help is printed on rank 0 only."""
     return options.build_parser(
         ServeConfig,
         prog="python -m shardmlx.serve",

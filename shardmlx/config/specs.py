@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
-
-Part = TypeVar("Part", bound="Spec")
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +16,7 @@ class Spec:
     """A part of the options. Its fields have the names and the meaning of the options."""
 
     @classmethod
-    def of(cls: type[Part], options: object) -> Part:
+    def of(cls, options: object) -> Self:
         """Take the part out of ``options``; what these lack must have a default here."""
         names = (each.name for each in fields(cls))
         return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
@@ -44,8 +42,8 @@ class MachineOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTune(Spec):
-    """What is trained of a model, and with which optimizer. Nothing is, where ``train`` is False:
-    then the run only evaluates."""
+    """The part of a model that is trained, and the optimizer. Where ``train`` is False nothing is
+    trained: the run only evaluates."""
 
     train: bool
     fine_tune_type: str
@@ -60,7 +58,7 @@ class FineTune(Spec):
 
     @property
     def is_full(self) -> bool:
-        """Whether the weights of layers are trained themselves, without adapters."""
+        """True if the weights of layers are trained themselves, without adapters."""
         return self.fine_tune_type == "full"
 
     @property
@@ -84,7 +82,7 @@ class BatchOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions(Spec):
-    """How the layers are divided into stages, and in which order these compute."""
+    """The division of the layers into stages, and the order in which these compute."""
 
     stage_map: str | None
     pipeline_stages: int | None
@@ -115,7 +113,7 @@ class DataOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions(Spec):
-    """Where checkpoints are saved, and from which one a run of ``iters`` steps goes on."""
+    """The place of checkpoints, and the one from which a run of ``iters`` steps goes on."""
 
     checkpoint_dir: str | None
     checkpoint_storage: str

@@ -47,7 +47,7 @@ STORAGES = ("auto", "shared", "rank0", "neighbour")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything a training run is told, checked as far as neither model nor data is needed.
+    """The options of a training run, checked as far as neither model nor data is needed.
 
     ``train`` is implied unless ``test`` alone is given. Mappings are the instance's own copies
     and are read only. Raises ``OptionError``, a ``UserError``.
@@ -232,7 +232,7 @@ class TrainConfig:
         if not self.test:
             object.__setattr__(self, "train", True)
         if not self.train and self.resume not in ("auto", "never"):
-            raise OptionError("resume", f"is {self.resume} with --test alone: nothing is trained")
+            raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
         check_optimizer_config(self.optimizer_config)
@@ -241,20 +241,21 @@ class TrainConfig:
         if self.hf_dataset is not None:
             check_hf_dataset(self.hf_dataset)
         if self.seed >= 2**32:
-            raise OptionError("seed", f"is {self.seed}: give less than 2**32")
+            raise OptionError("seed", f"is {self.seed}", "give less than 2**32")
         for service in (self.report_to or "").split(","):
             if service.strip().lower() not in ("", *REPORTERS):
                 raise OptionError(
-                    "report_to", f"names {service.strip()!r}: choose from {', '.join(REPORTERS)}"
+                    "report_to", f"names {service.strip()!r}", f"choose from {', '.join(REPORTERS)}"
                 )
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise OptionError(
                 "micro_batch_size",
-                f"is {self.micro_batch_size}: give at most the batch size, {self.batch_size}",
+                f"is {self.micro_batch_size}",
+                f"give at most the batch size, {self.batch_size}",
             )
         if self.unfreeze_all and self.fine_tune_type != "full":
             raise OptionError(
-                "unfreeze_all", f"is set with fine_tune_type {self.fine_tune_type}: use full"
+                "unfreeze_all", f"is set with fine_tune_type {self.fine_tune_type}", "use full"
             )
         allowed = get_schedule(self.schedule).virtual_choices
         if allowed and self.virtual_stages and self.virtual_stages not in allowed:
@@ -264,7 +265,7 @@ class TrainConfig:
             )
 
     def to_adapter_config(self) -> dict[str, Any]:
-        """What ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.
+        """Return what ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.
 
         ``mlx_lm.tuner.utils.load_adapters`` reads fine_tune_type, num_layers, lora_parameters.
         """
@@ -275,7 +276,7 @@ class TrainConfig:
 
 
 def build_parser(rank: int = 0) -> argparse.ArgumentParser:
-    """The command line of ``shardmlx.train``; help is printed on rank 0 only."""
+    """Build the command line of ``shardmlx.train``; help is printed on rank 0 only."""
     return options.build_parser(
         TrainConfig,
         prog="python -m shardmlx.train",
@@ -294,5 +295,5 @@ def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
 
 
 def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]]:
-    """As ``load_config``, with the names of the options that were given."""
+    """Read options as ``load_config``; return also the names of those that were given."""
     return load_given_options(TrainConfig, build_parser(), argv)

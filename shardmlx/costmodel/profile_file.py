@@ -31,7 +31,7 @@ _MOST_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What one rank measured: as many rows in each sample, in ascending order of length.
+    """The samples that one rank measured: as many rows in each, in ascending order of length.
 
     ``chip`` says what kind of machine it is.
     """
@@ -54,7 +54,7 @@ class MachineProfile:
 
 
 def _check_sample(sample: Sample) -> None:
-    """``ValueError`` for what no clock shows; embedding and head are differences of times."""
+    """Raise ``ValueError`` for times that no clock shows; embedding and head are differences."""
     if sample.tokens > _MOST_TOKENS:
         raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
     for part in (sample.layer, sample.frozen, sample.embedding, sample.head):
@@ -77,19 +77,20 @@ class Profile:
     path: str = "profile"
 
     def check(self, work: Mapping[str, Any]) -> None:
-        """``UserError`` when this was measured for other work."""
+        """Raise ``UserError`` when this was measured for other work."""
         for key in work:
             if self.work.get(key) != work[key]:
                 raise UserError(
                     f"{self.path} was measured with {key} {reprlib.repr(self.work.get(key))}, not "
-                    f"{reprlib.repr(work[key])}: {_AGAIN}"
+                    f"{reprlib.repr(work[key])}",
+                    _AGAIN,
                 )
 
     def machine(self, host: str, kind: str | None = None) -> MachineProfile:
-        """The measurements on a host, or on another machine of the same kind.
+        """Return the measurements on a host, or on another machine of the same kind.
 
         A kind is a measured chip or host. Where ranks share a host, the slowest of them speaks
-        for all.
+        for all. Raises ``UserError`` where there are none.
         """
         name = socket.gethostname() if host == "localhost" else host
         found = [each for each in self.machines if same_host(each.host, name)]
@@ -100,15 +101,16 @@ class Profile:
             kinds = dict.fromkeys(kind_key(each.chip or each.host) for each in self.machines)
             words = " or ".join(f"kind={each}" for each in kinds)
             raise UserError(
-                f"{self.path} has no measurement of {host}, only of {known}: measure there too, "
-                f"or write {words} into its line of the hostfile if it is a machine like that"
+                f"{self.path} has no measurement of {host}, only of {known}",
+                "measure there too, "
+                f"or write {words} into its line of the hostfile if it is a machine like that",
             )
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(
         self, host: str, kind: str | None, num_layers: int, first_trained: int, checkpoint: bool
     ) -> Measured:
-        """The times of a model on a host."""
+        """Return the times of a model on a host."""
         return Measured(
             num_layers=num_layers,
             samples=self.machine(host, kind).samples,
@@ -127,7 +129,7 @@ def work_of(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What times depend on: sizes of a layer and of the head, and what is trained how.
+    """Return what times depend on: sizes of a layer and of the head, and what is trained how.
 
     ``quantization`` is the entry of config.json.
     """
@@ -149,7 +151,7 @@ def work_of(
 
 
 def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Defaults filled in: how a model is quantised may be said in several ways."""
+    """Fill in defaults: how a model is quantised may be said in several ways."""
     quantisation = read_quantisation({"quantization": entry})
     if quantisation is None:
         return None
@@ -175,17 +177,18 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read it; ``UserError`` names the file and what is wrong with it."""
+    """Read a profile; ``UserError`` names the file and what is wrong with it."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}): {_AGAIN}") from None
+        raise UserError(f"{path} is not valid JSON ({error})", _AGAIN) from None
     try:
         if content["format"] != FORMAT:
             raise UserError(
-                f"{path} has format {content['format']!r}, this shardmlx reads {FORMAT}: {_AGAIN}"
+                f"{path} has format {content['format']!r}, this shardmlx reads {FORMAT}",
+                _AGAIN,
             )
         machines = tuple(_machine(each) for each in content["machines"])
         if not machines:
@@ -194,11 +197,14 @@ def read_profile(path: str | Path) -> Profile:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is no profile ({error!r}): {_AGAIN}") from None
+        raise UserError(f"{path} is no profile ({error!r})", _AGAIN) from None
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """One profile of the machines of several, measured for the same work."""
+    """Return one profile of the machines of several, measured for the same work.
+
+    Raises ``UserError`` where they were measured for different work.
+    """
     first = profiles[0]
     for other in profiles[1:]:
         other.check(first.work)

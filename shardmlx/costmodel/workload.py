@@ -46,7 +46,7 @@ class ModelSizes:
 
     @property
     def held_sizes(self) -> LayerCosts:
-        """``weight_sizes`` with a tied matrix at both ends, whose stages both hold it."""
+        """The ``weight_sizes`` with a tied matrix at both ends, whose stages both hold it."""
         sizes = self.weight_sizes
         return replace(sizes, head=sizes.head + self.shape.tied * sizes.embedding)
 
@@ -76,7 +76,8 @@ class Workload(ModelSizes):
         if is_full and self.quantization is not None:
             raise UserError(
                 "--fine-tune-type full: MLX has no gradients for quantised weights, which this "
-                "model has: use lora, or the model before it was quantised"
+                "model has",
+                "use lora, or the model before it was quantised",
             )
 
     @property

@@ -10,16 +10,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
+from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
-
-OPTIMIZERS: Mapping[str, type[optim.Optimizer]] = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "muon": optim.Muon,
-    "sgd": optim.SGD,
-    "adafactor": optim.Adafactor,
-}
 
 
 def build_optimizer(
@@ -40,7 +33,10 @@ def build_optimizer(
             "mlx.optimizers.schedulers and its arguments"
         ) from None
     try:
-        return OPTIMIZERS[name](learning_rate=rate, **config)
+        made: optim.Optimizer = getattr(optim, OPTIMIZERS[name].class_name)(
+            learning_rate=rate, **config
+        )
+        return made
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config {name}: {error}") from None
 

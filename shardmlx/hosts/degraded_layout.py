@@ -28,8 +28,8 @@ from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choos
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """``train``'s options for so many ranks, and one line that says what was decided."""
+class DegradedLayout:
+    """The options of ``train`` for so many ranks, and one line that says what was decided."""
 
     ranks: int
     options: tuple[str, ...]
@@ -42,7 +42,7 @@ def plan_again(
     given: frozenset[str],
     machines: Sequence[Machine],
     file: str | None = None,
-) -> Layout:
+) -> DegradedLayout:
     """Return the layout for ``machines``, one a rank: the user's, else the planner's, else train's
     own.
 
@@ -56,7 +56,9 @@ def plan_again(
     stage_map = None if path is None else read_stage_map(path)
     ranks = len(machines)
     if fits(run.layout, run.batch, stage_map, machines, layers):
-        return Layout(ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given")
+        return DegradedLayout(
+            ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given"
+        )
     cleared = replaced(options, stage_map=None, pipeline_stages=None)
     if stage_map is not None and cleared == tuple(options):
         raise UserError(
@@ -127,7 +129,7 @@ def _planned(
     given: frozenset[str],
     workload: Workload,
     cluster: Cluster,
-) -> Layout | None:
+) -> DegradedLayout | None:
     """Return the planner's choice for all machines, or for as many as there is work for."""
     limits = settled(layout, workload.batch, given)
     for ranks in range(cluster.size, 0, -1):
@@ -143,7 +145,7 @@ def _planned(
         new = _changes(layout, choice, workload, some, limits)
         again = _again(workload.batch, choice)
         text = shlex.join(replaced((), **new) + again)
-        return Layout(
+        return DegradedLayout(
             ranks,
             replaced(options, **new) + again,
             f"layout planned again for {ranks} {_ranks(ranks)}{_unused(cluster.size - ranks)}: "
@@ -186,7 +188,7 @@ def _default(
     stage_map: StageMap | None,
     machines: Sequence[Machine],
     layers: int | None,
-) -> Layout:
+) -> DegradedLayout:
     """Return the layout of one pipeline through as many machines as can be."""
     layout = run.layout
     for ranks in range(len(machines), 0, -1):
@@ -196,7 +198,7 @@ def _default(
         new = {} if layout.pipeline_stages is None else {"pipeline_stages": ranks}
         given = stage_map or f"--pipeline-stages {layout.pipeline_stages}"
         instead = f", instead of {given}" if stage_map or new else ""
-        return Layout(
+        return DegradedLayout(
             ranks,
             replaced(options, **new),
             f"layout for {ranks} {_ranks(ranks)}{_unused(len(machines) - ranks)}: one pipeline of "

@@ -1,4 +1,4 @@
-"""From a model's files to this rank's stages, reading only what they need."""
+"""Build models from their files, lazily: stages read only what they need."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Of the whole model."""
+    """Parameters of the whole model, and of these the trained ones."""
 
     total: int
     trained: int
 
 
 def find_model(model: str) -> Path:
-    """The directory of a local model, or of a Hugging Face repository, downloaded if need be."""
+    """Return the directory of a local model, or of a repository, downloaded if need be.
+
+    Raises ``UserError``.
+    """
     path = Path(model)
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"--model {model} is a file: name the directory that holds config.json")
+        raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -80,7 +83,7 @@ def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None
 def build_to_generate(
     path: Path, *, dtype: str | None, adapter_path: str | None, seed: int | None
 ) -> nn.Module:
-    """The whole model, lazily, with its adapters: nothing is read yet.
+    """Build the whole model, lazily, with its adapters: nothing is read yet.
 
     Leaves MLX's random state, which ``seed`` begins, as mlx-lm does that builds the same.
     """
@@ -107,15 +110,15 @@ def _build_whole(path: Path, dtype: str | None) -> nn.Module:
 
 
 def _check_experts(model: nn.Module) -> None:
-    """MLX multiplies by gathered matrices on the CPU in float32 only."""
+    """Refuse experts with which MLX cannot compute: on the CPU it gathers in float32 only."""
     if mx.default_device() != mx.Device(mx.cpu):
         return
     for module in model.modules():
         if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
             name = str(module.weight.dtype).rpartition(".")[2]
             raise UserError(
-                f"the experts of this model are in {name}, with which MLX cannot compute on a CPU: "
-                "use --dtype float32"
+                f"the experts of this model are in {name}, with which MLX cannot compute on a CPU",
+                "use --dtype float32",
             )
 
 
@@ -171,17 +174,18 @@ def _resume(model: nn.Module, path: Path) -> None:
         if name in known and array.shape != known[name].shape:
             raise UserError(
                 f"--resume-adapter-file {path}: {name} has the shape {array.shape}, in this model "
-                f"{known[name].shape}: use the model and lora_parameters that it was made with"
+                f"{known[name].shape}",
+                "use the model and lora_parameters that it was made with",
             )
     model.load_weights(list(weights.items()), strict=False)
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """As mlx-lm counts: quantised weights by what they stand for."""
+    """Count parameters as mlx-lm does: quantised weights by what they stand for."""
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     return ParameterCount(get_total_parameters(model), trained)
 
 
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
-    """The model in slices, one for each range of layers; nothing is read yet."""
+    """Cut the model into slices, one for each range of layers; nothing is read yet."""
     return [Slice(model, start, stop) for start, stop in ranges]

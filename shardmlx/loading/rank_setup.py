@@ -1,4 +1,4 @@
-"""What all runs set up before they load, on every rank: the model, the machines, one plan."""
+"""Set up a run on every rank before it loads: open the model, look at the machines, agree."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ Sizes = TypeVar("Sizes", bound=ModelSizes)
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs(Generic[Sizes]):
-    """Everything that a run is planned from; the same on all ranks.
+    """The facts that a run is planned from; the same on all ranks.
 
     ``sizes`` are those of the model, ``cluster`` the machines with no more memory than their
     ``budgets``, and ``stage_map`` is the user's, if there is one.

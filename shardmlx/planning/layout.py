@@ -18,7 +18,7 @@ from shardmlx.planning.partition_problem import Candidate, make_problem
 from shardmlx.planning.search import Limits
 
 MICROBATCHES_A_RANK = 4
-"""What the default micro-batch size aims at: a bubble of at most a fifth with 1F1B."""
+"""The aim of the default micro-batch size: a bubble of at most a fifth with 1F1B."""
 
 
 def make_stage_map(

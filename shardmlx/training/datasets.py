@@ -81,7 +81,8 @@ def read_data(
         if len(samples) < options.batch_size:
             raise UserError(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
-                f"{options.batch_size}: lower the batch size or add data"
+                f"{options.batch_size}",
+                "lower the batch size or add data",
             )
         sets[name] = samples[tokenised.order]
     if options.train and "valid" not in sets:
@@ -113,7 +114,7 @@ class _Found:
 def _find_sets(
     options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
 ) -> dict[str, _Found]:
-    """The data sets that the run needs and that exist."""
+    """Find the data sets that the run needs and that exist."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
     directory = Path(options.data)
     if options.hf_dataset is not None or not directory.exists():
@@ -128,7 +129,7 @@ def _find_sets(
             for name in needed
         }
     else:
-        raise UserError(f"--data {directory} is a file: name the directory with train.jsonl")
+        raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
     for name in set(needed) - {"valid"}:
         if found[name].is_empty:
             raise UserError(
@@ -182,7 +183,7 @@ def _parse(line: bytes, where: str) -> Mapping[str, Any]:
         what = error.msg.removesuffix(" at")
         raise UserError(f"{where} is not JSON: {what} at column {error.colno}") from None
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is no JSON object: write one object on each line")
+        raise UserError(f"{where} is no JSON object", "write one object on each line")
     return row
 
 
@@ -192,13 +193,13 @@ def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWra
     except ValueError as error:
         if options.mask_prompt and options.text_feature in rows[0]:
             raise UserError(
-                f"{where}: --mask-prompt needs prompts, and this is plain text: "
-                "drop the flag, or write prompt and completion"
+                f"{where}: --mask-prompt needs prompts, and this is plain text",
+                "drop the flag, or write prompt and completion",
             ) from None
         keys = ", ".join(map(repr, rows[0])) or "none"
         raise UserError(
-            f"{where}: no format that mlx-lm knows has the keys {keys}: write messages, "
-            "prompt and completion, or text"
+            f"{where}: no format that mlx-lm knows has the keys {keys}",
+            "write messages, prompt and completion, or text",
         ) from error
 
 
@@ -232,14 +233,14 @@ def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:
             what = f"has no key {error}" if isinstance(error, KeyError) else one_line(error)
             raise UserError(f"{where(i)} cannot be tokenised: {what}") from None
         if len(tokens) == begin:
-            raise UserError(f"{where(i)} is empty: take the line out")
+            raise UserError(f"{where(i)} is empty", "take the line out")
         bounds.append((begin, len(tokens), start))
     return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
 
 
 def _order(rows: Any) -> np.ndarray:
-    """As mlx-lm cuts them into batches: it sorts rows, stably, by what it takes for their length,
-    which for rows of JSON is the number of their keys."""
+    """Return the order in which mlx-lm cuts rows into batches. It sorts them, stably, by what it
+    takes for their length, which for rows of JSON is the number of their keys."""
     length = CacheDataset(rows).itemlen
     return np.array(sorted(range(len(rows)), key=length), np.int64)
 
@@ -253,16 +254,18 @@ def _check_lengths(
         length = min(whole, options.max_seq_length)
         if max_positions is not None and length > max_positions:
             raise UserError(
-                f"{where(i)} has {whole} tokens, and the model's limit is {max_positions}: "
-                f"use --max-seq-length {max_positions} to cut it"
+                f"{where(i)} has {whole} tokens, and the model's limit is {max_positions}",
+                f"use --max-seq-length {max_positions} to cut it",
             )
         if whole > options.max_seq_length and options.long_sequences == "error":
             raise UserError(
                 f"{where(i)} has {whole} tokens, more than --max-seq-length "
-                f"{options.max_seq_length}: raise it, split the text, or use --long-sequences cut"
+                f"{options.max_seq_length}",
+                "raise it, split the text, or use --long-sequences cut",
             )
         if start >= length and options.long_sequences == "error":
             raise UserError(
                 f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
-                f"within --max-seq-length {options.max_seq_length}: raise it or take the line out"
+                f"within --max-seq-length {options.max_seq_length}",
+                "raise it or take the line out",
             )

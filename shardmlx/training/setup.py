@@ -1,4 +1,4 @@
-"""Everything a training run needs before its first step, on every rank."""
+"""Prepare a training run, on every rank, up to its first step."""
 
 from __future__ import annotations
 

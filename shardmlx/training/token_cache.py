@@ -1,4 +1,4 @@
-"""Tokenised data sets, kept on disk for the next run. Pure.
+"""Tokenised data sets, kept on disk for the next run. No MLX, no MPI.
 
 A file holds one set. Its name is a digest of all that decided its tokens, so that it is never out
 of date: other rows, another tokenizer, chat template or version make another file. It appears under
@@ -35,13 +35,13 @@ from shardmlx.engine.batches import Samples
 from shardmlx.modelfiles.sources import RECORD
 
 MAX_BYTES = 4 << 30
-"""Of all files together: a thousand million tokens."""
+"""Bytes of all files together at most: a thousand million tokens."""
 
 MAX_AGE = 30 * 24 * 3600.0
 """Seconds."""
 
 FORMAT = 1
-"""Of the files, and of the way from rows to tokens."""
+"""The version of the files, and of the way from rows to tokens."""
 
 _OPTIONS = (
     "mask_prompt",
@@ -56,7 +56,7 @@ _PACKAGES = (
 )
 _WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx"}
 _DATED = b"strftime_now"
-"""With this a chat template asks for the date."""
+"""The function with which a chat template asks for the date."""
 
 _NAME = re.compile(r"tokens-[0-9a-f]{64}\.safetensors")
 _PARTIAL = "partial-tokens-"
@@ -66,14 +66,13 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokenised:
-    """What became of a set's rows: a sample for each, and ``order``, in which they are cut into
-    batches."""
+    """A set's rows as tokens: a sample each, and the ``order`` in which they become batches."""
 
     samples: Samples
     order: np.ndarray
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of it."""
+        """Return the arrays by name."""
         return {
             "tokens": self.samples.tokens,
             "bounds": self.samples.bounds,
@@ -94,7 +93,7 @@ class DataCache:
         self._usable = True
 
     def find(self, rows: str) -> Tokenised | None:
-        """The set whose rows have that digest; None unless it is there, and sound."""
+        """Return the set whose rows have that digest; None unless it is there, and sound."""
         path = self._path(rows)
         try:
             content = path.read_bytes()
@@ -142,8 +141,10 @@ class DataCache:
 def open_cache(
     options: DataOptions, model_path: Path, warn: Callable[[str], None]
 ) -> DataCache | None:
-    """The cache that ``--data-cache`` names; None where it names none, or where nobody can know
-    what decides the tokens."""
+    """Open the cache that ``--data-cache`` names.
+
+    Returns None where it names none, or where nobody can know what decides the tokens.
+    """
     if options.data_cache == "none":
         return None
     recipe = recipe_of(options, model_path)
@@ -163,10 +164,10 @@ def _directory(option: str) -> Path:
 
 
 def recipe_of(options: DataOptions, model_path: Path) -> str | None:
-    """A digest of all that decides, for given rows, their tokens.
+    """Return a digest of all that decides, for given rows, their tokens.
 
-    None where that cannot be known: code that comes with the tokenizer may do anything, and a
-    chat template may ask for the date.
+    Returns None where that cannot be known: code that comes with the tokenizer may do anything,
+    and a chat template may ask for the date.
     """
     if options.trust_remote_code:
         return None
@@ -192,7 +193,7 @@ def recipe_of(options: DataOptions, model_path: Path) -> str | None:
 
 
 def _tokenizer_files(model_path: Path) -> Iterator[Path]:
-    """All that a tokenizer might be made of: what is no weight."""
+    """Yield all files that a tokenizer might be made of: those that are no weights."""
     for path in [*model_path.iterdir(), *model_path.glob("*/*.jinja")]:
         is_other = path.suffix in _WEIGHTS or path.name.startswith(".") or path.name == RECORD
         if not is_other and path.is_file():
@@ -200,7 +201,7 @@ def _tokenizer_files(model_path: Path) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str | None:
-    """Of a file's bytes; None if they ask for the date."""
+    """Return the digest of a file; None if it asks for the date."""
     digest, tail = hashlib.sha256(), b""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -212,7 +213,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _code() -> Iterator[Path]:
-    """What makes samples of rows: other code may have the same version."""
+    """Yield the files of code that makes samples of rows: other code may have the same version."""
     yield Path(__file__).with_name("datasets.py")
     for name in ("tuner/datasets.py", "tokenizer_utils.py"):
         yield Path(str(metadata.distribution("mlx-lm").locate_file(f"mlx_lm/{name}")))
@@ -231,7 +232,7 @@ def _pack(tokenised: Tokenised, name: str) -> bytes:
 
 
 def _unpack(content: bytes, name: str) -> Tokenised | None:
-    """None unless it is what was packed under that name."""
+    """Return the set that was packed under that name; None if the content is anything else."""
     try:
         arrays = load(content)
         digest = arrays.pop("digest")
@@ -252,7 +253,7 @@ def _digest_of(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _tidy(directory: Path) -> None:
-    """Remove, of our own files, those that are old, and those that are too much."""
+    """Remove our own files that are old, and those that are too much."""
     found = []
     for path in directory.iterdir():
         if _NAME.fullmatch(path.name) or path.name.startswith(_PARTIAL):

@@ -116,15 +116,11 @@ def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
 def test_optimizers_and_their_settings_are_those_of_mlx() -> None:
     import mlx.optimizers as optim
 
-    for name, cls in {
-        "adam": optim.Adam,
-        "adamw": optim.AdamW,
-        "muon": optim.Muon,
-        "sgd": optim.SGD,
-        "adafactor": optim.Adafactor,
-    }.items():
+    for name, facts in OPTIMIZERS.items():
+        cls = getattr(optim, facts.class_name)
+        assert cls.__name__.lower() == name
         settings = set(inspect.signature(cls).parameters) - {"learning_rate"}
-        assert set(OPTIMIZERS[name]) == settings, name
+        assert set(facts.settings) == settings, name
     assert len(OPTIMIZERS) == 5
 
 

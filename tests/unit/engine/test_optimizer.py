@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.engine.optimizer import OPTIMIZERS, Updater, build_optimizer
+from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError
 from shardmlx.models.slice import Slice

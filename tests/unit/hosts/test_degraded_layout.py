@@ -11,7 +11,7 @@ from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import load_given_config
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
-from shardmlx.hosts.degraded_layout import Layout, plan_again
+from shardmlx.hosts.degraded_layout import DegradedLayout, plan_again
 from shardmlx.partitioners import DoesNotFitError
 from tests.helpers.models_and_batches import tiny_config
 
@@ -22,7 +22,7 @@ def machines(count: int, **facts: float) -> list[Machine]:
     return [Machine(host=f"mac-{i}", **facts) for i in range(count)]  # type: ignore[arg-type]
 
 
-def layout(hosts: list[Machine], *options: str) -> Layout:
+def layout(hosts: list[Machine], *options: str) -> DegradedLayout:
     config, given = load_given_config(options)
     return plan_again(options, RunSpec.of(config), given, hosts, config.config)
 
@@ -57,7 +57,7 @@ def stage_map(tmp_path: Path) -> str:
 )
 def test_what_still_fits_stays(count: int, options: str, model: str) -> None:
     words = ("--model", model, *options.split())
-    assert layout(machines(count), *words) == Layout(
+    assert layout(machines(count), *words) == DegradedLayout(
         count, words, f"layout for {count} ranks: as given"
     )
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_becomes_one_pipeline(
 
 def test_more_ranks_than_layers_stay_unused(model: str) -> None:
     found = layout(machines(18), "--model", model)
-    assert found == Layout(
+    assert found == DegradedLayout(
         16, ("--model", model), "layout for 16 ranks, 2 unused: one pipeline of 16"
     )
 
