@@ -49,8 +49,9 @@ class OptimizerFacts:
     """An optimizer of mlx_lm.lora: its class in mlx.optimizers, the settings that it takes, and
     the copies of trained weights that it needs in memory.
 
-    ``states`` it keeps: Adafactor's rows and columns are few, and count for none. ``passing`` are
-    those of a layer that an update, or the norm before it, makes and drops.
+    ``states`` are the copies that it keeps: Adafactor's rows and columns are few and count for
+    none, but with a beta_1 it keeps one copy too. ``passing`` are the copies of a layer's weights
+    that an update, or the norm before it, makes and drops.
     """
 
     class_name: str

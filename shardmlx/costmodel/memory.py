@@ -13,27 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
+from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.layer_memory import FLOAT32, TrainingSetup, layer_memory
 from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED
 from shardmlx.pipeline.actions import Action, Kind
 
 __all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
-
-STATES: Mapping[str, int] = MappingProxyType(
-    {"adam": 2, "adamw": 2, "sgd": 1, "muon": 1, "adafactor": 0}
-)
-"""Copies of the trained weights that an optimizer of ``config.checks.OPTIMIZERS`` keeps.
-
-Adafactor's rows and columns are few, but with a beta_1 it keeps one copy too.
-"""
-
-UPDATED_AT_ONCE: Mapping[str, int] = MappingProxyType(
-    {"adam": 3, "adamw": 3, "sgd": 2, "muon": 5, "adafactor": 3}
-)
-"""Copies of a layer's trained weights that pass in an update, or in the norm before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +148,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         during_forward=round(held.during_forward),
         during_input=round(held.during_input),
         during_weight=round(_during_weight(stage, held.during_input, parameters, largest)),
-        during_update=UPDATED_AT_ONCE[setup.optimizer] * largest,
+        during_update=OPTIMIZERS[setup.optimizer].passing * largest,
         message=setup.message,
         tied=round(stage.tied),
         is_trained=parameters > 0,
@@ -171,7 +158,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
 def _states(setup: TrainingSetup) -> int:
     has_moment = setup.optimizer == "adafactor" and setup.first_moment
-    return STATES[setup.optimizer] + has_moment
+    return OPTIMIZERS[setup.optimizer].states + has_moment
 
 
 def _micro_batch(stage: _Stage) -> _MicroBatch:
