@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 after bad input. A failure at run time ends all ranks."""
+    """Run the command on this rank, and return its exit status: 0, or 2 after bad input.
+
+    A failure at run time ends all ranks.
+    """
     given = sys.argv[1:] if argv is None else argv
     return run_ranks(lambda rank: load_config(given, rank), lambda config: config.timeout, _load)
 

@@ -1,1 +1,1 @@
-"""Text through the pipeline, a token at a time."""
+"""Generation through the pipeline: chunked prefill, decode, sampling, KV caches."""

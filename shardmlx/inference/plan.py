@@ -88,10 +88,10 @@ def plan_inference(
     size = cluster.size
     limit = None if sizes.shape.model_type in CHOOSE_CACHES else config.max_kv_size
     most = min(config.batch_size, load.sequences)
-    # mlx-lm merges no caches that keep the beginning of a text.
+    # mlx-lm cannot merge rotating caches, which keep the first tokens of a sequence.
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
-    memory = _StageMemory(sizes, load, most, chunk, limit, cluster.backend)
+    memory = _GenerationMemory(sizes, load, most, chunk, limit, cluster.backend)
     can_divide = given is None and size > 1 and config.partitioner != "memory"
     needing_less = _how_to_need_less(memory, can_divide)
     cluster = within(cluster, budgets)
@@ -113,7 +113,7 @@ def plan_inference(
 
 
 @dataclass(frozen=True, slots=True)
-class _StageMemory:
+class _GenerationMemory:
     """The bytes that a stage holds, by its layers."""
 
     sizes: ModelSizes
@@ -129,12 +129,14 @@ class _StageMemory:
         return PlannedMemory(self.total(start, stop), self._bytes(start, stop, chunk=0))
 
     def total(self, start: int, stop: int) -> int:
+        """Return the most bytes that a stage of these layers holds."""
         return self._bytes(start, stop, self.chunk)
 
     def _bytes(self, start: int, stop: int, chunk: int) -> int:
         return inference_memory(self._setup(chunk), start, stop)
 
     def caches(self, start: int, stop: int) -> int:
+        """Return the bytes of its KV caches."""
         return kv_cache_memory(self._setup(self.chunk), start, stop)
 
     def _setup(self, chunk: int) -> GenerationSetup:
@@ -155,7 +157,7 @@ def planned_memory(
     plan: InferencePlan, sizes: ModelSizes, backend: str
 ) -> tuple[PlannedMemory, ...]:
     """Return the memory that the plan expects of each rank."""
-    memory = _StageMemory(sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
+    memory = _GenerationMemory(sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
 
 
@@ -185,7 +187,7 @@ def _divided(
     load: Load,
     sizes: ModelSizes,
     cluster: Cluster,
-    memory: _StageMemory,
+    memory: _GenerationMemory,
 ) -> StageMap:
     """Divide the layers; ``rows`` sequences are in a group. Raises ``DoesNotFitError``."""
     mesh = Mesh(1, cluster.size)
@@ -229,7 +231,9 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
-def _overfull(rank: int, budget: MemoryBudget, memory: _StageMemory, start: int, stop: int) -> str:
+def _overfull(
+    rank: int, budget: MemoryBudget, memory: _GenerationMemory, start: int, stop: int
+) -> str:
     needed, caches = memory.total(start, stop), memory.caches(start, stop)
     return (
         f"rank {rank} ({budget.host}) would hold {gibibytes(needed)} of its "
@@ -238,14 +242,14 @@ def _overfull(rank: int, budget: MemoryBudget, memory: _StageMemory, start: int,
     )
 
 
-def _sequences(memory: _StageMemory) -> str:
+def _sequences(memory: _GenerationMemory) -> str:
     if memory.load.capacity is not None:
         return f"{memory.load.capacity} tokens"
     sequences = "a sequence" if memory.most == 1 else f"{memory.most} sequences"
     return f"{sequences} of {memory.load.context} tokens"
 
 
-def _how_to_need_less(memory: _StageMemory, can_divide: bool) -> str:
+def _how_to_need_less(memory: _GenerationMemory, can_divide: bool) -> str:
     if memory.load.capacity is not None:
         fewer = "lower --cache-tokens"
     else:

@@ -45,6 +45,7 @@ class PromptReader:
 
     @property
     def has_template(self) -> bool:
+        """True if the model has a chat template."""
         return bool(self.tokenizer.has_chat_template)
 
     def text(self, prompt: str) -> tuple[int, ...]:

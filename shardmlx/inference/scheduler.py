@@ -26,6 +26,8 @@ from shardmlx.models.kv_cache import held
 
 
 class ItemKind(Enum):
+    """The kinds of items."""
+
     PREFILL = "prefill"
     """A chunk of one prompt. The prompt's last token enters with the first decode step; only where
     nothing else is to be computed does it make a chunk of its own, with which the sequence's first
@@ -33,7 +35,7 @@ class ItemKind(Enum):
     DECODE = "decode"
     """A token of every sequence in a group; their next tokens are sampled."""
     IDLE = "idle"
-    """Nothing to compute: the item carries news of ended sequences, and shows that the first rank
+    """An item without work: it carries news of ended sequences, and shows that the first rank
     is alive."""
     STOP = "stop"
     """The end: no more items come."""
@@ -97,10 +99,12 @@ class _DecodeGroup:
 
     @property
     def size(self) -> int:
+        """The number of sequences, those that join with the next step included."""
         return len(self.sequences) + len(self.joining)
 
     @property
     def is_ready(self) -> bool:
+        """True if the group may make a decode step."""
         return self.size > 0 and not self.in_flight
 
 

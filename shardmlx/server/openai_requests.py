@@ -145,10 +145,10 @@ def _check_vocabulary(tokens: Sequence[int], param: str, served: ServedModel) ->
             raise refused(f"{param}: token ids are from 0 to {most}, not {shown(token)}", param)
 
 
-def _check_number(texts: int, served: ServedModel) -> None:
-    if texts > served.most_requests:
+def _check_number(requests: int, served: ServedModel) -> None:
+    if requests > served.most_requests:
         raise refused(
-            f"the request is for {texts} texts: "
+            f"the request is for {requests} texts: "
             f"at most {served.most_requests} are served at a time",
             "n",
         )
