@@ -1,4 +1,4 @@
-"""Finds out which ranks have the model, and makes room on those that do not. All collective."""
+"""Find out which ranks have the model, and make room on those that do not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardmlx.loading.build import FILES_TO_DOWNLOAD, find_model
 from shardmlx.loading.hub_download import download_whole, open_repository, whole_snapshot
 from shardmlx.loading.manifest import TEXTS, ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.loading.transfer import Bundle, Layout, State, Weights
+from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
@@ -32,16 +33,25 @@ _NOT_ASKED = "--weights rank0"
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a rank has. ``why`` says why it lacks it. ``identity`` names the content."""
+    """What a rank has of a model. ``identity`` names the content; ``why`` says why it lacks it."""
 
-    state: State
+    holding: Holding
     identity: str = ""
     path: Path | None = None
     commit: str | None = None
     repository: Repository | None = None
-    blueprint: ModelManifest | None = None
+    manifest: ModelManifest | None = None
     files: Sequence[str] = ()
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What all ranks are told of what one has found."""
+
+    holding: Holding
+    identity: str
+    why: str
 
 
 def find_weights(
@@ -53,10 +63,10 @@ def find_weights(
     cache: str | None,
     adapters: str | None = None,
 ) -> Weights:
-    """Where each rank reads ``model`` and its ``adapters``, a directory or a safetensors file.
+    """Find where each rank reads ``model`` and its ``adapters``, a directory or a safetensors file.
 
     ``mode`` is --weights, ``cache`` the directory in which what a rank lacks is kept for
-    later runs. Raises ``AgreedError``.
+    later runs. All ranks must call it. Raises ``AgreedError``.
     """
     bundle = _find_model(transport, reporter, model, mode, cache)
     if not adapters:
@@ -79,34 +89,34 @@ def _find_model(
     identity, commit = transport.broadcast(first and (first.identity, first.commit), what=_LOOKING)
     found = first
     if found is None and mode == "rank0":
-        found = _Found(State.LACKS, why=_NOT_ASKED)
+        found = _Found(Holding.LACKS, why=_NOT_ASKED)
     if found is None:
         found = _look(model, is_here, identity, commit)
     return _settle(transport, reporter, found, f"--model {model}", mode, cache)
 
 
 def _look_first(model: str) -> _Found:
-    """On rank 0, who must have all that others may need, or be able to get it."""
+    """Look on rank 0, which must have all that others may need, or be able to get it."""
     repository = None if Path(model).exists() else _open(model)
     if repository is None:
         return _whole(find_model(model))
     snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
     try:
-        blueprint = _blueprint_of(repository)
+        manifest = _manifest_of(repository)
     except NoRanges:
         return _whole(snapshot or download_whole(repository, FILES_TO_DOWNLOAD))
     return _Found(
-        State.HUB if snapshot is None else State.WHOLE,
-        blueprint.key,
+        Holding.HUB if snapshot is None else Holding.WHOLE,
+        manifest.key,
         snapshot,
         repository.revision,
         repository,
-        blueprint,
+        manifest,
     )
 
 
 def _open(model: str) -> Repository | None:
-    """None where ``find_model`` has to say why, or finds what huggingface-hub has."""
+    """Open a repository; None where ``find_model`` says why not, or finds a cached one."""
     try:
         repository = open_repository(model)
     except UserError:
@@ -116,36 +126,36 @@ def _open(model: str) -> Repository | None:
 
 def _whole(path: Path) -> _Found:
     files = _weight_files(path)
-    return _Found(State.WHOLE, fingerprint(path, files), path, files=files)
+    return _Found(Holding.WHOLE, fingerprint(path, files), path, files=files)
 
 
 def _look(model: str, is_directory: bool, identity: str, commit: str | None) -> _Found:
-    """On the other ranks: what rank 0 has found may be here, or to be had, too."""
+    """Look on another rank: what rank 0 has found may be here, or to be had, too."""
     try:
         if is_directory:
             return _look_here(Path(model), _weight_files(Path(model)), identity)
         snapshot = whole_snapshot(model, commit, FILES_TO_DOWNLOAD)
         if commit is None:
             if snapshot is None:
-                return _Found(State.LACKS, why="the hub does not give it")
+                return _Found(Holding.LACKS, why="the hub does not give it")
             return _look_here(snapshot, _weight_files(snapshot), identity)
         if snapshot is not None:
-            return _Found(State.WHOLE, identity, snapshot, commit)
+            return _Found(Holding.WHOLE, identity, snapshot, commit)
         repository = open_repository(model, commit)
     except (UserError, OSError) as error:
-        return _Found(State.LACKS, why=one_line(error))
+        return _Found(Holding.LACKS, why=one_line(error))
     if repository is None:
-        return _Found(State.LACKS, why="the hub does not answer")
-    return _Found(State.HUB, identity, None, commit, repository)
+        return _Found(Holding.LACKS, why="the hub does not answer")
+    return _Found(Holding.HUB, identity, None, commit, repository)
 
 
 def _look_here(directory: Path, files: Sequence[str], identity: str) -> _Found:
     if not files:
-        return _Found(State.LACKS, why=f"{directory} is not there, or has no weights")
+        return _Found(Holding.LACKS, why=f"{directory} is not there, or has no weights")
     own = fingerprint(directory, files)
     if own != identity:
-        return _Found(State.LACKS, own, why=f"what is in {directory} differs from rank 0's")
-    return _Found(State.WHOLE, own, directory)
+        return _Found(Holding.LACKS, own, why=f"what is in {directory} differs from rank 0's")
+    return _Found(Holding.WHOLE, own, directory)
 
 
 def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: str) -> Bundle:
@@ -160,7 +170,7 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
 
     def look_first() -> _Found | None:
         try:
-            return _Found(State.WHOLE, fingerprint(directory, files), directory, files=files)
+            return _Found(Holding.WHOLE, fingerprint(directory, files), directory, files=files)
         except (UserError, OSError):
             return None  # whoever builds the model says what is wrong with them
 
@@ -169,14 +179,14 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
     if identity is None:
         return here
     if transport.rank != 0:
-        found = _Found(State.LACKS, why=_NOT_ASKED)
+        found = _Found(Holding.LACKS, why=_NOT_ASKED)
         if mode != "rank0":
             try:
                 there = [file for file in files if (directory / file).is_file()]
                 found = _look_here(directory, there, identity)
             except (UserError, OSError) as error:
-                found = _Found(State.LACKS, why=one_line(error))
-    bundle = _settle(transport, reporter, found or _Found(State.LACKS), name, mode, None)
+                found = _Found(Holding.LACKS, why=one_line(error))
+    bundle = _settle(transport, reporter, found or _Found(Holding.LACKS), name, mode, None)
     if is_file:
         bundle.path /= path.name
     return bundle
@@ -190,80 +200,107 @@ def _settle(
     mode: str,
     cache: str | None,
 ) -> Bundle:
-    """Agree on who has what, and make the copies."""
-    everyone = transport.all_gather((found.state, found.identity, found.why), _LOOKING)
-    states = tuple(state for state, _, _ in everyone)
-    lacking = [rank for rank, state in enumerate(states) if state is State.LACKS]
-    if lacking and mode == "local":
-        rank = lacking[0]
-        raise AgreedError(
-            f"{transport.name(rank)} lacks {name}: {everyone[rank][2]}: copy it there, or let the "
-            "rank have it from rank 0 with --weights auto"
-        )
-    if all(state is State.WHOLE for state in states) and found.path is not None:
-        return Bundle(transport, found.path)
-    for rank in lacking:
-        if everyone[rank][1]:
-            reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {everyone[rank][2]}")
-    blueprint: ModelManifest = transport.broadcast(
-        on_rank_0(transport, _LOOKING, lambda: _blueprint(found)), what=_LOOKING
+    """Agree on who has what, and make the copies. All ranks must call it."""
+    everyone: list[_Answer] = transport.all_gather(
+        _Answer(found.holding, found.identity, found.why), _LOOKING
     )
-    base, kept = _base(found.state, cache)
+    if mode == "local":
+        _check_all_have_it(transport, everyone, name)
+    if found.path is not None and all(each.holding is Holding.WHOLE for each in everyone):
+        return Bundle(transport, found.path)
+    _warn_of_other_content(transport, reporter, everyone, name)
+    manifest = transport.broadcast(
+        on_rank_0(transport, _LOOKING, lambda: _manifest(found)), what=_LOOKING
+    )
+    base, kept = _base(found.holding, cache)
     disks = find_disks(transport, base, make=kept)
-    keepers = _keepers(states, disks)
-    for rank in sorted({*keepers} - {r for r, s in enumerate(states) if s is State.WHOLE}):
-        if disks.problems[rank] is not None:
-            raise AgreedError(
-                f"{transport.name(rank)} cannot keep its part of {name}: {disks.problems[rank]}: "
-                "name a directory that it may write to with --weight-cache"
-            )
-    layout = Layout(states, keepers, blueprint)
-    copy: PartialCopy | None = None
+    holdings = tuple(each.holding for each in everyone)
+    weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
+    _check_disks(transport, weight_map, disks, name)
+    return _make_copies(transport, found, weight_map, base, kept)
 
-    def make() -> None:
-        nonlocal copy
-        if found.state is not State.WHOLE and keepers[transport.rank] == transport.rank:
-            directory = base / blueprint.key if kept else Path(_new_directory(base))
-            copy = PartialCopy(directory, blueprint, kept=kept)
+
+def _check_all_have_it(transport: Transport, everyone: Sequence[_Answer], name: str) -> None:
+    for rank, answer in enumerate(everyone):
+        if answer.holding is Holding.LACKS:
+            raise AgreedError(
+                f"{transport.name(rank)} lacks {name}: {answer.why}",
+                "copy it there, or let the rank have it from rank 0 with --weights auto",
+            )
+
+
+def _warn_of_other_content(
+    transport: Transport, reporter: Reporter, everyone: Sequence[_Answer], name: str
+) -> None:
+    for rank, answer in enumerate(everyone):
+        if answer.holding is Holding.LACKS and answer.identity:
+            reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {answer.why}")
+
+
+def _check_disks(transport: Transport, weight_map: WeightMap, disks: Disks, name: str) -> None:
+    for rank in sorted(set(weight_map.keepers)):
+        problem = disks.problems[rank]
+        if problem is not None and weight_map.holdings[rank] is not Holding.WHOLE:
+            raise AgreedError(
+                f"{transport.name(rank)} cannot keep its part of {name}: {problem}",
+                "name a directory that it may write to with --weight-cache",
+            )
+
+
+def _make_copies(
+    transport: Transport, found: _Found, weight_map: WeightMap, base: Path, kept: bool
+) -> Bundle:
+    """Make this rank's copy, if it keeps one, and find its keeper's. All ranks must call it."""
+    keeper = weight_map.keepers[transport.rank]
+    with ExitStack() as on_failure:
+
+        def make() -> PartialCopy | None:
+            if found.holding is Holding.WHOLE or keeper != transport.rank:
+                return None
+            manifest = weight_map.manifest
+            directory = base / manifest.key if kept else _new_directory(base)
+            copy = PartialCopy(directory, manifest, kept=kept)
+            on_failure.callback(_discard, copy, kept)
             if transport.rank == 0 and found.repository is not None:
                 _fetch_small_files(found.repository, directory)
+            return copy
 
-    try:
-        on_all_ranks(transport, "making room for the weights", make)
+        copy = on_all_ranks(transport, "making room for the weights", make)
         places = transport.all_gather(None if copy is None else str(copy.directory), _LOOKING)
-        place = found.path or Path(places[keepers[transport.rank]])
-        return Bundle(
+        bundle = Bundle(
             transport,
-            place,
-            layout,
+            found.path or Path(places[keeper]),
+            weight_map,
             copy=copy,
-            repository=found.repository if found.state is State.HUB else None,
+            repository=found.repository if found.holding is Holding.HUB else None,
             temporary=not kept,
         )
-    except BaseException:
-        if copy is not None:
-            copy.close()
-            if not kept:
-                shutil.rmtree(copy.directory, ignore_errors=True)
-        raise
+        on_failure.pop_all()
+    return bundle
 
 
-def _keepers(states: Sequence[State], disks: Disks) -> tuple[int, ...]:
-    """Of those that see the same disk one writes, rather one that can ask the hub."""
-    keepers = list(range(len(states)))
+def _discard(copy: PartialCopy, kept: bool) -> None:
+    copy.close()
+    if not kept:
+        shutil.rmtree(copy.directory, ignore_errors=True)
+
+
+def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
+    """Return who writes for each rank: one of those that see its disk, best one with the hub."""
+    keepers = list(range(len(holdings)))
     for group in disks.groups:
         writing = [
-            *(rank for rank in group if states[rank] is State.HUB),
-            *(rank for rank in group if states[rank] is State.LACKS),
+            *(rank for rank in group if holdings[rank] is Holding.HUB),
+            *(rank for rank in group if holdings[rank] is Holding.LACKS),
         ]
         for rank in writing:
             keepers[rank] = writing[0]
     return tuple(keepers)
 
 
-def _base(state: State, cache: str | None) -> tuple[Path, bool]:
-    """Where a rank keeps its copy, and whether for later runs too."""
-    if state is State.WHOLE or (cache is None and state is State.LACKS):
+def _base(holding: Holding, cache: str | None) -> tuple[Path, bool]:
+    """Return where a rank keeps its copy, and whether for later runs too."""
+    if holding is Holding.WHOLE or (cache is None and holding is Holding.LACKS):
         return Path(tempfile.gettempdir()), False
     if cache is not None:
         return Path(cache).expanduser().absolute(), True
@@ -271,19 +308,19 @@ def _base(state: State, cache: str | None) -> tuple[Path, bool]:
     return cache_directory("weights"), True
 
 
-def _new_directory(base: Path) -> str:
+def _new_directory(base: Path) -> Path:
     try:
-        return tempfile.mkdtemp(prefix="shardmlx-weights-", dir=base)
+        return Path(tempfile.mkdtemp(prefix="shardmlx-weights-", dir=base))
     except OSError as error:
         raise UserError(
-            f"cannot write to {base}: {error.strerror or error}: set TMPDIR, or name a directory "
-            "with --weight-cache"
+            f"cannot write to {base}: {error.strerror or error}",
+            "set TMPDIR, or name a directory with --weight-cache",
         ) from None
 
 
-def _blueprint(found: _Found) -> ModelManifest:
-    if found.blueprint is not None or found.path is None:
-        return found.blueprint  # type: ignore[return-value]  # of a repository there is one
+def _manifest(found: _Found) -> ModelManifest:
+    if found.manifest is not None or found.path is None:
+        return found.manifest  # type: ignore[return-value]  # of a repository there is one
     return read_model_manifest(found.path, found.files, found.identity)
 
 
@@ -291,8 +328,8 @@ def _weight_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob(MODEL_FILES))
 
 
-def _blueprint_of(repository: Repository) -> ModelManifest:
-    """What a copy of a repository begins with. ``UserError``, ``NoRanges``."""
+def _manifest_of(repository: Repository) -> ModelManifest:
+    """Return what a copy of a repository begins with. Raises ``UserError`` or ``NoRanges``."""
     files = read_model(repository)
     if files.faults:
         raise UserError(files.faults[0])
@@ -306,7 +343,7 @@ def _blueprint_of(repository: Repository) -> ModelManifest:
 
 
 def _fetch_small_files(repository: Repository, directory: Path) -> None:
-    """The tokenizer, and what else is no weight."""
+    """Fetch the tokenizer, and what else is no weight."""
     for file in repository.files:
         is_wanted = any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
         if is_wanted and "/" not in file and not file.endswith(SUFFIX):

@@ -38,9 +38,9 @@ class PartialCopy:
     any other may read what is complete. ``UserError`` where the disk does not take it.
     """
 
-    def __init__(self, directory: Path, blueprint: ModelManifest, *, kept: bool) -> None:
+    def __init__(self, directory: Path, manifest: ModelManifest, *, kept: bool) -> None:
         self.directory = directory
-        self._tensors = blueprint.tensors()
+        self._tensors = manifest.tensors()
         self._kept = kept
         self._complete: dict[str, bytes] = {}
         self._pending: list[str] = []
@@ -51,10 +51,10 @@ class PartialCopy:
             directory.mkdir(parents=True, exist_ok=True)
             if kept:
                 self._take_lock()
-            for name, text in blueprint.texts.items():
+            for name, text in manifest.texts.items():
                 _write_anew(directory / name, text)
-            for file, head in blueprint.heads.items():
-                self._files[file] = _open_sparse(directory / file, head, blueprint.sizes[file])
+            for file, head in manifest.heads.items():
+                self._files[file] = _open_sparse(directory / file, head, manifest.sizes[file])
             if kept:
                 flush_directory(directory)
         except OSError as error:

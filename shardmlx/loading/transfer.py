@@ -2,7 +2,7 @@
 
 A rank that lacks the model builds it from a copy of which it has only the head, and is sent the
 tensors of its stages: by rank 0, by a rank that has the model too, or by a replica that passes on
-what it receives. All methods that say so are collective.
+what it receives.
 """
 
 from __future__ import annotations
@@ -10,25 +10,19 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-import numpy as np
-
-from shardmlx.common.digests import DIGEST_BYTES, new_digest
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Bar, Reporter
-from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import on_all_ranks
-from shardmlx.distributed.byte_stream import incoming
-from shardmlx.distributed.messages import OBJECT_TAG, Handle
 from shardmlx.distributed.transport import Transport
+from shardmlx.loading.chains import Read, send_tensors
 from shardmlx.loading.hub_download import download
-from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
+from shardmlx.loading.manifest import ModelManifest, is_needed, plan_transfers
 from shardmlx.loading.partial_copy import PartialCopy, check_present, read_exactly
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import PlacedTensor
@@ -38,7 +32,7 @@ from shardmlx.models.slice import Slice
 _MEGABYTE = 10**6
 
 
-class State(Enum):
+class Holding(Enum):
     """What a rank has of the model before anything is sent."""
 
     WHOLE = "has it"
@@ -47,29 +41,49 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What all ranks know of each: its state, and who brings and writes what it needs, the
-    ``keeper``: itself, or another rank that sees the same disk."""
+class WeightMap:
+    """What each rank has, and which rank brings and writes what it needs; the same on all ranks.
 
-    states: tuple[State, ...]
+    That rank is its ``keeper``: itself, or another rank that sees the same disk.
+    """
+
+    holdings: tuple[Holding, ...]
     keepers: tuple[int, ...]
-    blueprint: ModelManifest
+    manifest: ModelManifest
+
+    def to_bring(self, needed: Sequence[set[str]]) -> dict[int, set[str]]:
+        """Return, by keeper, the tensors that it brings, where rank r needs ``needed[r]``."""
+        wanted: dict[int, set[str]] = {}
+        for rank, names in enumerate(needed):
+            if names:
+                wanted.setdefault(self.keepers[rank], set()).update(names)
+        if Holding.WHOLE not in self.holdings:
+            # Rank 0 is then the one that must have what others are sent.
+            for rank, names in list(wanted.items()):
+                if self.holdings[rank] is Holding.LACKS:
+                    wanted.setdefault(0, set()).update(names)
+        return wanted
 
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes that a rank has got."""
+    """Bytes that a rank has got, by where from."""
 
     received: int = 0
     downloaded: int = 0
     kept: int = 0
 
+    @property
+    def total(self) -> int:
+        """All bytes that the rank has got."""
+        return self.received + self.downloaded + self.kept
+
 
 class Bundle:
     """The files of a model, or of adapters, as this rank sees them.
 
-    ``path`` is what to build from: the ``directory``, or a file in it. ``layout`` is None where
-    every rank has them. ``copy`` and ``repository`` are the keeper's;
+    ``path`` is what to build from: the ``directory``, or a file in it. ``weight_map`` is None where
+    every rank has them. ``copy`` and ``repository`` are the keeper's.
     ``temporary``: nobody needs the names of the files once they are open.
     """
 
@@ -77,7 +91,7 @@ class Bundle:
         self,
         transport: Transport,
         directory: Path,
-        layout: Layout | None = None,
+        weight_map: WeightMap | None = None,
         *,
         copy: PartialCopy | None = None,
         repository: Repository | None = None,
@@ -86,58 +100,56 @@ class Bundle:
         self.path = directory
         self._directory = directory
         self._transport = transport
-        self._layout = layout
+        self._map = weight_map
         self._copy = copy
         self._repository = repository
         self._temporary = temporary
         self._present: set[str] = set()
 
     @property
-    def read(self) -> Callable[[str, int, int], bytes] | None:
-        """So many bytes of a file from an offset on, where it is only partly here."""
+    def read(self) -> Read | None:
+        """Function that reads a file which is only partly here; None where all are whole."""
         return None if self._repository is None else self._repository.part
 
     def check(self, start: int, stop: int, shape: ModelShape) -> None:
         """Raise ``RuntimeError`` unless all that a stage reads is here."""
-        if self._layout is None or self._state is State.WHOLE:
+        if self._map is None or self._holding is Holding.WHOLE:
             return
-        tensors = self._layout.blueprint.tensors()
+        tensors = self._map.manifest.tensors()
         needed = [name for name in tensors if is_needed(name, shape, start, stop)]
         check_present(needed, self._present, tensors, self._directory)
 
     def fill(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
     ) -> None:
-        """Bring what the stages of this rank read, each a range of layers. Collective.
+        """Bring what the stages of this rank read, each a range of layers. All ranks must call it.
 
         Every rank has built its model before, so that its files are open.
         """
-        if self._layout is None:
+        if self._map is None:
             return
-        tensors = self._layout.blueprint.tensors()
+        started = time.monotonic()
+        tensors = self._map.manifest.tensors()
         mine: set[str] = set()
-        if self._state is not State.WHOLE:
+        if self._holding is not Holding.WHOLE:
             mine = {
                 name
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
-        started = time.monotonic()
-        moved = _Filling(
-            self._transport, self._layout, tensors, self._copy, self._directory, what
-        ).run(mine, self._repository, reporter, self._unname)
+        moved = self._bring(self._map, tensors, mine, reporter, what)
         self._present = mine
         self._say(moved, time.monotonic() - started, reporter, what)
 
     def close(self) -> None:
-        """What is temporary is gone, also where loading failed. May be called again."""
+        """Remove what is temporary, also where loading failed. May be called again."""
         self._unname()
         if self._copy is not None:
             self._copy.close()
 
     @property
-    def _state(self) -> State:
-        return State.WHOLE if self._layout is None else self._layout.states[self._transport.rank]
+    def _holding(self) -> Holding:
+        return Holding.WHOLE if self._map is None else self._map.holdings[self._transport.rank]
 
     def _unname(self) -> None:
         """Take the names of temporary files away: so they go with this process, however it ends.
@@ -146,6 +158,80 @@ class Bundle:
         """
         if self._temporary and self._copy is not None:
             shutil.rmtree(self._copy.directory, ignore_errors=True)
+
+    def _bring(
+        self,
+        weight_map: WeightMap,
+        tensors: Mapping[str, PlacedTensor],
+        mine: set[str],
+        reporter: Reporter,
+        what: str,
+    ) -> Moved:
+        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order."""
+        transport, me, loading = self._transport, self._transport.rank, f"loading {what}"
+        wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
+        self._unname()  # all ranks have built their models
+
+        there, missing = on_all_ranks(transport, loading, lambda: self._compare(wanted))
+        moved = Moved(kept=_nbytes(there, tensors))
+
+        on_all_ranks(transport, loading, lambda: self._download(missing, tensors, reporter, what))
+        if self._repository is not None:
+            moved.downloaded = _nbytes(missing, tensors)
+            there, missing = there | missing, set()
+
+        everyone = transport.all_gather((there, missing), loading)
+        transfers = plan_transfers(
+            tensors,
+            [rank for rank, held in enumerate(weight_map.holdings) if held is Holding.WHOLE],
+            {rank: has for rank, (has, _) in enumerate(everyone) if has},
+            {rank: lacks for rank, (_, lacks) in enumerate(everyone) if lacks},
+        )
+        through_me = [transfer.name for transfer in transfers if me in transfer.chain]
+        with ExitStack() as stack:
+            bar = stack.enter_context(_bar(reporter, what, _nbytes(through_me, tensors)))
+            moved.received = send_tensors(
+                transport, transfers, tensors, self._reader(stack), self._copy, _Progress(bar)
+            )
+        if self._copy is not None:
+            self._copy.flush()
+        # A rank that reads what another has written waits for it.
+        transport.barrier(loading)
+        return moved
+
+    def _compare(self, wanted: set[str]) -> tuple[set[str], set[str]]:
+        """Return (there, missing) of this keeper; ``UserError`` if there is no room for it."""
+        if self._copy is None:
+            return set(), set()
+        sound = self._copy.sound(wanted)
+        self._copy.check_room(wanted - sound)
+        return sound, wanted - sound
+
+    def _download(
+        self,
+        missing: set[str],
+        tensors: Mapping[str, PlacedTensor],
+        reporter: Reporter,
+        what: str,
+    ) -> None:
+        if self._repository is None or self._copy is None or not missing:
+            return
+        with _bar(reporter, what, _nbytes(missing, tensors)) as bar:
+            download(self._repository, self._copy, missing, tensors, _Progress(bar))
+
+    def _reader(self, stack: ExitStack) -> Read:
+        """Return what reads this rank's own files, of which each is opened once."""
+        if self._copy is not None:
+            return self._copy.read
+        opened: dict[str, int] = {}
+
+        def read(file: str, offset: int, count: int) -> bytes:
+            if file not in opened:
+                opened[file] = os.open(self._directory / file, os.O_RDONLY)
+                stack.callback(os.close, opened[file])
+            return read_exactly(opened[file], offset, count, str(self._directory / file))
+
+        return read
 
     def _say(self, moved: Moved, seconds: float, reporter: Reporter, what: str) -> None:
         everyone = self._transport.gather(moved, what=f"loading {what}")
@@ -158,7 +244,7 @@ class Bundle:
         }
         parts = [f"{gibibytes(nbytes)} {way}" for way, nbytes in ways.items() if nbytes]
         who = [
-            f"{self._transport.name(rank)} {gibibytes(m.received + m.downloaded + m.kept)}"
+            f"{self._transport.name(rank)} {gibibytes(m.total)}"
             for rank, m in enumerate(everyone)
             if m != Moved()
         ]
@@ -166,164 +252,19 @@ class Bundle:
             reporter.say(f"{what}: {', '.join(parts)} in {seconds:.1f} s ({', '.join(who)})")
 
 
-@dataclass
-class _Filling:
-    """One ``Bundle.fill``."""
+def _nbytes(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> int:
+    return sum(tensors[name].nbytes for name in names)
 
-    transport: Transport
-    layout: Layout
-    tensors: Mapping[str, PlacedTensor]
-    copy: PartialCopy | None
-    directory: Path
-    what: str
-    moved: Moved = field(default_factory=Moved)
 
-    def run(
-        self,
-        mine: Collection[str],
-        repository: Repository | None,
-        reporter: Reporter,
-        all_have_built: Callable[[], None],
-    ) -> Moved:
-        transport, copy, me = self.transport, self.copy, self.transport.rank
-        loading = f"loading {self.what}"
-        wanted = self._wanted(transport.all_gather(set(mine), loading))
-        all_have_built()
-        sound, missing = on_all_ranks(
-            transport, loading, lambda: self._compare(wanted.get(me, set()))
-        )
-        if copy is not None and repository is not None:
-            self.moved.downloaded = copy.nbytes(missing)
-        on_all_ranks(transport, loading, lambda: self._download(repository, missing, reporter))
-        if repository is not None:
-            sound, missing = sound | missing, set()
-        everyone = transport.all_gather((sound, missing), loading)
-        whole = [rank for rank, s in enumerate(self.layout.states) if s is State.WHOLE]
-        transfers = plan_transfers(
-            self.tensors,
-            whole,
-            {rank: there for rank, (there, _) in enumerate(everyone) if there},
-            {rank: lacks for rank, (_, lacks) in enumerate(everyone) if lacks},
-        )
-        with self._bar(reporter, self._nbytes(t.name for t in transfers if me in t.chain)) as bar:
-            self._transfer(transfers, _Progress(bar))
-        if copy is not None:
-            copy.flush()
-        # Who reads what another has written waits for it.
-        transport.barrier(loading)
-        return self.moved
-
-    def _wanted(self, needed: Sequence[set[str]]) -> dict[int, set[str]]:
-        """By keeper, the tensors that it brings: for itself, and for who sees the same disk."""
-        layout = self.layout
-        wanted: dict[int, set[str]] = {}
-        for rank, names in enumerate(needed):
-            if names:
-                wanted.setdefault(layout.keepers[rank], set()).update(names)
-        if State.WHOLE not in layout.states:
-            # Rank 0 is then the one that must have what others are sent.
-            for rank, names in list(wanted.items()):
-                if layout.states[rank] is State.LACKS:
-                    wanted.setdefault(0, set()).update(names)
-        return wanted
-
-    def _compare(self, wanted: set[str]) -> tuple[set[str], set[str]]:
-        """(there, missing) of this keeper; ``UserError`` if there is no room for it."""
-        if self.copy is None:
-            return set(), set()
-        sound = self.copy.sound(wanted)
-        self.moved.kept = self.copy.nbytes(sound)
-        self.copy.check_room(wanted - sound)
-        return sound, wanted - sound
-
-    def _download(
-        self, repository: Repository | None, missing: set[str], reporter: Reporter
-    ) -> None:
-        if repository is None or self.copy is None or not missing:
-            return
-        with self._bar(reporter, self._nbytes(missing)) as bar:
-            download(repository, self.copy, missing, self.tensors, _Progress(bar))
-
-    def _transfer(self, transfers: Sequence[Transfer], advance: Callable[[int], None]) -> None:
-        me = self.transport.rank
-        with ExitStack() as stack:
-            read = self._reader(stack)
-            for transfer in transfers:
-                if me == transfer.chain[0]:
-                    self._send(transfer, read, advance)
-                elif me in transfer.chain:
-                    self._relay(transfer, advance)
-
-    def _reader(self, stack: ExitStack) -> Callable[[str, int, int], bytes]:
-        """Reads this rank's own files, of which each is opened once."""
-        if self.copy is not None:
-            return self.copy.read
-        opened: dict[str, int] = {}
-
-        def read(file: str, offset: int, count: int) -> bytes:
-            if file not in opened:
-                opened[file] = os.open(self.directory / file, os.O_RDONLY)
-                stack.callback(os.close, opened[file])
-            return read_exactly(opened[file], offset, count, str(self.directory / file))
-
-        return read
-
-    def _send(
-        self,
-        transfer: Transfer,
-        read: Callable[[str, int, int], bytes],
-        advance: Callable[[int], None],
-    ) -> None:
-        place = self.tensors[transfer.name]
-        outgoing = _Outgoing(self.transport, transfer, self._doing(transfer))
-        digest = new_digest()
-        step = byte_stream.PIECE_BYTES
-        for start in range(place.start, place.end, step):
-            piece = read(place.file, start, min(step, place.end - start))
-            outgoing.send(piece)
-            digest.update(piece)
-            advance(len(piece))
-        outgoing.send(digest.digest())
-        outgoing.close()
-
-    def _relay(self, transfer: Transfer, advance: Callable[[int], None]) -> None:
-        """Write a tensor as it comes, and pass it on."""
-        copy, place = self.copy, self.tensors[transfer.name]
-        if copy is None:
-            raise ValueError(f"{transfer.name} is sent to a rank that keeps no copy")
-        transport, what = self.transport, self._doing(transfer)
-        peer = transfer.chain[transfer.chain.index(transport.rank) - 1]
-        outgoing = _Outgoing(transport, transfer, what)
-        digest, offset = new_digest(), place.start
-        for piece in incoming(transport, place.nbytes, peer, OBJECT_TAG, what):
-            outgoing.send(piece)
-            digest.update(piece)
-            copy.write(place.file, offset, piece)
-            offset += len(piece)
-            advance(len(piece))
-        (expected,) = incoming(transport, DIGEST_BYTES, peer, OBJECT_TAG, what)
-        outgoing.send(expected)
-        if expected != digest.digest():
-            raise RuntimeError(f"{what}: it came damaged from {transport.name(peer)}")
-        outgoing.close()
-        copy.add(transfer.name, digest.digest())
-        self.moved.received += place.nbytes
-
-    def _doing(self, transfer: Transfer) -> str:
-        return f"{self.transport.name(self.transport.rank)}, loading {transfer.name}"
-
-    def _nbytes(self, names: Iterable[str]) -> int:
-        return sum(self.tensors[name].nbytes for name in names)
-
-    def _bar(self, reporter: Reporter, nbytes: int) -> AbstractContextManager[Bar | None]:
-        """In megabytes; none where this rank has nothing to do."""
-        if not nbytes:
-            return nullcontext()
-        return reporter.bar(f"{self.what}, MB", max(1, nbytes // _MEGABYTE))
+def _bar(reporter: Reporter, what: str, nbytes: int) -> AbstractContextManager[Bar | None]:
+    """Return a progress bar in megabytes; none where this rank has nothing to do."""
+    if not nbytes:
+        return nullcontext()
+    return reporter.bar(f"{what}, MB", max(1, nbytes // _MEGABYTE))
 
 
 class _Progress:
-    """Tells a bar in megabytes what comes in bytes."""
+    """A function of bytes that come, which tells a bar in megabytes."""
 
     def __init__(self, bar: Bar | None) -> None:
         self._bar = bar
@@ -336,37 +277,6 @@ class _Progress:
             self._bar.advance(self._nbytes // _MEGABYTE - before)
 
 
-class _Outgoing:
-    """Pieces to the next rank of a chain, as they are, two on their way at most; to nobody from
-    the last."""
-
-    def __init__(self, transport: Transport, transfer: Transfer, what: str) -> None:
-        chain = transfer.chain
-        after = chain.index(transport.rank) + 1
-        self._peer = chain[after] if after < len(chain) else None
-        self._transport = transport
-        self._what = what
-        self._sent: deque[Handle] = deque()
-
-    def send(self, piece: bytes | memoryview) -> None:
-        if self._peer is None:
-            return
-        array = np.frombuffer(piece, np.uint8)
-        self._sent.append(self._transport.send(array, self._peer, OBJECT_TAG))
-        self._wait(most=2)
-
-    def close(self) -> None:
-        """Return once the peer has everything."""
-        self._wait(most=0)
-
-    def _wait(self, most: int) -> None:
-        while len(self._sent) > most:
-            self._transport.wait(
-                self._sent.popleft(),
-                lambda: f"{self._what}, sending to {self._transport.name(self._peer or 0)}",
-            )
-
-
 class Weights:
     """A model and what is added to it, on every rank. To be closed, also where loading failed."""
 
@@ -377,7 +287,7 @@ class Weights:
         self.adapters = None if adapters is None else str(adapters.path)
 
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
-        """Read this rank's slices, once what they read is here. Collective.
+        """Read this rank's slices, once what they read is here. All ranks must call it.
 
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
@@ -392,6 +302,7 @@ class Weights:
         self.close()
 
     def close(self) -> None:
+        """Close model and adapters. May be called again."""
         for bundle in self._bundles.values():
             bundle.close()
 

@@ -21,7 +21,7 @@ from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
-from shardmlx.loading import partial_copy, transfer
+from shardmlx.loading import chains, partial_copy
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.manifest import read_model_manifest
@@ -126,15 +126,15 @@ class Traffic:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: dict[tuple[int, int], int] = {}
-        send = transfer._Outgoing.send
+        send = chains._Outgoing.send
 
-        def counted(outgoing: transfer._Outgoing, piece: bytes | memoryview) -> None:
+        def counted(outgoing: chains._Outgoing, piece: bytes | memoryview) -> None:
             if outgoing._peer is not None and len(piece) > DIGEST_BYTES:
                 pair = (outgoing._transport.rank, outgoing._peer)
                 self.sent[pair] = self.sent.get(pair, 0) + len(piece)
             send(outgoing, piece)
 
-        monkeypatch.setattr(transfer._Outgoing, "send", counted)
+        monkeypatch.setattr(chains._Outgoing, "send", counted)
 
 
 @pytest.fixture
@@ -385,13 +385,13 @@ def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Pa
 def test_bytes_that_change_on_their_way_are_noticed(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = transfer._Outgoing.send
+    send = chains._Outgoing.send
 
     def spoiling(outgoing: Any, piece: bytes | memoryview) -> None:
         wrong = bytes(len(piece)) if len(piece) > DIGEST_BYTES else piece
         send(outgoing, wrong)
 
-    monkeypatch.setattr(transfer._Outgoing, "send", spoiling)
+    monkeypatch.setattr(chains._Outgoing, "send", spoiling)
     with pytest.raises(
         RuntimeError,
         match=r"^rank 1 on localhost, loading model\..*: it came damaged from rank 0 on localhost$",
