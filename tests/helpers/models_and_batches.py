@@ -274,6 +274,14 @@ class Expected:
     model: nn.Module
     batch: Batch
 
+    def for_plan(self, plan: Plan) -> Expected:
+        """Return the same for a plan that cuts the batch into the same micro-batches."""
+        cut = plan.mesh.dp, plan.rows, plan.micro_batch_size
+        assert cut == (self.plan.mesh.dp, self.plan.rows, self.plan.micro_batch_size)
+        other = Expected(plan, self.model, self.batch)
+        vars(other)["_run"] = self._run  # computed once for all of them
+        return other
+
     @cached_property
     def _run(self) -> tuple[list[float], Gradients]:
         dp, size = self.plan.mesh.dp, self.plan.micro_batch_size

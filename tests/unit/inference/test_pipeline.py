@@ -83,7 +83,14 @@ def expected(
     chunk: int = 2048,
     max_kv_size: int | None = None,
 ) -> list[int]:
-    """What mlx-lm generates in one process."""
+    """Return what mlx-lm generates in one process."""
+    return list(in_one_process(variant, tuple(tokens), count, chunk, max_kv_size))
+
+
+@cache
+def in_one_process(
+    variant: str, tokens: tuple[int, ...], count: int, chunk: int, max_kv_size: int | None
+) -> tuple[int, ...]:
     steps = generate_step(
         mx.array(list(tokens)),
         models(variant)[-1],
@@ -91,7 +98,7 @@ def expected(
         prefill_step_size=chunk,
         max_kv_size=max_kv_size,
     )
-    return [token for token, _ in steps]
+    return tuple(token for token, _ in steps)
 
 
 def generate(
