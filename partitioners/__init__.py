@@ -23,6 +23,7 @@ from shardmlx.partitioners.plugins import load_plugin, plugin_names
 from shardmlx.partitioners.problem import Partitioner, Problem
 from shardmlx.partitioners.profiled import profiled
 from shardmlx.partitioners.uniform import uniform
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
     {
@@ -51,8 +52,10 @@ __all__ = [
     "PARTITIONERS",
     "DoesNotFitError",
     "LayerCosts",
+    "Partition",
     "Partitioner",
     "Problem",
+    "StageMap",
     "balanced",
     "get_partitioner",
     "hetero",

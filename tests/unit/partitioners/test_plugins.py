@@ -14,7 +14,7 @@ from shardmlx.errors import UserError
 
 def mine(problem):
     "The last machine takes all that it can."
-    from shardmlx.pipeline.stage_map import Partition
+    from shardmlx.partitioners import Partition
     ones = [1] * (problem.num_stages - 1)
     return problem.stage_map(Partition.from_sizes([*ones, problem.num_layers - len(ones)]))
 
@@ -22,7 +22,7 @@ def nothing(problem):
     return None
 
 def few(problem):
-    from shardmlx.pipeline.stage_map import Partition, StageMap
+    from shardmlx.stage_map import Partition, StageMap  # as in version 0.1
     return StageMap(Partition.from_sizes([problem.num_layers - 1]), (0,))
 
 number = 3

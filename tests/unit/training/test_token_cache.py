@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx_lm.tokenizer_utils
+import mlx_lm.tuner.datasets
 import pytest
 
 import shardmlx.training.datasets
@@ -201,6 +203,20 @@ def test_another_version_makes_other_tokens(model: Path, monkeypatch: pytest.Mon
     before = recipe_of(OPTIONS, model)
     monkeypatch.setattr(token_cache, "_version", lambda package: "99")
     assert recipe_of(OPTIONS, model) != before
+
+
+def test_other_code_makes_other_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that makes samples is found where it is: else nothing would ever be kept."""
+    before, digest = recipe_of(OPTIONS, model), token_cache._digest
+    assert before is not None
+    for module in (shardmlx.training.datasets, mlx_lm.tuner.datasets, mlx_lm.tokenizer_utils):
+        code = Path(str(module.__file__))
+
+        def other(path: Path, code: Path = code) -> str | None:
+            return "other code" if path.samefile(code) else digest(path)
+
+        monkeypatch.setattr(token_cache, "_digest", other)
+        assert recipe_of(OPTIONS, model) not in (before, None), code
 
 
 def test_what_decides_no_token_is_left_out(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""The tests mirror the tree, and share nothing but their helpers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+PACKAGE = TESTS.parent / "shardmlx"
+FILES = sorted(TESTS.rglob("*.py"))
+
+OF_NO_PACKAGE = {"commands", "house", "scripts"}
+"""Directories of tests/unit for modules at the top, for what holds everywhere, and for scripts/."""
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports, and names that may be modules."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_no_test_imports_from_another(path: Path) -> None:
+    of_tests = {name for name in imported(path) if name.split(".")[0] == "tests"}
+    assert {name for name in of_tests if not name.startswith("tests.helpers.")} == set()
+
+
+def test_files_of_one_name_are_told_apart_by_their_packages() -> None:
+    directories = {path.parent for path in TESTS.rglob("test_*.py")}
+    assert [each for each in directories if not (each / "__init__.py").exists()] == []
+
+
+def test_every_package_has_its_directory_of_tests() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    directories = {path.parent.name for path in TESTS.glob("unit/*/test_*.py")}
+    assert directories == packages | OF_NO_PACKAGE
