@@ -29,7 +29,7 @@ WIDE: dict[str, Any] = {
 
 
 def of_width(width: int) -> dict[str, int]:
-    """Changes to ``WIDE``: another width, the inner one in proportion."""
+    """Return changes to ``WIDE``: another width, the inner one in proportion."""
     return {"hidden_size": width, "intermediate_size": 11 * width // 4}
 
 
@@ -76,7 +76,7 @@ def make_wide(directory: Path, **changes: Any) -> Path:
 
 
 def make_long_rows(directory: Path, rows: int = 64) -> Path:
-    """Data whose rows are all longer than any --max-seq-length here: cut, all are of one length."""
+    """Write data with rows longer than any --max-seq-length here: cut, all have one length."""
     directory.mkdir(parents=True, exist_ok=True)
     text = " ".join(json.loads(line)["messages"][-1]["content"] for line in _lines())
     for name in ("train", "valid"):

@@ -50,81 +50,101 @@ def bytes_read() -> int:
     return int(lines[0].removeprefix("rchar: "))
 
 
-def main() -> int:
-    directory, *arguments = sys.argv[1:]
-    milestones = {"Python": BEGAN}
-    seconds: dict[str, float] = {}
-    loaded: dict[str, int] = {}
+class Observed:
+    """What is seen of a run: milestones, seconds inside functions, bytes read."""
 
-    def reached(name: str) -> None:
-        milestones.setdefault(name, time.time())
+    def __init__(self) -> None:
+        self.milestones = {"Python": BEGAN}
+        self.seconds: dict[str, float] = {}
+        self.loaded: dict[str, int] = {}
+        self._inside: list[str] = []
 
-    inside: list[str] = []
+    def reached(self, name: str) -> None:
+        """Note when a milestone was reached first."""
+        self.milestones.setdefault(name, time.time())
 
-    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``work``, timed as ``name``; inside another timed function that one counts."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.time()
-            inside.append(name)
+            self._inside.append(name)
             try:
                 return work(*args, **kwargs)
             finally:
-                inside.pop()
-                if not inside:  # else it counts for the one that called it
-                    seconds[name] = seconds.get(name, 0.0) + time.time() - start
+                self._inside.pop()
+                if not self._inside:
+                    self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - start
 
         return run
 
-    def load() -> Callable[..., None]:
-        reached("options")
+    def load(self) -> Callable[..., None]:
+        """Import the training, let it be observed, and return its ``run``."""
+        self.reached("options")
         from shardmlx.loading.transfer import Weights
         from shardmlx.training import trainer
-        from shardmlx.training.report import TrainingReport
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
-            patch(target, timed(name, resolve_name(target))).start()
-        read_all = timed(LOADING, Weights.load)
+            patch(target, self.timed(name, resolve_name(target))).start()
+        patch.object(Weights, "load", self._loading(Weights.load)).start()
+        patch.object(trainer, "prepare_training", self._preparing(trainer.prepare_training)).start()
+        patch.object(
+            trainer.TrainingReport, "step", self._step(trainer.TrainingReport.step)
+        ).start()
+        self.reached("imports")
+
+        def run(*given: Any) -> None:
+            self.reached("MPI")
+            trainer.run(*given)
+
+        return run
+
+    def _loading(self, load: Callable[..., None]) -> Callable[..., None]:
+        load = self.timed(LOADING, load)
 
         def read(weights: Any, parts: Any, *given: Any) -> None:
             before = bytes_read()
-            read_all(weights, parts, *given)
-            loaded["read"] = bytes_read() - before
-            loaded["stages"] = sum(
+            load(weights, parts, *given)
+            self.loaded["read"] = bytes_read() - before
+            self.loaded["stages"] = sum(
                 array.nbytes
                 for part in parts
                 for name, array in part.parameters().items()
                 if not name.endswith(ADAPTERS)
             )
 
-        class Report(TrainingReport):
-            def step(self, *given: Any) -> None:
-                reached("first step" if "first step" not in milestones else "second step")
-                super().step(*given)
+        return read
 
-        prepare_training = trainer.prepare_training
-
-        def prepare(*given: Any) -> Any:
+    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*given: Any) -> Any:
             before = bytes_read()
-            job = prepare_training(*given)
-            loaded["preparing"] = bytes_read() - before
-            reached("prepared")
+            job = prepare(*given)
+            self.loaded["preparing"] = bytes_read() - before
+            self.reached("prepared")
             return job
 
-        patch.object(Weights, "load", read).start()
-        patch.object(trainer, "TrainingReport", Report).start()
-        patch.object(trainer, "prepare_training", prepare).start()
-        reached("imports")
+        return prepared
 
-        def run(*given: Any) -> None:
-            reached("MPI")
-            trainer.run(*given)
+    def _step(self, step: Callable[..., None]) -> Callable[..., None]:
+        def stepped(*given: Any) -> None:
+            self.reached("first step" if "first step" not in self.milestones else "second step")
+            step(*given)
 
-        return run
+        return stepped
 
+
+def main() -> int:
+    directory, *arguments = sys.argv[1:]
+    observed = Observed()
     status = run_ranks(
-        lambda rank: load_config(arguments, rank), lambda config: config.timeout, load
+        lambda rank: load_config(arguments, rank), lambda config: config.timeout, observed.load
     )
-    report = {"milestones": milestones, "seconds": seconds, "loaded": loaded}
+    report = {
+        "milestones": observed.milestones,
+        "seconds": observed.seconds,
+        "loaded": observed.loaded,
+    }
     Path(directory, f"rank-{launched_rank()}.json").write_text(json.dumps(report))
     return status
 

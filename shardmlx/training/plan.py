@@ -104,12 +104,11 @@ def _how_to_need_less(run: RunSpec, plan: Plan) -> str:
 def headline(run: RunSpec, plan: Plan) -> str:
     """Return one line that says how the run is laid out."""
     mesh, count = plan.mesh, plan.stage_map.num_stages
-    replicas = f"{mesh.dp} replica{'s' if mesh.dp > 1 else ''}"
     stages = f"{count} stage{'s' if count > 1 else ''}"
     return (
-        f"{run.model}: {mesh.size} rank{'s' if mesh.size > 1 else ''} = {replicas} x "
-        f"{mesh.pp} in a pipeline of {stages}, {plan.schedule}, batches of {run.batch.batch_size} "
-        f"in {plan.microbatches} micro-batches a replica"
+        f"{run.model}: {mesh.size} rank{'s' if mesh.size > 1 else ''} = {mesh.dp} data parallel x "
+        f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
+        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica"
     )
 
 

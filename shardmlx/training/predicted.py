@@ -17,14 +17,16 @@ from shardmlx.pipeline.plan import Plan
 
 @dataclass(slots=True)
 class Lengths:
-    """The lengths of a run's micro-batches: T of its inputs, shared by ``texts`` sequences."""
+    """The lengths of a run's micro-batches: T of its inputs, shared by ``sequences``."""
 
-    texts: int = 1
+    sequences: int = 1
     _counts: Counter[int] = field(default_factory=Counter)
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
         """Count the micro-batches of a step."""
-        self._counts.update(-(-microbatch.shape[1] // self.texts) for microbatch in microbatches)
+        self._counts.update(
+            -(-microbatch.shape[1] // self.sequences) for microbatch in microbatches
+        )
 
     @property
     def mean(self) -> int:
