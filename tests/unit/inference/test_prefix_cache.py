@@ -1,4 +1,4 @@
-"""Which texts are kept, and what of a prompt they begin."""
+"""Which sequences are kept, and what of a prompt they begin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def test_caches_have_room_for_whole_steps() -> None:
     assert [held(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
 
 
-def test_a_text_that_grows_takes_all_of_what_was_kept() -> None:
+def test_a_sequence_that_grows_takes_all_of_what_was_kept() -> None:
     cache = PrefixCache(shortest=2)
     cache.keep(0, [1, 2, 3])
     assert cache.take([1, 2, 3, 4, 5]) == CachedPrefix(sequence=0, length=3, is_whole=True)
@@ -24,7 +24,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert cache.take([1, 2, 3]) == CachedPrefix(sequence=0, length=2, is_whole=False)
 
 
-def test_the_longest_beginning_wins_and_a_part_of_a_text_leaves_it_kept() -> None:
+def test_the_longest_beginning_wins_and_a_part_of_a_sequence_leaves_it_kept() -> None:
     cache = PrefixCache(shortest=2)
     cache.keep(0, [1, 2, 9, 9])
     cache.keep(1, [1, 2, 3, 9])
@@ -51,8 +51,8 @@ def test_what_has_been_forgotten_cannot_be_cut() -> None:
 
 def test_those_used_longest_ago_go_first() -> None:
     cache = PrefixCache(shortest=2)
-    for text in range(3):
-        cache.keep(text, [text] * 10)
+    for sequence in range(3):
+        cache.keep(sequence, [sequence] * 10)
     assert cache.take([0] * 5) is not None  # a part: used, and kept
     assert cache.tokens == 3 * 256
     assert cache.shrink(600) == [1]

@@ -1,4 +1,4 @@
-"""The order of items: chunks of prompts, then groups of texts by turns."""
+"""The order of items: chunks of prompts, then groups of sequences by turns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 def play(
     scheduler: Scheduler, steps: int, delay: int = 1, lengths: dict[int, int] | None = None
 ) -> list[str]:
-    """What is issued when the tokens of an item return ``delay`` steps after it, as text.
+    """Return what is issued when the tokens of an item return ``delay`` steps after it, as letters.
 
-    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a token of texts a and b,
-    the first of which is the last of a prompt; a dot is a step without work. Text ends after
-    ``lengths`` tokens.
+    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a decode step of sequences
+    a and b; a dot is a step without work. A sequence ends after ``lengths`` tokens.
     """
     left = dict(lengths or {})
     under_way: list[tuple[int, Item]] = []
@@ -25,10 +24,10 @@ def play(
             if at <= now:
                 under_way.remove((at, item))
                 scheduler.returned(item)
-                for text in item.sequences:
-                    left[text] = left.get(text, 10**9) - 1
-                    if left[text] == 0:
-                        scheduler.finish(text)
+                for sequence in item.sequences:
+                    left[sequence] = left.get(sequence, 10**9) - 1
+                    if left[sequence] == 0:
+                        scheduler.finish(sequence)
         issued = scheduler.next()
         out.append("." if issued is None else show(issued))
         if issued is not None and issued.samples:
@@ -37,7 +36,7 @@ def play(
 
 
 def show(item: Item) -> str:
-    names = "".join(chr(ord("a") + text) for text in item.sequences)
+    names = "".join(chr(ord("a") + sequence) for sequence in item.sequences)
     if item.kind is ItemKind.DECODE:
         return names.upper()
     return names + ("!" if item.samples else str(item.length))
@@ -60,35 +59,35 @@ def test_sizes_of_prompts(tokens: int, items: str) -> None:
 
 def test_two_groups_take_turns() -> None:
     scheduler = Scheduler(groups=2, most=4, chunk=8)
-    for text in range(4):
-        scheduler.add(text, 1)
+    for sequence in range(4):
+        scheduler.add(sequence, 1)
     assert " ".join(play(scheduler, 10, delay=2)) == "a! b! c! d! AC BD AC BD AC BD"
 
 
 def test_prompts_join_the_smallest_group() -> None:
     scheduler = Scheduler(groups=2, most=4, chunk=4)
-    for text in range(3):
-        scheduler.add(text, 5)
+    for sequence in range(3):
+        scheduler.add(sequence, 5)
     assert " ".join(play(scheduler, 7, delay=2)) == "a4 b4 c4 AC B AC B"
 
 
-def test_a_text_that_ends_makes_room_for_one_that_waits() -> None:
+def test_a_sequence_that_ends_makes_room_for_one_that_waits() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
-    for text in range(3):
-        scheduler.add(text, 2)
+    for sequence in range(3):
+        scheduler.add(sequence, 2)
     played = play(scheduler, 10, lengths={0: 2, 1: 4, 2: 2})
     assert " ".join(played) == "a1 b1 AB AB c1 BC BC . . ."
     assert scheduler.is_idle
 
 
-def test_with_patience_prompts_do_not_hold_up_texts() -> None:
+def test_with_patience_prompts_do_not_hold_up_sequences() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=2, patience=1)
     scheduler.add(0, 1)
     scheduler.add(1, 7)
     assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 AB AB"
 
 
-def test_a_dropped_text_is_announced_once_with_the_next_item() -> None:
+def test_a_dropped_sequence_is_announced_once_with_the_next_item() -> None:
     scheduler = Scheduler(groups=1, most=1, chunk=4)
     scheduler.add(0, 1)
     scheduler.add(1, 1)
@@ -120,11 +119,11 @@ def test_what_cannot_be_is_refused() -> None:
         Scheduler(groups=1, most=1, chunk=1).add(0, 0)
 
 
-def test_with_a_capacity_as_many_texts_as_it_has_room_for_padding_counted() -> None:
+def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() -> None:
     scheduler = Scheduler(groups=1, most=8, chunk=8, capacity=1024)
     scheduler.add(0, 1, context=200)
     scheduler.add(1, 1, context=200)
-    scheduler.add(2, 1, context=400)  # three texts as long as this one have no room
+    scheduler.add(2, 1, context=400)  # three sequences as long as this one have no room
     scheduler.add(3, 1, context=100)  # waits its turn
     played = play(scheduler, 9, lengths={0: 3, 1: 4})
     assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
@@ -134,7 +133,9 @@ def test_with_a_capacity_as_many_texts_as_it_has_room_for_padding_counted() -> N
 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
-    scheduler.find_prefix = lambda text: CachedPrefix(7, 9, is_whole=True) if text == 1 else None
+    scheduler.find_prefix = lambda sequence: (
+        CachedPrefix(7, 9, is_whole=True) if sequence == 1 else None
+    )
     scheduler.add(0, 3)
     scheduler.add(1, 12)
     items = []
@@ -149,7 +150,7 @@ def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     ]
 
 
-def test_a_text_may_be_finished_before_its_beginning_and_within_its_prompt() -> None:
+def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt() -> None:
     scheduler = Scheduler(groups=1, most=1, chunk=2)
     scheduler.add(0, 9)
     scheduler.add(1, 9)
