@@ -11,7 +11,7 @@ from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 def play(
     scheduler: Scheduler, steps: int, delay: int = 1, lengths: dict[int, int] | None = None
 ) -> list[str]:
-    """Return what is issued when the tokens of an item return ``delay`` steps after it, as letters.
+    """Return what is issued, as letters; the tokens of an item return ``delay`` steps after it.
 
     ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a decode step of sequences
     a and b; a dot is a step without work. A sequence ends after ``lengths`` tokens.
