@@ -13,8 +13,8 @@ def play(
 ) -> list[str]:
     """Return what is issued, as letters; the tokens of an item return ``delay`` steps after it.
 
-    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a decode step of sequences
-    a and b; a dot is a step without work. A sequence ends after ``lengths`` tokens.
+    ``a3`` is a chunk of 3 tokens of prompt a, ``a!`` its only one; ``AB`` a decode step of
+    sequences a and b; a dot is a step without work. A sequence ends after ``lengths`` tokens.
     """
     left = dict(lengths or {})
     under_way: list[tuple[int, Item]] = []
