@@ -32,6 +32,7 @@ import _spoil
 from shardmlx import inspect, plan
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import FileInfo, Manifest
+from shardmlx.common.formatting import columns
 from shardmlx.config.train import load_config
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.costmodel.profile_file import read_profile
@@ -398,12 +399,11 @@ def sweep(
 
 def table(results: Mapping[str, Counts]) -> str:
     """Return a table of the outcomes of all targets."""
-    lines = [f"{'target':16} {'cases':>8} {'accepted':>9} {'refused':>8} {'faults':>7}"]
+    lines = []
     for name, counts in results.items():
-        faults = len(counts.faults)
-        cases = counts.accepted + counts.refused + faults
-        lines.append(f"{name:16} {cases:8} {counts.accepted:9} {counts.refused:8} {faults:7}")
-    return "\n".join(lines)
+        numbers = (counts.accepted, counts.refused, len(counts.faults))
+        lines.append((name, *map(str, (sum(numbers), *numbers))))
+    return columns(("target", "cases", "accepted", "refused", "faults"), lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""What every part uses: user files, words for people, the process around Python."""
+"""User files, words for people, and the process around Python: used by every part."""

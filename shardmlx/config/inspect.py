@@ -42,7 +42,7 @@ class InspectOptions:
 
     @property
     def divides(self) -> bool:
-        """Whether the model is divided into stages."""
+        """True if the model is to be divided into stages."""
         return any(each is not None for each in (self.stages, self.stage_map, self.hosts))
 
 

@@ -62,7 +62,7 @@ class MpirunProcess:
 
     @property
     def is_mpirun(self) -> bool:
-        """Whether it is mpirun itself, and no daemon: signals to it go to all ranks."""
+        """True if it is mpirun itself, and no daemon: signals to it go to all ranks."""
         return self.name != _DAEMON
 
     def runs(self) -> bool:

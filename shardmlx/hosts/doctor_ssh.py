@@ -48,7 +48,7 @@ class Asked:
     said: Mapping[str, Any] | None = None
     complaint: Finding | None = None
     errors: dict[str, str | None] = field(default_factory=dict)
-    """Why it cannot connect to each host that it tried; None where it can."""
+    """Reasons why it cannot connect to each host that it tried; None where it can."""
 
     @property
     def versions(self) -> dict[str, str | None]:

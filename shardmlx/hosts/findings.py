@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmlx.common.formatting import gibibytes
+from shardmlx.common.units import GIB
 from shardmlx.hosts.host_facts import HostFacts
 from shardmlx.hosts.system_parsers import WIFI, Interface
 
@@ -19,7 +20,7 @@ ONE_WAY_STREET = 0.5
 SLOW_CABLE = 60e6
 """Bytes a second: half of what 1 Gbit/s Ethernet carries."""
 
-LITTLE_DISK = 20e9
+LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3
 """Free part of a machine's memory."""
 

@@ -71,7 +71,7 @@ _SSH_SAYS = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteLogin:
-    """How to ask a host: the remote agent with its arguments, the Python, and mpirun's daemon."""
+    """A login on other hosts: the agent with its arguments, the Python, and mpirun's daemon."""
 
     agent: tuple[str, ...]
     python: str

@@ -1,10 +1,10 @@
-"""Numbers as people read them, and sizes as they write them."""
+"""Numbers and tables as people read them, and sizes as they write them."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.common.units import BYTES, parse_bytes
 
 
@@ -55,3 +55,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize("unit", BYTES)
 def test_a_size_reads_the_same_on_the_command_line_and_in_a_hostfile(unit: str) -> None:
     assert parse_bytes(f"12{unit}") == 12 * BYTES[unit]
+
+
+def test_columns_of_numbers_are_to_the_right() -> None:
+    assert columns(("host", "seconds", "over"), [("a", "1.5", "en0"), ("bb", "12", "")]) == (
+        "host  seconds  over\n"
+        "a         1.5  en0\n"
+        "bb         12"
+    )  # fmt: skip
+
+
+def test_a_table_is_never_cut_and_takes_nothing_for_markup() -> None:
+    long = "[bold]" + 500 * "x" + ":smile:"
+    assert columns(("a", "b"), [(long, "1")]) == f"a{' ' * len(long)} b\n{long}  1"
+    assert columns(("a", "b"), []) == "a  b"
