@@ -119,12 +119,12 @@ def gather_plan_inputs(
     All ranks must call it. Raises ``AgreedError``.
     """
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
-    cluster = cluster_of(transport, machines.hosts, machines.profile)
+    cluster = _find_cluster(transport, machines.hosts, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit)
     if isinstance(sizes, Workload):
         # A profile of other work or other machines is found before anything is loaded.
         on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
-    given = given_stage_map(transport, stage_map)
+    given = _read_given_map(transport, stage_map)
     return PlanInputs(sizes, within(cluster, budgets), budgets, given)
 
 
@@ -133,7 +133,7 @@ def _check_profile(workload: Workload, cluster: Cluster) -> None:
         cluster.clock(rank, workload, workload.batch.grad_checkpoint)
 
 
-def cluster_of(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
+def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
     """Return the machines that the ranks run on: their memory, and what rank 0's files say of them.
 
     All ranks must call it. Raises ``AgreedError``.
@@ -165,7 +165,7 @@ def _read_machines(
     return machines, None if profiles is None else read_profiles(profiles)
 
 
-def given_stage_map(transport: Transport, path: str | None) -> StageMap | None:
+def _read_given_map(transport: Transport, path: str | None) -> StageMap | None:
     """Return the stage map in rank 0's file, if there is one.
 
     All ranks must call it. Raises ``AgreedError``.

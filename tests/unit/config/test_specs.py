@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
+import shardmlx
 from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import (
@@ -55,3 +57,24 @@ def test_the_settings_of_the_optimizer_are_those_of_the_one_that_is_used() -> No
     config = TrainConfig(optimizer="sgd", optimizer_config={"sgd": {"momentum": 0.9}, "adam": {}})
     assert FineTune.of(config).optimizer_settings == {"momentum": 0.9}
     assert FineTune.of(TrainConfig(optimizer_config={})).optimizer_settings == {}
+
+
+def test_few_modules_know_all_options_of_train() -> None:
+    """The others take the part that they need."""
+    package = Path(shardmlx.__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(
+            r"^\s*from shardmlx\.config\.train import .*TrainConfig", path.read_text(), re.M
+        )
+    }
+    assert users <= {
+        "__init__.py",  # which exports it
+        "config/train.py",
+        "train.py",
+        "training/setup.py",
+        "training/trainer.py",
+        "hosts/launch_options.py",
+        "planning/training_plan.py",
+    }
