@@ -18,6 +18,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from shardmlx.compat import query_scale
 from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.traits import TRAITS
 
 
 class LayerCall(Protocol):
@@ -107,13 +108,16 @@ def _is_sliding(layer: nn.Module) -> bool:
     return bool(getattr(layer, "use_sliding", False))
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+CALLS: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": sliding_attention,
-        "mistral": sliding_attention,
-        "ministral3": scaled_sliding_attention,
-        "mixtral": full_attention,
-        "qwen2": full_attention,
-        "qwen3": full_attention,
+        "full": full_attention,
+        "sliding": sliding_attention,
+        "scaled sliding": scaled_sliding_attention,
     }
 )
+"""Ways to call the layers of a family, by the names of ``traits.TRAITS``."""
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {model_type: CALLS[traits.attention] for model_type, traits in TRAITS.items()}
+)
+"""Way to call the layers of each ``model_type``."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.errors import UserError
+from shardmlx.models.traits import TRAITS
 
-SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
+SUPPORTED = tuple(TRAITS)
 """The ``model_type`` names that can be cut into stages."""
 
 MOST_LAYERS = 10_000
@@ -25,10 +26,6 @@ _AGAIN = "download the model's config.json again"
 
 _MOST = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 1024}
 _MOST_OF_ANYTHING = 2**31 - 1
-
-# What mlx-lm's model files suppose where config.json is silent; qwen3 must say it.
-_TIED = {"mistral": True, "llama": True, "ministral3": True, "mixtral": False, "qwen2": True}
-_LLAMA_LIKE = ("mistral", "llama", "ministral3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +76,11 @@ class ModelShape:
                 f"model_type {model_type!r} is not supported: use a model of type "
                 f"{', '.join(SUPPORTED)}"
             )
+        traits = TRAITS[model_type]
         num_layers = _count(config, "num_hidden_layers")
         hidden_size = _count(config, "hidden_size")
         num_heads = _count(config, "num_attention_heads")
-        if model_type == "qwen3" or (
-            model_type in _LLAMA_LIKE and config.get("head_dim") is not None
-        ):
+        if model_type == "qwen3" or (traits.is_llama_like and config.get("head_dim") is not None):
             head_dim = _count(config, "head_dim")
         elif hidden_size % num_heads:
             raise UserError(
@@ -93,11 +89,9 @@ class ModelShape:
             )
         else:
             head_dim = hidden_size // num_heads
-        is_llama = model_type in _LLAMA_LIKE
         is_moe = model_type == "mixtral"
-        may_have_biases = is_llama and model_type != "ministral3"
-        has_attention_bias = may_have_biases and _switch(config, "attention_bias", False)
-        has_mlp_bias = may_have_biases and _switch(config, "mlp_bias", False)
+        has_attention_bias = traits.may_have_biases and _switch(config, "attention_bias", False)
+        has_mlp_bias = traits.may_have_biases and _switch(config, "mlp_bias", False)
         return cls(
             model_type=model_type,
             num_layers=num_layers,
@@ -105,11 +99,11 @@ class ModelShape:
             intermediate_size=_count(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=_count(
-                config, "num_key_value_heads", num_heads if is_llama else _REQUIRED
+                config, "num_key_value_heads", num_heads if traits.is_llama_like else _REQUIRED
             ),
             head_dim=head_dim,
             vocab_size=_count(config, "vocab_size"),
-            tied=_switch(config, "tie_word_embeddings", _TIED.get(model_type)),
+            tied=_switch(config, "tie_word_embeddings", traits.tied),
             num_experts=_count(config, "num_local_experts") if is_moe else 0,
             experts_per_token=_count(config, "num_experts_per_tok") if is_moe else 0,
             qkv_bias=has_attention_bias or model_type == "qwen2",
@@ -232,7 +226,7 @@ def _switch(config: Mapping[str, Any], key: str, default: bool | None) -> bool:
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Only ``layer_types`` makes layers sliding: mlx-lm passes over a bare ``sliding_window``."""
     kinds = config.get("layer_types")
-    if config["model_type"] not in _LLAMA_LIKE or kinds is None:
+    if not TRAITS[config["model_type"]].is_llama_like or kinds is None:
         return (None,) * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         found = f"{len(kinds)} entries" if isinstance(kinds, list) else repr(kinds)

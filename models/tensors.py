@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.traits import TRAITS
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
@@ -27,9 +28,6 @@ _ALWAYS_ONE_PAIR = ("mxfp4", "nvfp4", "mxfp8")
 _AGAIN = "convert the model again with mlx_lm.convert"
 _HF_EXPERTS = MappingProxyType({"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"})
 _FIRST_EXPERT = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-
-# What mlx-lm's sanitize drops; for mixtral and qwen3 it drops no rotary frequencies.
-_DROPS_FREQUENCIES = ("llama", "mistral", "ministral3", "qwen2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +210,7 @@ def is_dropped(name: str, shape: ModelShape) -> bool:
     if shape.tied and name == "lm_head.weight":
         return True
     if "self_attn.rotary_emb.inv_freq" in name:
-        return shape.model_type in _DROPS_FREQUENCIES
+        return TRAITS[shape.model_type].drops_frequencies
     # The scales of weights in fp8, which mlx-lm multiplies in.
     return shape.model_type == "ministral3" and bool(
         re.search(r"activation_scale|weight_scale_inv", name)

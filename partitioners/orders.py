@@ -20,7 +20,7 @@ Kinds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Placing:
     """A stage on a machine of one kind: from nodes ``sources`` to nodes ``targets``."""
 
     kind: int
@@ -38,7 +38,7 @@ class Orders:
 
     kinds: Kinds
     nodes: tuple[int, ...]
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[Placing, ...], ...]
 
     @classmethod
     def fixed(cls, placement: Sequence[int], kinds: Kinds) -> Orders:
@@ -48,7 +48,7 @@ class Orders:
         return cls(
             kinds,
             nodes=(1,) * len(placement),
-            steps=tuple((Step(kind_of[rank], origin, origin),) for rank in placement),
+            steps=tuple((Placing(kind_of[rank], origin, origin),) for rank in placement),
         )
 
     @classmethod
@@ -68,7 +68,7 @@ class Orders:
             counts.append(len(nodes))
             steps.append(
                 tuple(
-                    Step(kind, np.array(sources, np.intp), np.array(targets, np.intp))
+                    Placing(kind, np.array(sources, np.intp), np.array(targets, np.intp))
                     for kind, (sources, targets) in enumerate(ends)
                     if sources
                 )

@@ -27,7 +27,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.figure import draw_schedule
 from shardmlx.planning.report import as_json, binding
-from shardmlx.planning.search import Choice, Limits, choose
+from shardmlx.planning.search import ChosenPlan, Limits, choose
 
 GIB = 2**30
 
@@ -117,7 +117,7 @@ def cases() -> Iterator[Case]:
                     yield Case(model, mac, count, link)
 
 
-def line(case: Case, choice: Choice) -> tuple[str, ...]:
+def line(case: Case, choice: ChosenPlan) -> tuple[str, ...]:
     """Return a row of the table."""
     prediction = choice.prediction
     plan, ranks = prediction.plan, prediction.ranks

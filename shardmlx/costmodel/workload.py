@@ -17,13 +17,15 @@ from shardmlx.costmodel.timing import Measured, Speed
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Part, inspect_files
+from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The types of weights that compute, as a header and as MLX name them."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {name: DTYPE_BITS[stored] // 8 for stored, name in DTYPES.items()}
+"""Bytes of an element of each type, as MLX names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

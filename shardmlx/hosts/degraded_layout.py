@@ -24,7 +24,7 @@ from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 from shardmlx.planning.layout import divide_batch, settled
 from shardmlx.planning.partition_problem import make_problem
-from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
+from shardmlx.planning.search import ChosenPlan, Limits, TooManyMachinesError, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _planned(
 
 
 def _changes(
-    layout: LayoutOptions, choice: Choice, workload: Workload, cluster: Cluster, limits: Limits
+    layout: LayoutOptions, choice: ChosenPlan, workload: Workload, cluster: Cluster, limits: Limits
 ) -> dict[str, str | int]:
     """Return the options with values that make ``train`` run the choice."""
     way = choice.candidate
@@ -174,7 +174,7 @@ def _changes(
     return {name: value for name, value in wanted.items() if asked[name] != value}
 
 
-def _again(batch: BatchOptions, choice: Choice) -> tuple[str, ...]:
+def _again(batch: BatchOptions, choice: ChosenPlan) -> tuple[str, ...]:
     """Return the switch of gradient checkpointing, where it has to change."""
     wanted = choice.candidate.checkpoint
     if wanted == batch.grad_checkpoint:

@@ -23,12 +23,13 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
+from shardmlx.models.traits import TRAITS
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import make_mesh
 
-CHOOSE_CACHES = frozenset({"llama", "mistral", "ministral3"})
+CHOOSE_CACHES = frozenset(name for name, traits in TRAITS.items() if traits.is_llama_like)
 """Families that choose their own caches, in mlx-lm too, so that ``--max-kv-size`` does nothing."""
 
 STEP_TOKENS = 20

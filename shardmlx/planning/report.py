@@ -10,14 +10,14 @@ from typing import Any
 from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
-from shardmlx.planning.search import Choice, Limits
+from shardmlx.planning.search import ChosenPlan, Limits
 
 _NOTABLE = 0.1
 """Of a step: what takes less binds nothing."""
 
 
 def report(
-    choice: Choice,
+    choice: ChosenPlan,
     cluster: Cluster,
     limits: Limits,
     hostfile: str,
@@ -47,7 +47,7 @@ def report(
     return "\n".join(lines)
 
 
-def _headline(choice: Choice, limits: Limits) -> str:
+def _headline(choice: ChosenPlan, limits: Limits) -> str:
     plan, way = choice.prediction.plan, choice.candidate
     replicas = f"{plan.mesh.dp} replicas x " if plan.mesh.dp > 1 else ""
     stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
@@ -113,7 +113,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     )
 
 
-def binding(choice: Choice, cluster: Cluster) -> str:
+def binding(choice: ChosenPlan, cluster: Cluster) -> str:
     """What one would have to change for a faster step."""
     prediction = choice.prediction
     step = prediction.step_seconds
@@ -150,7 +150,7 @@ def binding(choice: Choice, cluster: Cluster) -> str:
 
 
 def _how_to_run(
-    choice: Choice,
+    choice: ChosenPlan,
     options: Sequence[str],
     hostfile: str,
     stage_map: str | None,
@@ -176,7 +176,7 @@ def _how_to_run(
     return [f"wrote {stage_map}; run:", command]
 
 
-def as_json(choice: Choice, limits: Limits) -> dict[str, Any]:
+def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
     """All numbers: bytes, seconds, tokens a second."""
     prediction = choice.prediction
     plan = prediction.plan

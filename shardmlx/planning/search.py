@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenPlan:
     """The chosen plan, and the fastest without limits of memory (None: no faster)."""
 
     candidate: Candidate
@@ -136,7 +136,7 @@ def choose(
     cluster: Cluster,
     limits: Limits,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Choice:
+) -> ChosenPlan:
     """The plan with the shortest predicted step among those that fit.
 
     ``advance`` is told how many plans of how many were looked at. ``DoesNotFitError`` says by how
@@ -158,7 +158,7 @@ def choose(
 
 def _fastest(
     workload: Workload, cluster: Cluster, limits: Limits, advance: Callable[[int, int], None]
-) -> Choice:
+) -> ChosenPlan:
     ways = candidates(limits, cluster.size, workload.shape.num_layers)
     found: list[tuple[Candidate, Prediction]] = []
     failures: list[UserError] = []
@@ -180,7 +180,7 @@ def _fastest(
         raise min(failures, key=_shortage)
     close = [each for each in found if each[1].step_seconds <= fastest * (1 + CLOSE)]
     candidate, prediction = min(close, key=lambda each: _fullness(each[1]))
-    return Choice(candidate=candidate, prediction=prediction, tried=len(bounds), unlimited=None)
+    return ChosenPlan(candidate=candidate, prediction=prediction, tried=len(bounds), unlimited=None)
 
 
 def _shortage(error: UserError) -> float:

@@ -19,7 +19,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import settled
-from shardmlx.planning.search import Choice, Limits, TooManyMachinesError, choose
+from shardmlx.planning.search import ChosenPlan, Limits, TooManyMachinesError, choose
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TrainingPlan:
     hosts, layers, peak bytes and capacity.
     """
 
-    choice: Choice
+    choice: ChosenPlan
     cluster: Cluster
     limits: Limits
 
@@ -102,7 +102,7 @@ def _limits(run: RunSpec, given: frozenset[str], data_parallel: int | None, rank
 
 def _choose(
     workload: Workload, cluster: Cluster, limits: Limits, advance: Callable[[int, int], None]
-) -> Choice:
+) -> ChosenPlan:
     try:
         return choose(workload, cluster, limits, advance)
     except TooManyMachinesError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from shardmlx.costmodel.memory import (
 )
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
-from shardmlx.pipeline.actions import Action, Grid, parse_grid
-from shardmlx.pipeline.lowering import lower
+from shardmlx.pipeline.actions import Action, Grid, Kind, parse_grid
+from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
 
 SHAPE = ModelShape(
@@ -299,6 +300,18 @@ def test_more_layers_never_need_less(first: int, mode: str, length: int, checkpo
 
 def test_gpipe_holds_what_1f1b_lets_go() -> None:
     assert peaks("gpipe", 8)[1] > peaks("gpipe", 4)[1] > peaks("1f1b", 8)[1] == peaks("1f1b", 4)[1]
+
+
+@pytest.mark.parametrize("unfreeze_all", [False, True])
+@pytest.mark.parametrize("first_trained_layer", range(5))
+def test_a_stage_has_the_gradients_that_lowering_gives_it(
+    first_trained_layer: int, unfreeze_all: bool
+) -> None:
+    made = setup(first_trained_layer=first_trained_layer, unfreeze_all=unfreeze_all)
+    for bounds in ((0, 4), (0, 1, 4), (0, 2, 3, 4), (0, 1, 2, 3, 4)):
+        memories = [stage_memory(made, *ends) for ends in pairwise(bounds)]
+        kinds = gradient_kinds([each.is_trained for each in memories])
+        assert [each.has_input_gradient for each in memories] == [Kind.I in each for each in kinds]
 
 
 # Inference.

@@ -22,7 +22,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.partition_problem import Candidate, plan_of
 from shardmlx.planning.search import (
-    Choice,
+    ChosenPlan,
     Limits,
     candidates,
     choose,
@@ -69,11 +69,11 @@ LIMITS = Limits(batch_size=8, length=512)
 ONE_STAGE_EACH = replace(LIMITS, schedule="1f1b", data_parallel=1)
 
 
-def sizes(choice: Choice) -> tuple[int, ...]:
+def sizes(choice: ChosenPlan) -> tuple[int, ...]:
     return choice.prediction.plan.stage_map.partition.sizes
 
 
-def fits(choice: Choice) -> bool:
+def fits(choice: ChosenPlan) -> bool:
     return all(rank.fits for rank in choice.prediction.ranks)
 
 
