@@ -1,1 +1,1 @@
-"""What a model family looks like, and how a stage is cut out of it."""
+"""Describes model families, and cuts stages out of models."""

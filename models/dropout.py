@@ -19,7 +19,7 @@ from shardmlx.models.packed_positions import PackedPositions
 
 
 class KeyedDropout(nn.Module):
-    """``nn.Dropout`` of arrays (rows, T, ...) that draws masks from keys, set before each call."""
+    """Dropout of arrays (rows, T, ...) that draws masks from keys, set before each call."""
 
     def __init__(self, keep: float) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class KeyedDropout(nn.Module):
         self, key: tuple[int, int], first_row: int = 0, places: PackedPositions | None = None
     ) -> None:
         """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch, or for
-        one row of several texts, whose ``places`` count from there."""
+        one row of several sequences, whose ``places`` count from there."""
         self._key, self._first_row, self._places = key, first_row, places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
-        """What comes next is (rows, T, experts, ...) = ``shape``, flattened, taken in ``order``."""
+        """Expect (rows, T, experts, ...) = ``shape`` next, flattened and taken in ``order``."""
         self._order = (shape, order)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -50,13 +50,13 @@ class KeyedDropout(nn.Module):
         return mask * x * (1 / self._keep)
 
     def _mask(self, shape: Sequence[int]) -> mx.array:
-        """One key, and one run of random bits, for each row and position."""
+        """Return a mask, drawn from one key for each row and position."""
         draw = mx.vmap(partial(mx.random.bernoulli, self._keep, tuple(shape[2:])))
         mask: mx.array = draw(self._keys(*shape[:2]))
         return mask.reshape(shape)
 
     def _keys(self, rows: int, length: int) -> mx.array:
-        """(rows x length, 2): the row added to one half of the key, the position to the other."""
+        """Return keys (rows x length, 2): one half with the row added, the other the position."""
         row, position = (
             mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
             if self._places is None
@@ -73,7 +73,7 @@ class KeyedDropout(nn.Module):
 
 
 class KeyedExperts(SwitchGLU):
-    """``SwitchGLU`` that tells the dropouts in it which row and position each vector is of."""
+    """A ``SwitchGLU`` that tells the dropouts in it the row and position of each vector."""
 
     def __init__(self, experts: SwitchGLU) -> None:
         nn.Module.__init__(self)
@@ -82,9 +82,9 @@ class KeyedExperts(SwitchGLU):
         self.train(experts.training)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        """(rows, T, D) and the experts of each token (rows, T, E) to (rows, T, E, D).
+        """Pass (rows, T, D) through the experts of each token (rows, T, E): (rows, T, E, D).
 
-        Sorted by expert whatever their number, where mlx-lm leaves few tokens as they are.
+        Tokens are sorted by expert whatever their number; mlx-lm leaves few tokens as they are.
         """
         indices = mx.stop_gradient(indices)
         order = mx.argsort(indices.flatten())
@@ -141,6 +141,6 @@ def set_keys(
 
 
 def dropout_key(*parts: int) -> tuple[int, int]:
-    """A random key of two 32-bit halves that depends on all of ``parts``."""
+    """Return a random key of two 32-bit halves that depends on all of ``parts``."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4]), int.from_bytes(digest[4:])

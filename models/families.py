@@ -1,9 +1,9 @@
-"""How the decoder layers of each model family are called: all that differs between them.
+"""Call the decoder layers of each model family: all that differs between them.
 
 The layers themselves are mlx-lm's. A family is a function of the model's arguments and the hidden
 states (rows, T, D) of one micro-batch, which returns how to call one of its layers on them. To
-generate it is also given the layers and their caches, which say how many tokens came before; where
-one row holds several texts, which position is whose.
+generate it is also given the layers and their KV caches, which say how many tokens came before;
+where one row holds several sequences, which position belongs to which.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmlx.models.traits import TRAITS
 
 
 class LayerCall(Protocol):
-    """How to call one layer on its input; its cache takes the new keys and values."""
+    """A call of one layer on its input; its cache takes the new keys and values."""
 
     def __call__(self, layer: nn.Module, x: mx.array, cache: Any = None) -> mx.array: ...
 
@@ -34,12 +34,14 @@ class Cached(NamedTuple):
     caches: Sequence[Any]
 
     def cache(self, use_sliding: bool) -> Any:
-        """That of one layer which sees a window, or all; None where there is no such layer."""
+        """Return the cache of a layer that sees a window, or all; None without such a layer."""
         pairs = zip(self.layers, self.caches, strict=True)
         return next((c for layer, c in pairs if _is_sliding(layer) == use_sliding), None)
 
 
 class Family(Protocol):
+    """A function that returns how to call the layers of a family on one micro-batch."""
+
     def __call__(
         self,
         args: Any,
@@ -52,7 +54,7 @@ class Family(Protocol):
 def full_attention(
     args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
-    """Every layer sees all positions before its own: qwen2, qwen3, mixtral."""
+    """Call layers that see all positions before their own: qwen2, qwen3, mixtral."""
     mask = _mask(hidden, cached, places)
     return lambda layer, x, cache=None: layer(x, mask, cache)
 
@@ -60,7 +62,7 @@ def full_attention(
 def sliding_attention(
     args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
-    """Layers marked ``use_sliding`` see only a window: llama, mistral."""
+    """Call layers of which those marked ``use_sliding`` see only a window: llama, mistral."""
     masks = _masks(args, hidden, cached, places)
     return lambda layer, x, cache=None: layer(x, masks[layer.use_sliding], cache)
 
@@ -68,12 +70,12 @@ def sliding_attention(
 def scaled_sliding_attention(
     args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
 ) -> LayerCall:
-    """As ``sliding_attention``, with queries scaled by position: ministral3."""
+    """Call layers as ``sliding_attention``, with queries scaled by position: ministral3."""
     masks = _masks(args, hidden, cached, places)
     rope = args.rope_parameters
     length, offset = hidden.shape[1], cached.caches[0].offset if cached else 0
     if places is not None:
-        # As if each position were a text of one token, so many tokens on.
+        # As if each position were a sequence of one token, after so many others.
         length, offset = 1, mx.array(places.positions)
     scale = query_scale(
         length, offset, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]

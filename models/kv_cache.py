@@ -1,9 +1,9 @@
-"""How keys and values of a text are kept. No MLX, no MPI."""
+"""Know how mlx-lm's KV caches grow. No MLX, no MPI."""
 
 from __future__ import annotations
 
 STEP = 256
-"""Tokens by which mlx-lm's caches grow (``mlx_lm.models.cache.KVCache.step``)."""
+"""Number of tokens by which mlx-lm's caches grow (``mlx_lm.models.cache.KVCache.step``)."""
 
 
 def held(tokens: int) -> int:

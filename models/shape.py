@@ -1,4 +1,4 @@
-"""The shape of a model, read from its config.json: what planning needs, without MLX.
+"""Read the shape of a model from its config.json: what planning needs. No MLX, no MPI.
 
 The arithmetic follows mlx-lm's model files: llama (also mistral), ministral3, mixtral, qwen2,
 qwen3. A matrix product of m x k by k x n counts 2 m k n FLOPs; norms, activations and rotary
@@ -20,7 +20,7 @@ SUPPORTED = tuple(TRAITS)
 """The ``model_type`` names that can be cut into stages."""
 
 MOST_LAYERS = 10_000
-"""A typing error beyond it would fill the memory with layers."""
+"""Limit of ``num_hidden_layers``: a typing error beyond it would fill the memory with layers."""
 
 _AGAIN = "download the model's config.json again"
 
@@ -114,7 +114,7 @@ class ModelShape:
         )
 
     def layer_parameters(self, layer: int) -> int:
-        """Parameters of a decoder layer; the same in every layer of these families."""
+        """Return the number of parameters of a decoder layer; all layers have as many."""
         self._check_layer(layer)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
@@ -124,20 +124,20 @@ class ModelShape:
         return self._projection_products + mlps + biases + norms
 
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, on the first stage."""
+        """Return the number of parameters of the embedding, on the first stage."""
         return self.vocab_size * self.hidden_size
 
     def head_parameters(self) -> int:
-        """Parameters of final norm and head; a tied head is counted with the embedding."""
+        """Return the number of parameters of norm and head; a tied head counts as the embedding."""
         return self.hidden_size + (0 if self.tied else self.vocab_size * self.hidden_size)
 
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         layers = sum(map(self.layer_parameters, range(self.num_layers)))
         return self.embedding_parameters() + layers + self.head_parameters()
 
     def layer_flops(self, layer: int, sequence_length: int) -> float:
-        """FLOPs of one token's forward through a layer, averaged over the sequence.
+        """Return FLOPs of one token's forward through a layer, averaged over the sequence.
 
         Causal attention sees (length + 1) / 2 tokens in the mean, fewer through a window.
         """
@@ -148,7 +148,7 @@ class ModelShape:
         return 2 * (self._projection_products + attention + mlps)
 
     def head_flops(self) -> float:
-        """FLOPs of one token's forward through the head; the embedding looks up, at none."""
+        """Return FLOPs of one token's forward through the head; the embedding takes none."""
         return 2.0 * self.hidden_size * self.vocab_size
 
     @property
@@ -170,7 +170,7 @@ class ModelShape:
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """The config.json of a model directory; ``UserError`` when it is missing or broken."""
+    """Return the config.json of a model directory; ``UserError`` when it is missing or broken."""
     directory = Path(model_dir)
     path = directory / "config.json"
     if not directory.is_dir():
@@ -187,7 +187,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
-    """The content of a config.json; ``UserError`` when it is broken."""
+    """Return the content of a config.json; ``UserError`` when it is broken."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -224,7 +224,10 @@ def _switch(config: Mapping[str, Any], key: str, default: bool | None) -> bool:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Only ``layer_types`` makes layers sliding: mlx-lm passes over a bare ``sliding_window``."""
+    """Return the window of each layer.
+
+    Only ``layer_types`` makes layers sliding: mlx-lm passes over a bare ``sliding_window``.
+    """
     kinds = config.get("layer_types")
     if not TRAITS[config["model_type"]].is_llama_like or kinds is None:
         return (None,) * num_layers
@@ -246,7 +249,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 
 
 def _mean_context(length: int, window: int | None) -> float:
-    """Mean over positions 0 .. length-1 of the tokens seen: min(position + 1, window)."""
+    """Return the mean, over positions from 0, of the tokens seen: min(position + 1, window)."""
     if length < 1:
         raise ValueError(f"a sequence of {length} tokens")
     if window is None or window >= length:

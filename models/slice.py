@@ -25,12 +25,12 @@ from shardmlx.models.packed_positions import PackedPositions
 EMBEDDING = "model.embed_tokens"
 
 KEPT_TOKENS = 4
-"""At the beginning of a text, in a cache of limited size: as in mlx-lm."""
+"""Number of tokens that a limited KV cache keeps from the beginning, as in mlx-lm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lives: ``module[leaf]``."""
+    """Place of a parameter: ``module[leaf]``."""
 
     module: nn.Module
     leaf: str
@@ -85,7 +85,7 @@ class Slice:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the hidden states between slices."""
+        """Type of the hidden states between slices."""
         return self._dtype
 
     def _hidden_dtype(self, first_layer: nn.Module) -> mx.Dtype:
@@ -97,7 +97,7 @@ class Slice:
         return dtype
 
     def shares(self, name: str) -> bool:
-        """Whether the first and the last slice, being two, both hold this parameter."""
+        """Return whether the first and the last slice, being two, both hold this parameter."""
         return self.tied and not (self.is_first and self.is_last) and name.startswith(EMBEDDING)
 
     def _named(self, which: str) -> Iterator[tuple[str, mx.array]]:
@@ -114,7 +114,7 @@ class Slice:
         return Slot(module, leaf)
 
     def parameters(self) -> dict[str, mx.array]:
-        """All parameters, frozen and trained, by global name."""
+        """Return all parameters, frozen and trained, by global name."""
         return {name: self[name] for name in self._slots}
 
     def __contains__(self, name: str) -> bool:
@@ -136,13 +136,13 @@ class Slice:
 
     @property
     def drops(self) -> bool:
-        """Whether dropout is on anywhere."""
+        """True if dropout is on anywhere."""
         dropouts = [*chain(*self._dropouts), *self._embedding_dropouts, *self._head_dropouts]
         return any(dropout.training for dropout in dropouts)
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters, in memory."""
+        """Bytes of all parameters in memory."""
         return sum(array.nbytes for array in self.parameters().values())
 
     def load(self) -> None:
@@ -154,7 +154,7 @@ class Slice:
     def with_parameters(
         self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]
     ) -> mx.array:
-        """``run()`` with ``arrays`` in the place of the parameters ``names``."""
+        """Return ``run()`` with ``arrays`` in the place of the parameters ``names``."""
         before = [self[name] for name in names]
         for name, array in zip(names, arrays, strict=True):
             self[name] = array
@@ -173,12 +173,14 @@ class Slice:
         places: PackedPositions | None = None,
         checkpoint: bool = False,
     ) -> mx.array:
-        """Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, to
-        hidden states, or to logits (rows, T, V) on the last.
+        """Pass a micro-batch through the slice.
 
-        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say which
-        texts are in a row that holds several. ``checkpoint`` keeps only the inputs of layers for
-        the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
+        Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
+        hidden states, or logits (rows, T, V) on the last.
+
+        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say
+        which sequences are in a row that holds several. ``checkpoint`` keeps only the inputs of
+        layers for the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
         """
         if self.is_first:
             set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
@@ -199,7 +201,7 @@ class Slice:
         return logits
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
-        """mlx-lm's empty cache for each layer, for one text.
+        """Return mlx-lm's empty cache for each layer, for one sequence.
 
         A family that ``chooses_caches`` by itself passes over ``max_kv_size``, as in mlx-lm.
         """
@@ -208,8 +210,11 @@ class Slice:
         return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._layers]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """The next T tokens of each text: ids (rows, T) on the first slice, hidden states
-        (rows, T, D) on the others, to hidden states (rows, T, D). ``caches`` grow by T."""
+        """Pass the next T tokens of each sequence through the layers; ``caches`` grow by T.
+
+        Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
+        hidden states (rows, T, D).
+        """
         if self.is_first:
             x = self._embedding(x)
         call = self._family(self._args, x, Cached(self._layers, caches))
@@ -218,7 +223,7 @@ class Slice:
         return x
 
     def last_logits(self, x: mx.array) -> mx.array:
-        """Of the last position, (rows, V), from hidden states (rows, T, D) of the last layer."""
+        """Return logits (rows, V) of the last position of hidden states (rows, T, D)."""
         logits: mx.array = self._head(self._norm(x[:, -1:, :]))
         return logits[:, -1, :]
 

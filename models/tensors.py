@@ -1,4 +1,6 @@
-"""The tensors that a model of a family has: names and shapes, as mlx-lm and Hugging Face name them.
+"""List the tensors of a model: names, as mlx-lm and Hugging Face have them, and shapes.
+
+No MLX, no MPI.
 
 Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide what is loaded.
 """
@@ -18,10 +20,10 @@ from shardmlx.models.traits import TRAITS
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 )
-"""(bits, group size) of each mode that MLX quantises in, where nothing else is said."""
+"""Default (bits, group size) of each mode in which MLX quantises."""
 
 QUANTISED_PARTS = ("scales", "biases", "global_scale")
-"""What a quantised weight has beside it. ``biases`` are of the groups, a ``bias`` of the layer."""
+"""Tensors beside a quantised weight. ``biases`` are of the groups, a ``bias`` of the layer."""
 
 _WORD_BITS = 32
 _ALWAYS_ONE_PAIR = ("mxfp4", "nvfp4", "mxfp8")
@@ -51,7 +53,7 @@ class Quantisation:
         return f"{mode}{self.bits}-bit, group {self.group_size}"
 
     def shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of what replaces a weight of this shape; the last axis is what is grouped."""
+        """Return the shapes of what replaces a weight of this shape; the last axis is grouped."""
         *rows, columns = weight
         scales = (*rows, columns // self.group_size)
         packed = (*rows, columns * self.bits // _WORD_BITS)
@@ -61,7 +63,7 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class QuantisationConfig:
-    """``quantization`` of a config.json: the model's, and that of single modules.
+    """The ``quantization`` of a config.json: the model's, and that of single modules.
 
     A module whose entry is None is not quantised; one without an entry is, if it has scales.
     """
@@ -70,12 +72,12 @@ class QuantisationConfig:
     modules: Mapping[str, Quantisation | None]
 
     def of(self, module: str) -> Quantisation | None:
-        """What the config says of a module, such as ``model.layers.0.mlp.up_proj``."""
+        """Return what the config says of a module, such as ``model.layers.0.mlp.up_proj``."""
         return self.modules.get(module, self.default)
 
 
 def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
-    """From a config.json as mlx-lm writes it; None for weights that are not quantised by MLX."""
+    """Read the quantisation in a config.json of mlx-lm; None where MLX quantised no weights."""
     entry = config.get("quantization")
     if entry is None:
         return None
@@ -103,7 +105,7 @@ def _quantisation(entry: Mapping[str, Any], where: str) -> Quantisation:
 def infer_quantisation(
     packed: int, scales: int, scales_dtype: str, columns: int | None, hint: Quantisation | None
 ) -> Quantisation | None:
-    """How a weight was packed: from its last axis, in words, and that of its scales.
+    """Return how a weight was packed, from its last axis, in words, and that of its scales.
 
     ``columns`` is the last axis before packing, where it is known; ``hint`` what is likely else.
     None when nothing fits.
@@ -134,7 +136,7 @@ class Module:
 
 
 def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, Module]:
-    """The modules that have weights, by path, in the order of the model.
+    """Return the modules that have weights, by path, in the order of the model.
 
     ``separate_experts``: mixtral's experts one by one, as Hugging Face stores them; mlx-lm
     stacks them.
@@ -187,14 +189,14 @@ def _layer(shape: ModelShape, separate_experts: bool) -> Iterator[tuple[str, Mod
 
 
 def has_separate_experts(names: Mapping[str, Any]) -> bool:
-    """Whether these are the tensors of a mixtral as Hugging Face stores it; mlx-lm asks so too."""
+    """Return whether these are the tensors of a mixtral as Hugging Face stores it."""
     return _FIRST_EXPERT in names
 
 
 def expected_tensors(
     modules: Mapping[str, Module], quantised: Callable[[str, Module], Quantisation | None]
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor; ``quantised`` says how each quantisable module is packed."""
+    """Return name -> shape of every tensor; ``quantised`` says how a module is packed."""
     result: dict[str, tuple[int, ...]] = {}
     for path, module in modules.items():
         how = quantised(path, module) if module.is_quantisable else None
@@ -206,7 +208,7 @@ def expected_tensors(
 
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
-    """Whether mlx-lm passes over a tensor of this name when it loads the model."""
+    """Return whether mlx-lm passes over a tensor of this name when it loads the model."""
     if shape.tied and name == "lm_head.weight":
         return True
     if "self_attn.rotary_emb.inv_freq" in name:

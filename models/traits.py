@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 
 class FamilyTraits(NamedTuple):
-    """What mlx-lm's model file of a family does otherwise than the others'."""
+    """Differences between mlx-lm's model file of a family and the others."""
 
     attention: str = "full"
     """Name of the way in which its layers are called: a key of ``families.CALLS``."""
     tied: bool | None = True
-    """Whether the head is tied where config.json is silent; None if it must say."""
+    """Default of tie_word_embeddings in config.json; None if it must say."""
     is_llama_like: bool = False
-    """Whether config.json may have head_dim, leave out num_key_value_heads, and give layers a
-    window; mlx-lm's model then makes its KV caches itself."""
+    """True if config.json may have head_dim, leave out num_key_value_heads, and give layers
+    a window; mlx-lm's model then makes its KV caches itself."""
     may_have_biases: bool = False
-    """Whether config.json may switch on biases of attention and MLP."""
+    """True if config.json may switch on biases of attention and MLP."""
     drops_frequencies: bool = True
-    """Whether stored rotary frequencies are passed over."""
+    """True if stored rotary frequencies are passed over."""
 
 
 TRAITS: Mapping[str, FamilyTraits] = MappingProxyType(

@@ -6,7 +6,8 @@ package that brings them::
     [project.entry-points."shardmlx.partitioners"]
     mine = "my_package.my_module:my_partitioner"
 
-A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserError``.
+A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserError``; these, and
+``Partition``, can be imported from here.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
         "hetero": hetero,
     }
 )
-"""Ours. They keep their names: another's of the same name is passed over."""
+"""Partitioners of shardmlx; a plug-in of the same name is passed over."""
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """Ours, then those of other packages; none of them is imported for that."""
+    """Return the names of ours, then of other packages'; none of them is imported for that."""
     return *PARTITIONERS, *(name for name in plugin_names() if name not in PARTITIONERS)
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """The partitioner of that name; ``UserError`` lists the names, or says what is amiss."""
+    """Return the partitioner of that name; ``UserError`` lists the names, or says what is amiss."""
     return PARTITIONERS[name] if name in PARTITIONERS else load_plugin(name, partitioner_names())
 
 

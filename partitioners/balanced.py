@@ -1,4 +1,4 @@
-"""The slowest stage as fast as can be: a pipeline runs at its pace."""
+"""Make the slowest stage as fast as can be: a pipeline runs at its pace."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shardmlx.pipeline.stage_map import StageMap
 
 
 def balanced(problem: Problem) -> StageMap:
-    """The exact optimum of max over stages of the stage's cost on the machine that runs it.
+    """Minimise, exactly, the largest cost of a stage on the machine that runs it.
 
-    Embedding and head included. Stages stay in their places. Where a rank has several, every
+    Embedding and head count. Stages stay in their places. Where a rank has several, every
     stage is as even as can be, not only their sum: a schedule takes turns among them.
     """
     load = exact_load([problem.costs[rank] for rank in problem.placement])

@@ -1,4 +1,4 @@
-"""What each layer costs, or weighs: the numbers that a partitioner balances."""
+"""Hold what each layer costs, or weighs: the numbers that a partitioner balances."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LayerCosts:
                 raise ValueError(f"a cost of {cost}")
 
     def total(self, start: int, stop: int) -> float:
-        """Cost of the stage with layers ``start`` to ``stop``, embedding and head included."""
+        """Return the cost of layers ``start`` to ``stop`` as a stage, with embedding and head."""
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
         return math.fsum((*self.layers[start:stop], *ends))
 
     def check_stages(self, num_stages: int) -> None:
-        """``UserError`` unless the layers make that many stages, none of them empty."""
+        """Raise ``UserError`` unless the layers make that many stages, none of them empty."""
         if num_stages < 1:
             raise UserError(f"{num_stages} pipeline stages: give 1 or more")
         if num_stages > len(self.layers):

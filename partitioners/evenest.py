@@ -1,4 +1,4 @@
-"""The division that the other partitioners share: the heaviest stage as light as can be."""
+"""Make the heaviest stage as light as can be: the division that other partitioners share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.stage_map import Partition
 
 Load = Callable[[int, int, int], float]
-"""(stage, start, stop) -> how heavy the stage is with these layers; more layers, no lighter."""
+"""Weight of a stage with layers start to stop, (stage, start, stop) -> load; more layers are never
+lighter."""
 
 
 def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
-    """The exact optimum of max over stages of ``load``.
+    """Minimise, exactly, the largest ``load`` of a stage.
 
-    Among the optima the one with the least sum of squared loads, so that the other stages are
-    even too; among those the one whose last stage, then the one before it, and so on, has the
-    fewest layers. Dynamic programming, O(stages x layers^2) at worst.
+    Of equal partitions the one with the least sum of squared loads wins, so that the other stages
+    are even too; then the one whose last stage, then the one before it, and so on, has the fewest
+    layers. Dynamic programming, O(stages x layers^2) at worst.
     """
     bottleneck = _bottleneck(num_layers, num_stages, load)
     # best[stop]: the least sum for layers < stop, and the bounds of the stages that give it, last
@@ -45,7 +46,7 @@ def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
 
 
 def _bottleneck(num_layers: int, num_stages: int, load: Load) -> float:
-    """The least possible load of the heaviest stage."""
+    """Return the least possible load of the heaviest stage."""
     best: dict[int, float] = {0: -math.inf}  # of layers < stop in the stages so far
     for stage in range(num_stages):
         longer = {}
@@ -63,13 +64,13 @@ def _bottleneck(num_layers: int, num_stages: int, load: Load) -> float:
 
 
 def _stops(num_layers: int, num_stages: int, stage: int) -> range:
-    """Where a stage may end so that no stage is empty."""
+    """Return where a stage may end so that no stage is empty."""
     last = stage == num_stages - 1
     return range(num_layers if last else stage + 1, num_layers - (num_stages - 1 - stage) + 1)
 
 
 def exact_load(costs: Sequence[LayerCosts]) -> Load:
-    """The load of stages whose layers add up; ``costs[stage]`` are those where it runs.
+    """Return the load of stages whose layers add up; ``costs[stage]`` are those where it runs.
 
     Floats are fractions of powers of two: on a common scale they are integers, whose exact sums
     make equal stages compare equal on every machine.

@@ -1,4 +1,4 @@
-"""The fastest step on machines of unequal speed, memory and links."""
+"""Find the fastest step on machines of unequal speed, memory and links."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardmlx.partitioners.shortest import Path, Tables, shortest
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 _ROUNDING = 1e-12
-"""Relative; sums that differ by less are equal."""
+"""Relative difference below which sums are equal."""
 
 
 def step_cost(problem: Problem, stage_map: StageMap) -> float:
-    """The predicted time of one step, in ``problem.unit``.
+    """Return the predicted time of one step, in ``problem.unit``.
 
     One micro-batch passes through every stage, and its messages there and back; the others
     follow at the pace of the slowest rank: sum + transfers + (m - 1) max.
@@ -38,11 +38,11 @@ def step_cost(problem: Problem, stage_map: StageMap) -> float:
 
 
 def hetero(problem: Problem) -> StageMap:
-    """The exact optimum of ``step_cost`` over partitions and orders of the machines.
+    """Minimise ``step_cost``, exactly, over partitions and orders of the machines.
 
     Every machine runs one stage, and what that holds at its peak fits its memory (without
     ``problem.peak``: the parameters alone). Of equal orders the given one wins. With more kinds of
-    machines than ``orders.MAX_STEPS`` allows, only some orders are tried, each solved exactly.
+    machines than ``orders.MAX_PLACINGS`` allows, only some orders are tried, each solved exactly.
 
     The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
     layers x machines; the maximum itself is searched by branch and bound. ``UserError`` when
@@ -67,7 +67,7 @@ def hetero(problem: Problem) -> StageMap:
 def _search(
     tables: Tables, orders: Orders, microbatches: int, best: tuple[float, Path] | None
 ) -> tuple[float, Path] | None:
-    """The fastest step in any of the orders, and its path, unless ``best`` is as fast."""
+    """Return the fastest step in any of the orders, and its path, unless ``best`` is as fast."""
     times = np.unique(tables.time[np.isfinite(tables.time)])
     repeats = microbatches - 1
     # Where the maximum may lie, from times[low] to times[high], with a lower bound of the step
@@ -95,7 +95,7 @@ def _search(
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFitError:
-    """How much is lacking in the order, given or by memory, that comes nearest to fitting."""
+    """Return the error for the order, given or by memory, that comes nearest to fitting."""
     largest_first = sorted(problem.placement, key=lambda rank: -problem.capacity[rank])
     tried = []
     for placement in (problem.placement, tuple(largest_first)):

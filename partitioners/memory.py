@@ -1,4 +1,4 @@
-"""Every machine as full as the others: what fits at all, fits so."""
+"""Fill every machine as much as the others: what fits at all, fits so."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
 def memory(problem: Problem) -> StageMap:
-    """The exact optimum of max over stages of peak bytes / bytes that the machine has.
+    """Minimise, exactly, the largest share of its memory that a machine uses.
 
-    ``UserError`` says by how much when that does not fit. Without ``problem.peak`` the parameters
-    alone are weighed. Where a rank has several stages, each has an equal part of its machine:
-    then the optimum is that of stages, not of machines.
+    ``UserError`` says how much is lacking when that does not fit. Without ``problem.peak`` the
+    parameters alone are weighed. Where a rank has several stages, each has an equal part of its
+    machine: then the optimum is that of stages, not of machines.
     """
     for rank, capacity in enumerate(problem.capacity):
         if math.isinf(capacity):
@@ -34,7 +34,7 @@ def memory(problem: Problem) -> StageMap:
 
 
 def evenly_full(problem: Problem) -> Partition:
-    """The partition whose fullest machine is least full, whether it fits or not."""
+    """Return the partition whose fullest machine is least full, whether it fits or not."""
     peak = peak_of(problem)
     budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
     return evenest(
@@ -45,12 +45,12 @@ def evenly_full(problem: Problem) -> Partition:
 
 
 def peak_of(problem: Problem) -> Callable[[int, int, int], float]:
-    """``problem.peak``, or at least the parameters."""
+    """Return ``problem.peak``, or where it is not known the bytes of parameters."""
     return problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
 
 
 def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
-    """The rank that has least room for what its stages hold, and the bytes that they hold."""
+    """Return the rank with least room for what its stages hold, and the bytes that they hold."""
     peak = peak_of(problem)
     held = [0.0] * problem.pp
     for stage, (rank, (start, stop)) in enumerate(
@@ -63,7 +63,8 @@ def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
 
 
 class DoesNotFitError(UserError):
-    """``fact`` is the message without its remedy, ``shortage`` the bytes that ``rank`` lacks."""
+    """Take the message without its remedy as ``fact``, the bytes that ``rank`` lacks as
+    ``shortage``."""
 
     def __init__(self, fact: str, rank: int, shortage: float, remedy: str) -> None:
         super().__init__(f"{fact}: {remedy}")
@@ -73,7 +74,7 @@ class DoesNotFitError(UserError):
 
 
 def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
-    """What to say of the fullest machine of a partition that is the best of all."""
+    """Return the error for the fullest machine of the best partition."""
     rank, held = fullest(problem, partition)
     has = problem.capacity[rank]
     ranges = [partition.ranges[stage] for stage in problem.stages_of(rank)]
@@ -96,5 +97,5 @@ def _layers(start: int, stop: int) -> str:
 
 
 def _is_least(ranges: list[tuple[int, int]]) -> bool:
-    """Whether no stage can give away a layer."""
+    """Return whether no stage can give away a layer."""
     return all(stop == start + 1 for start, stop in ranges)

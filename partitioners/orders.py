@@ -1,4 +1,4 @@
-"""In which orders unlike machines can run the stages of a pipeline."""
+"""List the orders in which unlike machines can run the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from shardmlx.partitioners.problem import Problem
 
-MAX_STEPS = 10_240
-"""Nodes times kinds above which the orders are too many to search: they are those of 10 machines
-that are all different, of 24 machines of four kinds, or of 140 of two."""
+MAX_PLACINGS = 10_240
+"""Limit of nodes times kinds up to which all orders are searched: those of 10 machines that are all
+different, of 24 machines of four kinds, or of 140 of two."""
 
 Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""
@@ -33,29 +33,30 @@ class Orders:
     """A set of orders, as the paths through a graph.
 
     A node says how many machines of each kind the stages so far have taken. ``nodes[s]`` is the
-    number of nodes before stage s, and ``steps[s]`` leads on from them. All paths end in one node.
+    number of nodes before stage s, and ``placings[s]`` leads on from them. All paths end in one
+    node.
     """
 
     kinds: Kinds
     nodes: tuple[int, ...]
-    steps: tuple[tuple[Placing, ...], ...]
+    placings: tuple[tuple[Placing, ...], ...]
 
     @classmethod
     def fixed(cls, placement: Sequence[int], kinds: Kinds) -> Orders:
-        """One order alone: a machine of the kind of ``placement[s]`` runs stage s."""
+        """Return one order alone: a machine of the kind of ``placement[s]`` runs stage s."""
         kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
         origin = np.zeros(1, np.intp)
         return cls(
             kinds,
             nodes=(1,) * len(placement),
-            steps=tuple((Placing(kind_of[rank], origin, origin),) for rank in placement),
+            placings=tuple((Placing(kind_of[rank], origin, origin),) for rank in placement),
         )
 
     @classmethod
     def every(cls, kinds: Kinds) -> Orders:
-        """All orders of all machines; those of one kind are interchangeable."""
+        """Return all orders of all machines; those of one kind are interchangeable."""
         nodes = [tuple(0 for _ in kinds)]
-        counts, steps = [], []
+        counts, placings = [], []
         for _ in range(sum(map(len, kinds))):
             following: dict[tuple[int, ...], int] = {}
             ends: list[tuple[list[int], list[int]]] = [([], []) for _ in kinds]
@@ -66,7 +67,7 @@ class Orders:
                         ends[kind][0].append(source)
                         ends[kind][1].append(following.setdefault(target, len(following)))
             counts.append(len(nodes))
-            steps.append(
+            placings.append(
                 tuple(
                     Placing(kind, np.array(sources, np.intp), np.array(targets, np.intp))
                     for kind, (sources, targets) in enumerate(ends)
@@ -74,16 +75,16 @@ class Orders:
                 )
             )
             nodes = list(following)
-        return cls(kinds, tuple(counts), tuple(steps))
+        return cls(kinds, tuple(counts), tuple(placings))
 
     def placement(self, path: Sequence[int]) -> tuple[int, ...]:
-        """The rank of each stage from the kind of each; a kind's ranks come in their order."""
+        """Return the rank of each stage from its kind; a kind's ranks come in their order."""
         left = [iter(ranks) for ranks in self.kinds]
         return tuple(next(left[kind]) for kind in path)
 
 
 def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
-    """The given order, then all orders; or, where they are too many, two that are likely good.
+    """Return the given order, then all orders; or, where they are too many, two likely good ones.
 
     Those have the largest memory first, since early stages hold the most micro-batches, and the
     fastest machine first.
@@ -91,7 +92,7 @@ def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
     given = Orders.fixed(problem.placement, kinds)
     if len(kinds) == 1:
         return (given,)
-    if len(kinds) * math.prod(len(ranks) + 1 for ranks in kinds) <= MAX_STEPS:
+    if len(kinds) * math.prod(len(ranks) + 1 for ranks in kinds) <= MAX_PLACINGS:
         return given, Orders.every(kinds)
     speed = [costs.total(0, problem.num_layers) for costs in problem.costs]
     largest = sorted(problem.placement, key=lambda rank: (-problem.capacity[rank], speed[rank]))
@@ -100,7 +101,7 @@ def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
 
 
 def kinds_of(problem: Problem) -> Kinds:
-    """The ranks by what they can do, in the given order: two of a kind may change places."""
+    """Return the ranks by what they can do, in the given order: two of a kind may change places."""
     kinds: list[list[int]] = []
     for rank in problem.placement:
         for ranks in kinds:

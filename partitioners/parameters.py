@@ -1,4 +1,4 @@
-"""As many bytes of parameters on every stage: what is to be loaded, and sent, and saved."""
+"""Put as many bytes of parameters on every stage: what is to be loaded, sent and saved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from shardmlx.pipeline.stage_map import StageMap
 
 
 def parameters(problem: Problem) -> StageMap:
-    """The exact optimum of max over stages of the bytes of its parameters."""
+    """Minimise, exactly, the largest number of bytes of parameters on a stage."""
     load = exact_load([problem.sizes] * problem.num_stages)
     return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))

@@ -15,7 +15,7 @@ GROUP = "shardmlx.partitioners"
 
 
 def plugin_names() -> tuple[str, ...]:
-    """What installed packages call their partitioners, in order of the alphabet."""
+    """Return the names that installed packages give their partitioners, sorted."""
     return tuple(sorted(entry_points(group=GROUP).names))
 
 

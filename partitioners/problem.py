@@ -1,4 +1,4 @@
-"""What a partitioner is told, and what it answers."""
+"""Define what a partitioner is told, and what it answers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Problem:
     placement: tuple[int, ...]
     """The pipeline rank of each stage, in pipeline order."""
     costs: tuple[LayerCosts, ...]
-    """What one micro-batch costs on each pipeline rank, forward and backward, in ``unit``."""
+    """Cost of one micro-batch on each pipeline rank, forward and backward, in ``unit``."""
     sizes: LayerCosts
     """Bytes of the parameters."""
     peak: Callable[[int, int, int], float] | None = None
-    """(stage, start, stop) -> most bytes that the stage holds at once with layers start to stop.
+    """Peak bytes of a stage with layers start to stop: (stage, start, stop) -> bytes.
     More layers never hold less, and the stages of one rank add up."""
     capacity: tuple[float, ...] = ()
     """Bytes that each pipeline rank has; ``inf`` where that is not known."""
     transfer: tuple[tuple[float, ...], ...] = ()
-    """``transfer[a][b]`` is the seconds that rank a takes to send rank b what a micro-batch
-    passes from stage to stage; 0 where that is not known."""
+    """Seconds ``transfer[a][b]`` that rank a takes to send rank b the message of a micro-batch; 0
+    where that is not known."""
     microbatches: int = 1
-    """Of one step and one pipeline."""
+    """Number of micro-batches of one step and one pipeline."""
     unit: str = "FLOPs"
-    """``FLOPs`` or ``seconds``, of ``costs``."""
+    """Unit of ``costs``: ``FLOPs`` or ``seconds``."""
     is_measured: bool = False
-    """Whether ``costs`` were measured, and not reckoned from what data sheets say."""
+    """True if ``costs`` were measured, and not computed from data sheets."""
     hosts: tuple[str, ...] = ()
     """The host of each pipeline rank, where they are known."""
 
@@ -83,7 +83,7 @@ class Problem:
     def homogeneous(
         cls, costs: LayerCosts, placement: tuple[int, ...], sizes: LayerCosts | None = None
     ) -> Problem:
-        """Stages on machines that are all alike; ``sizes`` are proportional to ``costs`` if None.
+        """Return stages on machines that are all alike; ``sizes`` are ``costs`` if None.
 
         Units as in the fields: costs are FLOPs.
         """
@@ -104,19 +104,19 @@ class Problem:
         return max(self.placement, default=-1) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank runs, ascending."""
+        """Return the stages that a pipeline rank runs, ascending."""
         return tuple(stage for stage, its_rank in enumerate(self.placement) if its_rank == rank)
 
     def name_of(self, rank: int) -> str:
-        """A pipeline rank in a message, with its host where that is known."""
+        """Return a pipeline rank as messages name it, with its host where that is known."""
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
     def stage_map(self, partition: Partition, placement: tuple[int, ...] | None = None) -> StageMap:
-        """The answer: with the placement that was asked for, if none is given."""
+        """Return the answer, with the placement that was asked for if none is given."""
         placement = self.placement if placement is None else placement
         hosts = tuple(self.hosts[rank] for rank in placement) if self.hosts else ()
         return StageMap(partition, placement, hosts)
 
 
 Partitioner = Callable[[Problem], StageMap]
-"""Divides all layers among the stages; ``UserError`` where that cannot be done."""
+"""A function that divides all layers among the stages; ``UserError`` where that cannot be done."""

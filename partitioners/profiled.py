@@ -1,4 +1,4 @@
-"""The slowest stage as fast as can be, by the clock."""
+"""Make the slowest stage as fast as can be, by the clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardmlx.pipeline.stage_map import StageMap
 
 
 def profiled(problem: Problem) -> StageMap:
-    """As ``balanced``, of seconds that were measured; ``UserError`` where nothing was."""
+    """Balance measured seconds as ``balanced`` does; ``UserError`` where none were measured."""
     if not problem.is_measured:
         raise UserError(
             f"the partitioner profiled divides measured seconds, not modelled {problem.unit}: "

@@ -1,4 +1,15 @@
-"""The least sum of stage times, over layers x machines, where no stage is slower than a limit."""
+"""Find the least sum of stage times, over layers x machines, with no stage slower than a limit.
+
+Dynamic programming, stage by stage, over states of three numbers:
+
+- node: which machines the stages so far have taken, as a count of each kind (``orders.Orders``);
+- kind: the kind of the last of them, since the link to the next machine depends on it;
+- stop: the layers that those stages hold, 0 to stop.
+
+``least[stage][node, kind, stop]`` is the least sum of the times of the stages before ``stage``,
+links between them included. A stage on a machine of some kind leads from each state, by each number
+of layers that it may hold, to a state before the next stage.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +60,19 @@ class Tables:
         return int(self.time.shape[-1]) - 1
 
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
-        """[width, stop]; inf where a stage takes more than ``limit``, or does not fit."""
+        """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
         allowed = self.time[kind] <= limit
         if self.peaks is not None:
             allowed &= self.peaks[stage] <= self.capacity[kind]
         return np.where(allowed, self.time[kind], math.inf)
 
-    def ahead(self, sums: Array, stage: int, kind: int) -> Array:
-        """``sums[..., last kind, stop]`` and the round trip to a machine of that kind."""
-        return sums + self.links[:, kind, None] if stage > 0 else sums
+    def arriving(self, least: Array, stage: int, kind: int) -> Array:
+        """Return ``least[..., kind before, stop]`` plus the round trip to a machine of ``kind``."""
+        return least + self.links[:, kind, None] if stage > 0 else least
 
 
 def _peaks(problem: Problem) -> Array | None:
-    """Bytes by [stage, width, stop]; inf where they fit nowhere, or leave others no layers.
+    """Return bytes by [stage, width, stop]; inf where they fit nowhere, or leave others no layers.
 
     None where nothing is known of memory.
     """
@@ -92,49 +103,55 @@ class Path:
 
 
 def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
-    """The path of least sum whose stages take ``limit`` at most each; None if there is none."""
+    """Return the path of least sum whose stages take ``limit`` at most each; None without one."""
     layers = tables.num_layers
-    # sums[stage][node, kind, stop]: the least sum of all layers < stop before the stage, where
-    # the last machine is of that kind.
-    sums = [
+    least = [
         np.full((nodes, len(orders.kinds), layers + 1), math.inf) for nodes in (*orders.nodes, 1)
     ]
-    sums[0][:, :, 0] = 0.0
-    for stage, steps in enumerate(orders.steps):
-        for step in steps:
-            before = tables.ahead(sums[stage][step.sources], stage, step.kind).min(axis=1)
-            table = tables.stage_time(stage, step.kind, limit)
-            sums[stage + 1][step.targets, step.kind] = _extended(before, table)
-        if np.isinf(sums[stage + 1]).all():
+    least[0][:, :, 0] = 0.0
+    for stage, placings in enumerate(orders.placings):
+        for placing in placings:
+            # The kind of the machine before matters for the link to this one, and no more.
+            reached = tables.arriving(least[stage][placing.sources], stage, placing.kind)
+            stage_time = tables.stage_time(stage, placing.kind, limit)
+            least[stage + 1][placing.targets, placing.kind] = _extended(
+                reached.min(axis=1), stage_time
+            )
+        if np.isinf(least[stage + 1]).all():
             return None
-    if np.isinf(sums[-1][0, :, layers]).all():
+    if np.isinf(least[-1][0, :, layers]).all():
         return None
-    return _traced_back(tables, orders, limit, sums)
+    return _traced_back(tables, orders, limit, least)
 
 
-def _extended(before: Array, table: Array) -> Array:
-    """The least of before[:, start] + table[stop - start, stop] over start, for every stop."""
-    after = np.full_like(before, math.inf)
-    for width in np.flatnonzero(np.isfinite(table).any(axis=1)):
-        candidates = before[:, :-width] + table[width, width:]
-        np.minimum(after[:, width:], candidates, out=after[:, width:])
-    return after
+def _extended(reached: Array, stage_time: Array) -> Array:
+    """Return for every stop the least of reached[:, start] + stage_time[stop - start, stop]."""
+    extended = np.full_like(reached, math.inf)
+    for width in np.flatnonzero(np.isfinite(stage_time).any(axis=1)):
+        candidates = reached[:, :-width] + stage_time[width, width:]
+        np.minimum(extended[:, width:], candidates, out=extended[:, width:])
+    return extended
 
 
-def _traced_back(tables: Tables, orders: Orders, limit: float, sums: list[Array]) -> Path:
-    """The path that gave the last sum: the one whose sums come out the same again."""
+def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array]) -> Path:
+    """Return the path of the least sum in the last states.
+
+    From the last state back, each stage looks for the state before it: the one from which the same
+    sum comes out.
+    """
     node, stop = 0, tables.num_layers
-    kind = int(sums[-1][node, :, stop].argmin())
-    total = float(sums[-1][node, kind, stop])
+    kind = int(least[-1][node, :, stop].argmin())
+    total = float(least[-1][node, kind, stop])
     kinds, bounds, times = [], [stop], []
-    for stage in reversed(range(len(orders.steps))):
-        step = next(each for each in orders.steps[stage] if each.kind == kind)
-        node = int(step.sources[np.flatnonzero(step.targets == node)[0]])
-        before = tables.ahead(sums[stage][node], stage, kind)[:, stop - 1 :: -1]  # by width
-        table = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
-        last, width = np.unravel_index((before + table).argmin(), before.shape)
+    for stage in reversed(range(len(orders.placings))):
+        placing = next(each for each in orders.placings[stage] if each.kind == kind)
+        node = int(placing.sources[np.flatnonzero(placing.targets == node)[0]])
+        # By the kind of the machine before, and by the width of this stage: 1, 2 ... stop layers.
+        reached = tables.arriving(least[stage][node], stage, kind)[:, stop - 1 :: -1]
+        stage_time = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
+        kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)
         kinds.append(kind)
-        times.append(float(table[width]))
-        kind, stop = int(last), stop - 1 - int(width)
+        times.append(float(stage_time[narrower]))
+        kind, stop = int(kind_before), stop - 1 - int(narrower)
         bounds.append(stop)
     return Path(total, max(times), orders.placement(kinds[::-1]), tuple(bounds[::-1]))

@@ -1,4 +1,4 @@
-"""The machines of a run as the planner counts on them: memory, speed, links. Pure."""
+"""Describe the machines of a run to the planner: memory, speed, links. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 
 MEMORY_FRACTION = 0.75
-"""Of a machine's memory, for MLX: what macOS lets its GPU wire on machines above 36 GB."""
+"""Share of a machine's memory for MLX: what macOS lets the GPU wire above 36 GB."""
 
 EFFICIENCY = 0.6
-"""Of published peak FLOP/s, in training. A guess for lack of a measurement: ``--profile``."""
+"""Share of published peak FLOP/s reached in training; a guess, which ``--profile`` replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """One machine for each world rank; ranks that share one have their share of it.
+    """A machine for each world rank; ranks that share one have their share of it.
 
     ``profile`` has measured times, which win over ``flops``. Raises ``UserError`` where a number
     is asked for that nobody has given.
@@ -41,12 +41,12 @@ class Cluster:
 
     @property
     def unit(self) -> str:
-        """``seconds``, or ``FLOPs`` where it is not known how fast all the machines are."""
+        """Unit of times: ``seconds``, or ``FLOPs`` where the speed of a machine is not known."""
         known = self.profile is not None or all(each.flops for each in self.machines)
         return "seconds" if known else "FLOPs"
 
     def check_speeds(self) -> None:
-        """``UserError`` for the first machine of which it is not known how fast it is."""
+        """Raise ``UserError`` for the first machine of which the speed is not known."""
         for machine in self.machines:
             if self.profile is None and machine.flops is None:
                 raise UserError(
@@ -55,12 +55,12 @@ class Cluster:
                 )
 
     def capacity(self, rank: int) -> float:
-        """Bytes that a rank may use; ``inf`` where the machine's memory is not known."""
+        """Return the bytes that a rank may use; ``inf`` where the machine's memory is not known."""
         memory = self.machines[rank].memory
         return math.inf if memory is None else memory * self.memory_fraction
 
     def clock(self, rank: int, workload: Workload, checkpoint: bool) -> Speed | Measured:
-        """What tells the times of the work on a rank, in ``unit``."""
+        """Return what tells the times of the work on a rank, in ``unit``."""
         machine = self.machines[rank]
         if self.profile is not None:
             return workload.measured(self.profile, machine.host, machine.kind, checkpoint)
@@ -69,14 +69,14 @@ class Cluster:
         return workload.at_speed(machine.flops * self.efficiency, checkpoint)
 
     def link_seconds(self, a: int, b: int, nbytes: float) -> float:
-        """How long a message occupies the link between two ranks; 0 within a machine."""
+        """Return how long a message occupies the link between two ranks; 0 within a machine."""
         if self.is_same_host(a, b):
             return 0.0
         known = [each.link for each in (self.machines[a], self.machines[b]) if each.link]
         return nbytes / min(known) if known else 0.0
 
     def latency(self, a: int, b: int) -> float:
-        """Seconds that a message takes beside that."""
+        """Return the seconds that a message takes beside occupying the link."""
         if self.is_same_host(a, b):
             return 0.0
         return max(self.machines[a].latency or 0.0, self.machines[b].latency or 0.0)
@@ -88,7 +88,7 @@ class Cluster:
 def pipeline_seconds(
     workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, checkpoint: bool
 ) -> list[ModelSeconds]:
-    """Times of micro-batches of ``rows`` sequences of ``length`` tokens on each pipeline rank.
+    """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
     Of replicas that run the same stages those of the slowest: the others wait for it.
     """
@@ -105,7 +105,7 @@ def pipeline_seconds(
 
 
 def between_ranks(mesh: Mesh, time: Callable[[int, int], float]) -> tuple[tuple[float, ...], ...]:
-    """``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas."""
+    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas."""
 
     def longest(a: int, b: int) -> float:
         pairs = zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
@@ -115,5 +115,5 @@ def between_ranks(mesh: Mesh, time: Callable[[int, int], float]) -> tuple[tuple[
 
 
 def read_profiles(names: str) -> Profile:
-    """The profiles of several files, with commas between their names, as one."""
+    """Read the profiles of several files, with commas between their names, as one."""
     return merge([read_profile(name.strip()) for name in names.split(",")])

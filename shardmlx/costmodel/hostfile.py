@@ -1,4 +1,4 @@
-"""Open MPI hostfiles whose comments say what each machine has. Pure.
+"""Read Open MPI hostfiles whose comments say what each machine has. No MLX, no MPI.
 
 ::
 
@@ -57,9 +57,9 @@ class Machine:
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
-    """The machines of a hostfile in mpirun's order; ``UserError`` names file, line and value.
+    """Return the machines of a hostfile in mpirun's order; raise ``UserError`` for the rest.
 
-    A host listed n times without slots has n of them.
+    The error names file, line and value. A host listed n times without slots has n of them.
     """
     try:
         content = Path(path).read_bytes()
@@ -89,7 +89,7 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
 
 
 def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
-    """One entry a slot, in the order in which mpirun gives out ranks.
+    """Return one entry a slot, in the order in which mpirun gives out ranks.
 
     Memory and FLOP/s are divided among the slots of a machine; its link is shared.
     """
@@ -152,7 +152,7 @@ _LEAST_MEMORY = MIB
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line: ``slots`` is None where it does not say."""
+    """A line of the file; ``slots`` is None where it does not say."""
 
     where: str
     host: str
@@ -161,7 +161,7 @@ class _Entry:
 
     @property
     def node(self) -> str:
-        """What mpirun knows it by: without its domain, unless that is an address."""
+        """Name by which mpirun knows the host: without its domain, unless it is an address."""
         return self.host if _address(self.host) else self.host.split(".")[0]
 
 
@@ -192,12 +192,12 @@ def _entry(line: str, where: str) -> _Entry | None:
 
 
 def _joined(text: str) -> list[str]:
-    """Words; spaces around = are none."""
+    """Return the words; spaces around = separate none."""
     return re.sub(r"\s*=\s*", "=", text).split()
 
 
 def _host(word: str, where: str) -> str:
-    """The name without its user."""
+    """Return the name without its user."""
     host = word.rpartition("@")[2]
     if _address(host):
         return host
@@ -210,12 +210,12 @@ def _host(word: str, where: str) -> str:
 
 
 def is_unnamed(host: str) -> bool:
-    """Whether a host goes by an address, or by a name that every machine has for itself."""
+    """Return whether a host goes by an address, or by a name that every machine has for itself."""
     return host == "localhost" or _address(host) is not None
 
 
 def host_key(host: str) -> str:
-    """What is the same for two names of one host: its name without the domain, in lower case.
+    """Return what is the same for two names of one host: no domain, in lower case.
 
     Addresses are kept whole.
     """
@@ -223,17 +223,17 @@ def host_key(host: str) -> str:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Whether two names, or addresses, are those of one host."""
+    """Return whether two names, or addresses, are those of one host."""
     return host_key(a) == host_key(b)
 
 
 def kind_key(kind: str) -> str:
-    """A kind of machine as one word of a hostfile: ``Apple M2 Ultra`` is ``apple-m2-ultra``."""
+    """Return a kind of machine as one word of a hostfile: ``Apple M2`` is ``apple-m2``."""
     return re.sub(r"[\s=]+", "-", kind.strip()).strip(",;.").casefold()
 
 
 def _address(host: str) -> str | None:
-    """An IP address as it is usually written; None for a name."""
+    """Return an IP address as it is usually written; None for a name."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -298,7 +298,7 @@ def _quantity(key: str, value: str, where: str) -> float:
 
 
 def _merged(entries: Iterable[_Entry]) -> tuple[Machine, ...]:
-    """Hosts in the order of their first lines; further lines of a host add a slot each."""
+    """Return hosts in the order of their first lines; further lines of a host add a slot each."""
     nodes: dict[str, list[_Entry]] = {}
     for entry in entries:
         nodes.setdefault(host_key(entry.host), []).append(entry)

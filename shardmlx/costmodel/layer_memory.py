@@ -52,12 +52,12 @@ class TrainingSetup:
     lora_keys: tuple[str, ...] | None = None
     """Linear layers that get adapters; None for all of them, as in mlx-lm."""
     dropout: bool = False
-    """Whether adapters drop some of their input."""
+    """True if adapters drop some of their input."""
     unfreeze_all: bool = False
-    """Whether a full fine-tune trains embedding, norm and lm_head too."""
+    """True if a full fine-tune trains embedding, norm and lm_head too."""
     optimizer: str = "adam"
     first_moment: bool = False
-    """Whether Adafactor has a beta_1: then it keeps a moment as large as the weights."""
+    """True if Adafactor has a beta_1: then it keeps a moment as large as the weights."""
     grad_checkpoint: bool = False
     masks: int = 0
     """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
@@ -96,7 +96,7 @@ class TrainingSetup:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of the weights themselves."""
+        """True if adapters are trained instead of the weights themselves."""
         return self.fine_tune_type != "full"
 
 
@@ -163,7 +163,7 @@ class _Widths(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """How many arrays of each width exist at a time while a layer runs; fitted.
+    """Number of arrays of each width that exist at a time while a layer runs; fitted.
 
     ``hidden``: residual stream and norms. ``queries``, ``keys``: projections, rotary embedding and
     transposition. ``mlp``: gate, up and their product. ``scores``: attention's, one for each head

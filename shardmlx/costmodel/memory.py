@@ -28,7 +28,7 @@ class StageMemory:
     """Bytes of one stage. What is held is of each micro-batch, what passes of one action."""
 
     weights: int
-    """All parameters, frozen and trained."""
+    """Parameters, frozen and trained."""
     optimizer: int
     """State of the optimizer, from the first update."""
     gradients: int

@@ -1,4 +1,4 @@
-"""How much memory each rank may take: MLX's limits from the plan and the machine. Pure.
+"""Derive MLX's memory limits of each rank from the plan and the machine. No MLX, no MPI.
 
 What MLX does with them (0.32, ``allocator.cpp`` of each backend, ``resident.cpp``,
 ``transforms.cpp``); each array is *active* until it is freed, then its buffer is *cached*:
@@ -25,11 +25,11 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.errors import UserError
 
 LEAST_CACHE = 32 << 20
-"""What MLX keeps on a CPU by default. It is enough there: glibc keeps freed memory too, and can
-divide it, where a cache of all that a step frees made it no faster (measured)."""
+"""Bytes that MLX caches on a CPU by default. They are enough there: glibc keeps freed memory too,
+and can divide it. A cache of all that a step frees made steps no faster (measured)."""
 
 CACHE_MARGIN = 1.25
-"""Times what a step frees. Measured with SmolLM2: 1.01 times; the plan's is within a fifth."""
+"""Factor on what a step frees. Measured with SmolLM2: 1.01 times; the plan is within a fifth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,11 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes that a rank may use: ``inf`` where the machine is not known; ``reason`` says why so
-    many. ``most`` is all of its share of the machine, ``wirable`` what of it macOS lets the GPU
-    wire; None where nothing is wired."""
+    """Bytes that a rank may use, and the ``reason``; ``inf`` where the machine is not known.
+
+    ``most`` is its whole share of the machine, ``wirable`` the part that macOS lets the GPU wire,
+    None where nothing is wired.
+    """
 
     host: str
     nbytes: float
@@ -59,7 +61,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Of one rank, in bytes, with a reason for each. ``wired`` is None where nothing is wired."""
+    """Limits of a rank, in bytes, each with a reason; ``wired`` is None if nothing is wired."""
 
     planned: PlannedMemory
     memory: int
@@ -68,7 +70,7 @@ class MemoryLimits:
     reasons: tuple[str, str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics."""
+        """Return the limits for the metrics."""
         return {
             "planned_peak_bytes": self.planned.peak,
             "memory_limit_bytes": self.memory,
@@ -83,8 +85,10 @@ def budgets_of(
     limit: int | None = None,
     working_sets: Sequence[int | None] = (),
 ) -> tuple[MemoryBudget, ...]:
-    """What each world rank may use: ``limit``, if one is given, but no more than its share of the
-    machine; else the part of that on which plans count, or more where macOS wires more.
+    """Return what each world rank may use.
+
+    That is ``limit``, if one is given, but no more than its share of the machine; else the part of
+    that share on which plans count, or more where macOS wires more.
 
     ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
     """
@@ -111,7 +115,7 @@ def budgets_of(
 
 
 def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
-    """The same machines with no more memory than these, all of which may be used."""
+    """Return the same machines with no more memory than these, all of which may be used."""
     machines = (
         replace(machine, memory=None if math.isinf(budget.nbytes) else max(1, int(budget.nbytes)))
         for machine, budget in zip(cluster.machines, budgets, strict=True)
@@ -120,14 +124,14 @@ def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
 
 
 def limited(cluster: Cluster, limit: int | None) -> Cluster:
-    """The machines of a plan, with no more memory than the user's ``limit`` for a rank."""
+    """Return the machines of a plan, with no more memory than the user's ``limit`` for a rank."""
     return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
 def check_budgets(
     budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], remedy: str
 ) -> None:
-    """``UserError`` for the first rank whose plan does not fit; ``remedy`` is how to need less."""
+    """Raise ``UserError`` for the first rank whose plan does not fit, with ``remedy``."""
     for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True)):
         if plan.peak > budget.nbytes:
             raise UserError(
@@ -138,14 +142,14 @@ def check_budgets(
 
 
 def how_to_allow(budget: MemoryBudget, nbytes: int) -> str:
-    """The limit that would be enough, where the machine has as much; else nothing."""
+    """Return the remedy that names a limit which is enough, if the machine has that."""
     if parse_bytes(limit_for(nbytes)) > budget.most:
         return ""
     return f"give --memory-limit {limit_for(nbytes)} or more, "
 
 
 def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str:
-    """As ``how_to_allow``, where nobody knows how much would be enough."""
+    """Return the remedy to raise the limit, where it is not known how much would be enough."""
     can_be_raised = limit is not None and any(budget.nbytes < budget.most for budget in budgets)
     return "raise --memory-limit, " * can_be_raised
 
@@ -158,11 +162,11 @@ def limit_for(nbytes: int) -> str:
 
 
 def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
-    """The limits of a rank whose plan fits: see ``check_budgets``.
+    """Return the limits of a rank whose plan fits: see ``check_budgets``.
 
-    On a CPU nothing gives way, so that cache and plan together stay within the room. On Metal MLX
+    On a CPU nothing gives way, so that cache and plan together stay within the budget. On Metal MLX
     sees to that, and the cache has room for what a step frees, so that none of it is allocated
-    anew; were it larger it would fill with buffers of lengths that do not come again.
+    anew. A larger one would fill with buffers of lengths that do not come again.
     """
     memory = int(budget.nbytes)
     of_a_step = planned.peak - planned.resident
@@ -188,7 +192,7 @@ def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
 
 
 def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
-    """A warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
+    """Return a warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
     return tuple(
         f"rank {rank} ({budget.host}) plans {gibibytes(plan.peak)}, of which macOS keeps "
         f"{gibibytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
@@ -201,7 +205,7 @@ def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -
 def exceeded(
     limits: Sequence[MemoryLimits], hosts: Sequence[str], peaks: Sequence[int]
 ) -> tuple[str, ...]:
-    """A warning for each rank that took more than its memory limit, which MLX does not enforce."""
+    """Return a warning for each rank that took more than its limit, which MLX does not enforce."""
     return tuple(
         f"rank {rank} ({host}) held {gibibytes(peak)} at its peak, more than its limit of "
         f"{gibibytes(each.memory)} ({each.reasons[0]}), and {gibibytes(each.planned.peak)} were "

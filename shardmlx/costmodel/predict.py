@@ -1,4 +1,4 @@
-"""What a plan will take on its machines: memory of every rank, time of a step. Pure."""
+"""Predict a plan on its machines: memory of every rank, time of a step. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardmlx.pipeline.simulate import Simulation, simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """One pipeline rank, and the slowest and smallest of its replicas.
+    """A pipeline rank, with the slowest and smallest of its replicas.
 
     ``seconds`` are of one micro-batch through all its stages, ``update`` among them of a step;
     ``capacity`` is ``inf`` where it is not known.
@@ -37,7 +37,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one step: forward and backward of all micro-batches, sums over replicas, update.
+    """Prediction of a step: F and B of all micro-batches, sums over replicas, update.
 
     Where gradients of several steps make one update, a step has its share of sums and update.
     """
@@ -61,7 +61,7 @@ class Prediction:
 def predict_memory(
     plan: Plan, workload: Workload, length: int, *, checkpoint: bool, backend: str
 ) -> tuple[list[int], dict[int, StageMemory]]:
-    """(peak bytes of each pipeline rank, memory of each stage), for sequences of ``length``."""
+    """Return (peak bytes of each pipeline rank, memory of each stage) with ``length`` tokens."""
     setup = workload.setup(
         plan.micro_batch_size, length, checkpoint=checkpoint, dp=plan.mesh.dp, backend=backend
     )
@@ -79,7 +79,7 @@ def predict_memory(
 def predict(
     plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool = False
 ) -> Prediction:
-    """A step with sequences of ``length`` tokens, on ``cluster.machines[world rank]``."""
+    """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map, rows = plan.mesh, plan.stage_map, plan.micro_batch_size
     peaks, memories = predict_memory(
         plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
@@ -128,15 +128,15 @@ def predict(
 
 
 def _weights(workload: Workload, stages: list[StageMemory]) -> float:
-    """Bytes of a rank's parameters; a tied matrix that two of its stages hold is there once."""
+    """Return the bytes of a rank's parameters; a tied matrix in two of its stages counts once."""
     twice = sum(stage.tied > 0 for stage in stages) == 2
     return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
 
 
 def _reduce_seconds(cluster: Cluster, plan: Plan, stages: dict[int, StageMemory]) -> float:
-    """Of summing gradients over replicas in a ring, the slowest stage's; none of it overlapped.
+    """Return the seconds of summing the slowest stage's gradients over replicas in a ring.
 
-    An upper bound: buckets start while the backward pass still computes.
+    That is an upper bound: buckets start while the backward pass still computes.
     """
     mesh, stage_map = plan.mesh, plan.stage_map
     if mesh.dp == 1:

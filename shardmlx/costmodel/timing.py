@@ -1,4 +1,6 @@
-"""How long the parts of a model take on a machine: from its speed, or from a measurement.
+"""Tell how long parts of a model take on a machine, from its speed or a measurement.
+
+No MLX, no MPI.
 
 A part is a decoder layer, the embedding, or the head with the final norm. Its times are those of
 one micro-batch: forward (F), gradient for the input (I), gradient for the weights (W).
@@ -15,14 +17,14 @@ from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.simulate import Costs
 
 TYPICAL_LENGTH = 512
-"""Tokens; what a layer costs is taken at this length where no other is known."""
+"""Number of tokens at which the cost of a layer is taken where no other length is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one micro-batch through a part; ``update`` is the optimizer's, once a step.
+    """Times of a micro-batch in a part; ``update`` is the optimizer's, once a step.
 
-    The embedding's may be negative: the first stage spares what others compute for the stage
+    Those of the embedding may be negative: the first stage spares what others compute for the stage
     below.
     """
 
@@ -40,7 +42,7 @@ class Seconds:
         )
 
     def scaled(self, factor: float) -> Seconds:
-        """The same on a part that takes ``factor`` times as long."""
+        """Return the times of a part that takes ``factor`` times as long."""
         return Seconds(
             factor * self.forward,
             factor * self.input_gradient,
@@ -60,7 +62,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSeconds:
-    """Of each part of a model, on one machine, for micro-batches of one size.
+    """Times of each part of a model, on one machine, for micro-batches of one size.
 
     ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none:
     whatever lies below has a forward only.
@@ -73,7 +75,7 @@ class ModelSeconds:
     checkpoint: bool = False
 
     def layer(self, index: int) -> float:
-        """F + I + W of one layer, and its F again with checkpointing."""
+        """Return F + I + W of one layer, and its F again with checkpointing."""
         seconds = self.layers[index]
         again = self.checkpoint and index >= self.first_trained
         return max(0.0, seconds.microbatch + again * seconds.forward)
@@ -88,7 +90,7 @@ class ModelSeconds:
         )
 
     def stage(self, start: int, stop: int) -> Seconds:
-        """Of the stage with layers ``start`` to ``stop``, as the engine runs it.
+        """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.
 
         A stage with nothing trained below it has no I: its W is its whole backward. With
         checkpointing I, or that W, computes the forward again and all gradients.
@@ -129,7 +131,7 @@ class Speed:
     checkpoint: bool = False
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """FLOPs of F, I and W, each as many, at the machine's speed (6N: Kaplan et al. 2020).
+        """Return F, I and W of as many FLOPs each, at the machine's speed (6N: Kaplan et al. 2020).
 
         Below ``first_trained`` there is F alone. The few FLOPs of W with adapters are left out,
         as are embedding, norms and update.
@@ -155,10 +157,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What was measured with micro-batches of ``rows`` x ``length`` tokens.
+    """Times measured with micro-batches of ``rows`` x ``length`` tokens.
 
-    ``layer`` is a layer that trains, with every gradient; ``frozen`` one of which only the
-    forward is asked.
+    ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
     """
 
     rows: int
@@ -190,7 +191,7 @@ class Measured:
     checkpoint: bool = False
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """On the line between the samples of the next shorter and longer sequences.
+        """Return times on the line between the samples of the next shorter and longer sequences.
 
         Beyond the samples the outermost line goes on; from one sample times are proportional to
         tokens. A row costs as much as in the samples.

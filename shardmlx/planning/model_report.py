@@ -1,4 +1,4 @@
-"""An inspection as text for people and as JSON for programs. Pure."""
+"""Write an inspection as text for people and as JSON for programs. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES_SHOWN = 2
 
 
 def shown_files(files: Sequence[str]) -> str:
-    """File names without their common ending; only how many, where they are many."""
+    """Return file names without their common ending; only how many, where they are many."""
     if len(files) > _FILES_SHOWN:
         return f"{len(files)} files"
     return ", ".join(file.removesuffix(SUFFIX) for file in files)
@@ -26,12 +26,12 @@ def dtypes(part: Part) -> str:
 
 
 def quantisation(part: Part) -> str:
-    """How weights are packed, the most bytes first; a dash for those that are not."""
+    """Return how weights are packed, the most bytes first; a dash for those that are not."""
     return "; ".join(part.quantisations) or "-"
 
 
 def summary(inspection: Inspection) -> str:
-    """Name, family and size of the model, in a few lines."""
+    """Return name, family and size of the model, in a few lines."""
     files, whole = inspection.files, inspection.whole
     lines = [files.name + (f" at {files.revision[:12]}" if files.revision else "")]
     if files.note:
@@ -88,7 +88,7 @@ def _adapter(inspection: Inspection) -> str:
 
 
 def part_table(inspection: Inspection, fold: bool = True) -> str:
-    """A line for each part; ``30 x 9`` says that each of 30 layers has 9."""
+    """Return a table of parts; ``30 x 9`` says that each of 30 layers has 9."""
     lines = [_part_line(row) for row in rows(inspection, fold)]
     header = ("part", "tensors", "parameters", "dtype", "quantisation", "bytes", "files")
     return columns(header, lines)
@@ -110,7 +110,7 @@ def _part_line(row: Row) -> tuple[str, ...]:
 
 
 def stage_table(split: Split) -> str:
-    """A line for each stage: where it runs, and what it holds."""
+    """Return a table of stages: where each runs, and what it holds."""
     header = ["stage", "rank", "host", "layers", "tensors", "parameters", "dtype", "quantisation"]
     header += ["bytes", "to generate", "of memory", "files"]
     lines = []
@@ -142,7 +142,7 @@ def stage_table(split: Split) -> str:
 
 
 def rank_report(split: Split, rank: int) -> str:
-    """Every tensor that a rank needs, and the bytes of each file to be read for them."""
+    """Return every tensor that a rank needs, and the bytes of each file to be read for them."""
     part = split.rank(rank)
     host = split.host(rank)
     share = split.memory_share(rank)
@@ -188,7 +188,7 @@ def _stages(split: Split, rank: int) -> str:
 
 
 def verification_report(verification: Verification) -> str:
-    """What was looked at, and every fault."""
+    """Return what was looked at, and every fault."""
     lines = [f"checked: {each}" for each in verification.checked]
     lines += [f"wrong: {each}" for each in verification.faults]
     number = len(verification.faults)
@@ -197,7 +197,7 @@ def verification_report(verification: Verification) -> str:
 
 
 def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> dict[str, Any]:
-    """All of it; every layer by itself."""
+    """Return all of an inspection; every layer by itself."""
     files = inspection.files
     result: dict[str, Any] = {
         "model": files.name,

@@ -1,4 +1,4 @@
-"""From a way of training to what a partitioner must know. Pure."""
+"""Pose the problem that a partitioner solves for one way of training. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardmlx.pipeline.stage_map import StageMap
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of training, before its layers are divided."""
+    """A way of training, before its layers are divided."""
 
     mesh: Mesh
     schedule: str
@@ -39,7 +39,7 @@ class Candidate:
         return -(-self.rows // self.micro_batch_size)
 
     def setup(self, workload: Workload, length: int, backend: str) -> TrainingSetup:
-        """What decides its memory with sequences of ``length`` tokens."""
+        """Return what decides its memory with sequences of ``length`` tokens."""
         return workload.setup(
             self.micro_batch_size,
             length,
@@ -50,7 +50,7 @@ class Candidate:
 
 
 def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
-    """The plan that ``train`` would make of it."""
+    """Return the plan that ``train`` would make of it."""
     return Plan(
         mesh=way.mesh,
         stage_map=stage_map,
@@ -63,7 +63,7 @@ def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
 
 
 def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:
-    """Which stages have trained weights."""
+    """Return for each stage whether it has trained weights."""
     ends = workload.fine_tune.unfreeze_all
     layers = workload.shape.num_layers
     return tuple(
@@ -80,7 +80,7 @@ def make_problem(
     *,
     longest: int | None = None,
 ) -> Problem:
-    """What a partitioner must know, for sequences of ``length`` tokens.
+    """Return what a partitioner must know, for sequences of ``length`` tokens.
 
     Memory is that of sequences of ``longest`` tokens, where that is given. Costs are seconds, or
     FLOPs where the speed of the machines is not known; then links do not count.
@@ -114,7 +114,7 @@ def make_problem(
 def rank_costs(
     way: Candidate, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[LayerCosts, ...]:
-    """What a micro-batch costs on each pipeline rank."""
+    """Return what a micro-batch costs on each pipeline rank."""
     models = pipeline_seconds(
         workload, cluster, way.mesh, way.micro_batch_size, length, checkpoint=way.checkpoint
     )
@@ -125,7 +125,7 @@ def rank_costs(
 def _peaks(
     way: Candidate, workload: Workload, setup: TrainingSetup
 ) -> Callable[[int, int, int], float]:
-    """Peak bytes of a stage alone on its rank, by its number and its layers.
+    """Return the peak bytes of a stage alone on its rank, by its number and its layers.
 
     Where a rank runs several stages the sum of their peaks is more than its own peak.
     """
@@ -148,7 +148,7 @@ def _peaks(
 
     @cache
     def look(start: int, stop: int) -> tuple[float, ...]:
-        """Ranges that look alike hold as much."""
+        """Return what decides the memory of a range of layers."""
         trained = max(0, stop - max(start, first))
         ends = (start == 0, stop == layers, start > first)
         return (stop - start, trained, upto[stop] - upto[start], *ends)
@@ -168,7 +168,7 @@ def _peaks(
 
 
 def _kinds(memory: StageMemory) -> frozenset[Kind]:
-    """The kinds of actions that a stage has: as ``lowering.gradient_kinds``."""
+    """Return the kinds of actions that a stage has, as ``lowering.gradient_kinds`` leaves them."""
     kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
     if memory.has_input_gradient:
         kinds |= {Kind.I, Kind.SEND_B}

@@ -1,4 +1,4 @@
-"""The stage map that the measured times of a run would want. Pure."""
+"""The stage map that the measured times of a run would want. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> P
 
 
 def _answers(problem: Problem, partitioner: str, budgets: Sequence[float]) -> Iterator[Partition]:
-    """What the run's partitioner says, if ranks keep their places; and balanced within memory."""
+    """Yield the run's partitioner's answer, if ranks keep their places, and a balanced one."""
     try:
         answer = get_partitioner(partitioner)(problem)
     except UserError:
@@ -133,7 +133,7 @@ def _answers(problem: Problem, partitioner: str, budgets: Sequence[float]) -> It
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacedCluster(Cluster):
-    """``base``, whose world rank r takes ``pace[r]`` seconds for each unit predicted of it."""
+    """A cluster whose rank r takes ``pace[r]`` seconds for each unit predicted of ``base``."""
 
     base: Cluster
     pace: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""A chosen plan as text for people and as JSON for programs. Pure."""
+"""Write a chosen plan as text for people and as JSON for programs. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.planning.search import ChosenPlan, Limits
 
 _NOTABLE = 0.1
-"""Of a step: what takes less binds nothing."""
+"""Share of a step: what takes less binds nothing."""
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
     stage_map: str | None,
     options: Sequence[str],
 ) -> str:
-    """The plan, a line for each rank, what binds it, and the command that runs it.
+    """Return the plan, a line for each rank, what binds it, and the command that runs it.
 
     ``options`` are those of ``train`` that the user gave, the model among them.
     """
@@ -83,7 +83,7 @@ def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    """The first replica's, and how many more."""
+    """Return the first replica's host, and how many more there are."""
     return hosts[0] if len(hosts) == 1 else f"{hosts[0]} +{len(hosts) - 1}"
 
 
@@ -114,7 +114,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
 
 
 def binding(choice: ChosenPlan, cluster: Cluster) -> str:
-    """What one would have to change for a faster step."""
+    """Return what one would have to change for a faster step."""
     prediction = choice.prediction
     step = prediction.step_seconds
     ranks = prediction.ranks
@@ -177,7 +177,7 @@ def _how_to_run(
 
 
 def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
-    """All numbers: bytes, seconds, tokens a second."""
+    """Return all numbers: bytes, seconds, tokens a second."""
     prediction = choice.prediction
     plan = prediction.plan
     return {

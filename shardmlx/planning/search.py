@@ -1,4 +1,7 @@
-"""Chooses how a model is trained on given machines: the fastest plan that fits. Pure."""
+"""Choose how a model is trained on given machines: the fastest plan that fits.
+
+No MLX, no MPI.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
 
 CLOSE = 0.01
-"""Plans whose steps differ by less are as fast: then the one with less memory is better."""
+"""Relative difference of steps below which the plan with less memory is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the user has settled; None leaves it to the planner."""
+    """Choices that the user has settled; None leaves one to the planner."""
 
     batch_size: int
     length: int
@@ -44,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPlan:
-    """The chosen plan, and the fastest without limits of memory (None: no faster)."""
+    """A chosen plan, and the fastest without limits of memory, None if it is no faster."""
 
     candidate: Candidate
     prediction: Prediction
@@ -53,11 +56,11 @@ class ChosenPlan:
 
 
 class TooManyMachinesError(UserError):
-    """There are more machines, or stages, than layers."""
+    """Error: more machines, or stages, than layers."""
 
 
 def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
-    """All ways that the limits leave open; ``UserError`` when they leave none."""
+    """Return all ways that the limits leave open; ``UserError`` when they leave none."""
     if limits.data_parallel is not None and limits.data_parallel < 1:
         raise UserError(f"--data-parallel {limits.data_parallel}: give 1 or more")
     if limits.data_parallel is not None and ranks % limits.data_parallel:
@@ -127,7 +130,7 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
 
 
 def _powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4 ... and the limit itself."""
+    """Return 1, 2, 4 ... and the limit itself."""
     return sorted({limit, *(2**k for k in range(limit.bit_length()) if 2**k <= limit)})
 
 
@@ -137,7 +140,7 @@ def choose(
     limits: Limits,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> ChosenPlan:
-    """The plan with the shortest predicted step among those that fit.
+    """Return the plan with the shortest predicted step among those that fit.
 
     ``advance`` is told how many plans of how many were looked at. ``DoesNotFitError`` says by how
     much the best of them fails, another ``UserError`` what keeps all of them from being divided.
@@ -184,7 +187,7 @@ def _fastest(
 
 
 def _shortage(error: UserError) -> float:
-    """What is lacking least comes first; other faults last, in the order in which they came."""
+    """Return the bytes that are lacking, as a sort key; other faults come last."""
     return error.shortage if isinstance(error, DoesNotFitError) else math.inf
 
 
@@ -193,7 +196,7 @@ def _first(pair: tuple[float, Candidate]) -> float:
 
 
 def _least(way: Candidate, workload: Workload, cluster: Cluster, limits: Limits) -> float:
-    """Seconds that no step of this kind beats: all machines of a pipeline busy all the time."""
+    """Return the seconds that no such step beats: all machines are busy all the time."""
     models = pipeline_seconds(
         workload,
         cluster,
@@ -207,7 +210,7 @@ def _least(way: Candidate, workload: Workload, cluster: Cluster, limits: Limits)
 
 
 def _fullness(prediction: Prediction) -> tuple[float, float]:
-    """How full the fullest machine is; without known memory, how much the largest holds."""
+    """Return how full the fullest machine is, and how much the largest holds, as a sort key."""
     shares = max(each.peak / each.capacity for each in prediction.ranks)
     return shares, max(each.peak for each in prediction.ranks)
 
@@ -252,7 +255,7 @@ def _does_not_fit(name: str, number: int, rank: RankPrediction) -> DoesNotFitErr
 
 
 def _divide(problem: Problem, partitioner: str | None) -> StageMap:
-    """By the user's partitioner, or by the one that knows most."""
+    """Divide by the user's partitioner, or by the one that knows most."""
     if partitioner is not None:
         return get_partitioner(partitioner)(problem)
     return get_partitioner("hetero" if problem.pp == problem.num_stages else "balanced")(problem)

@@ -1,4 +1,4 @@
-"""Which rank is slower than it should be, beside the others. Pure.
+"""Find ranks that are slower than they should be, beside the others. No MLX, no MPI.
 
 Where the times of machines were measured before (``--profile``), a rank should take what was
 predicted. Elsewhere predictions are FLOPs, or what data sheets say: good enough to divide layers,
@@ -22,13 +22,13 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.pipeline.plan import Plan
 
 TOLERANCE = 1.25
-"""A rank may take so many times what it should, and what the others take of what they should."""
+"""Factor by which a rank may exceed what it should take beside the others."""
 
 REPORTS_IN_A_ROW = 3
-"""Less than that is a hiccup: another program, a page fault, a backup."""
+"""Number of slow reports in a row below which it is a hiccup: a page fault, a backup."""
 
 REPORTS_TO_KNOW = 3
-"""From which it is known what is usual where nothing was measured before; the first may warm up."""
+"""Number of reports that tell what is usual where nothing was measured; the first may warm up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Straggler:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics, with ``"event": "straggler"``."""
+        """Return the facts for the metrics, with ``"event": "straggler"``."""
         return {
             "step": self.step,
             "rank": self.rank,
@@ -80,7 +80,7 @@ class Watch:
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster) -> Watch:
-        """For the ranks of a plan on their machines."""
+        """Watch the ranks of a plan on their machines."""
         machines, mesh = cluster.machines, plan.mesh
         return cls(
             [machine.host for machine in machines],
@@ -100,10 +100,10 @@ class Watch:
     def observe(
         self, step: int, measured: Sequence[float], predicted: Sequence[float]
     ) -> list[Straggler]:
-        """The stragglers that are new at this report.
+        """Return the stragglers that are new at this report.
 
-        ``measured`` and ``predicted``: compute of a step, of each world rank, the one in seconds,
-        the other in any unit. A report with nothing measured for some rank is passed over.
+        ``measured`` and ``predicted`` are the compute of a step on each world rank, the one in
+        seconds, the other in any unit. A report with nothing measured for some rank is passed over.
         """
         ratios = [
             seconds / cost if cost > 0 else math.nan
@@ -148,9 +148,9 @@ class Watch:
 def compute_of_ranks(
     plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool
 ) -> list[float]:
-    """What a step computes on each world rank with sequences of ``length``, in ``cluster.unit``.
+    """Return what a step computes on each world rank with ``length`` tokens, in ``cluster.unit``.
 
-    Its share of the update is among it, as in what is measured.
+    Its share of the update is included, as in what is measured.
     """
     stage_map = plan.stage_map
     computed = []

@@ -1,4 +1,4 @@
-"""What would make a model fit that does not: each remedy is tried before it is named. Pure."""
+"""Find what would make a model fit; each remedy is tried before it is named. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.planning.search import Limits, candidates, predict_candidate
 
 QUANTISED_BITS = 4.5
-"""Of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
+"""Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
 
 SHORTEST = 128
 """Tokens; shorter sequences are no remedy."""
 
 MOST_MACHINES = 8
-"""That one would add."""
+"""Limit of machines that one would add."""
 
 
 def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
@@ -53,7 +53,7 @@ def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
 
 
 def fits(workload: Workload, cluster: Cluster, limits: Limits) -> bool:
-    """Whether some plan within the limits fits: of what is left open, what needs least memory."""
+    """Return whether a plan within the limits fits, with the least memory in what is left open."""
     least = replace(
         limits,
         micro_batch_size=limits.micro_batch_size or 1,
@@ -74,7 +74,7 @@ def fits(workload: Workload, cluster: Cluster, limits: Limits) -> bool:
 
 
 def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """What the user has settled, settled for less memory."""
+    """Yield the limits with one choice of the user settled for less memory."""
     if (limits.micro_batch_size or 1) > 1:
         yield "--micro-batch-size 1", replace(limits, micro_batch_size=1)
     if limits.checkpoint is False:
@@ -84,7 +84,7 @@ def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def quantised(workload: Workload) -> Workload | None:
-    """The same work on weights of 4 bits; None if they are not of full width now."""
+    """Return the same work on weights of 4 bits; None if they are not of full width now."""
     shape, sizes = workload.shape, workload.weight_sizes
     width = DTYPE_BYTES[workload.dtype]
     if sizes.layers[0] < width * shape.layer_parameters(0):
@@ -103,7 +103,7 @@ def _shorter(length: int) -> Iterator[int]:
 
 
 def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Without the smallest machine that says what it has, and so on."""
+    """Yield the cluster without its smallest machine, without the next one, and so on."""
     by_size = sorted(cluster.machines, key=lambda machine: machine.memory or math.inf)
     for host in dict.fromkeys(machine.host for machine in by_size):
         others = tuple(machine for machine in cluster.machines if machine.host != host)
@@ -112,7 +112,7 @@ def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 
 def _more_machines(cluster: Cluster, num_layers: int) -> Iterator[tuple[str, Cluster]]:
-    """With 1, 2 ... copies of the largest machine."""
+    """Yield the cluster with 1, 2 ... copies of the largest machine."""
     largest = max(cluster.machines, key=lambda machine: machine.memory or 0)
     for count in range(1, min(MOST_MACHINES, num_layers - cluster.size) + 1):
         copies = tuple(

@@ -40,7 +40,7 @@ class TrainingPlan:
 
     @property
     def prediction(self) -> Prediction:
-        """What a step will take."""
+        """Prediction of a step."""
         return self.choice.prediction
 
 

@@ -1,4 +1,4 @@
-"""Which tensors, files and bytes each stage and each rank needs of a model. Pure."""
+"""Find the tensors, files and bytes that each stage and rank needs. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Texts to be generated at once, and the tokens of each, prompt included."""
+    """Sequences to be generated at once, and the tokens of each, prompt included."""
 
     sequences: int
     context: int
@@ -46,31 +46,31 @@ class Split:
         self.stage_map.check_layers(len(self.inspection.layers))
 
     def stage(self, stage: int) -> Part:
-        """What a stage holds."""
+        """Return what a stage holds."""
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
     def rank(self, rank: int) -> Part:
-        """What a pipeline rank holds for all of its stages, each tensor once."""
+        """Return what a pipeline rank holds for all of its stages, each tensor once."""
         if not 0 <= rank < self.stage_map.pp:
             raise UserError(f"--rank {rank}: the ranks are 0 to {self.stage_map.pp - 1}")
         held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
         return Part(tuple({tensor.name: tensor for tensor in held}.values()))
 
     def host(self, rank: int) -> str | None:
-        """The host that runs a pipeline rank, where that is known."""
+        """Return the host that runs a pipeline rank, where that is known."""
         return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)
 
     def memory(self, rank: int) -> float | None:
-        """Bytes of memory of the machine that runs a pipeline rank, where that is known."""
+        """Return the bytes of the machine that runs a pipeline rank, where they are known."""
         return self.machines[rank].memory if self.machines else None
 
     def nbytes(self, stage: int) -> float:
-        """Bytes that a stage takes: its weights, and what generating adds to them."""
+        """Return the bytes that a stage takes: weights, and what generating adds to them."""
         start, stop = self.stage_map.partition.ranges[stage]
         return _peak(self.inspection, self.generation)(stage, start, stop)
 
     def memory_share(self, rank: int) -> float | None:
-        """Part of its machine's memory that the weights of a pipeline rank take."""
+        """Return the share of its machine's memory that the weights of a pipeline rank take."""
         memory = self.memory(rank)
         return None if memory is None else self.rank(rank).nbytes / memory
 
@@ -123,13 +123,13 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:
-    """Bytes, with a tied matrix on both ends: both hold it."""
+    """Return bytes, with a tied matrix on both ends: both hold it."""
     sizes = _stored_sizes(inspection)
     return replace(sizes, head=sizes.head + inspection.tied * sizes.embedding)
 
 
 def _stored_sizes(inspection: Inspection) -> LayerCosts:
-    """Bytes, with a tied matrix as the embedding only."""
+    """Return bytes, with a tied matrix as the embedding only."""
     return LayerCosts(
         tuple(layer.nbytes for layer in inspection.layers),
         inspection.embedding.nbytes,
@@ -140,7 +140,7 @@ def _stored_sizes(inspection: Inspection) -> LayerCosts:
 def _peak(
     inspection: Inspection, generation: Generation | None
 ) -> Callable[[int, int, int], float]:
-    """Bytes of a stage; one that is first and last holds a tied matrix once."""
+    """Return the bytes of a stage; one that is first and last holds a tied matrix once."""
     if generation is not None:
         return _generating(inspection, generation)
     upto = list(accumulate((layer.nbytes for layer in inspection.layers), initial=0))
@@ -184,7 +184,7 @@ class FileRanges:
 
 
 def byte_ranges(part: Part) -> list[FileRanges]:
-    """Where the tensors of a part lie, file by file; adjacent tensors are one range."""
+    """Return where the tensors of a part lie, file by file; adjacent ones are one range."""
     return [
         FileRanges(
             file,

@@ -97,7 +97,7 @@ def test_hetero_is_the_best_of_all_partitions_in_all_orders() -> None:
 def test_with_too_many_kinds_of_machines_the_given_order_is_solved_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardmlx.partitioners.orders.MAX_STEPS", 0)
+    monkeypatch.setattr("shardmlx.partitioners.orders.MAX_PLACINGS", 0)
     random = Random(4)
     for _ in range(200):
         layers = random.randint(2, 8)
