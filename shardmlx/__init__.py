@@ -1,3 +1,96 @@
-"""Pipeline-parallel fine-tuning of language models with MLX and MPI."""
+"""Pipeline-parallel fine-tuning of language models with MLX and MPI.
+
+The names of ``__all__`` are the Python API: docs/api.md. Each loads when it is first used, so that
+importing shardmlx starts neither MLX nor MPI. All else may change from release to release.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmlx.config.train import TrainConfig
+    from shardmlx.costmodel.hostfile import read_hostfile
+    from shardmlx.distributed.messages import TransportError
+    from shardmlx.distributed.run_ranks import connect
+    from shardmlx.distributed.transport import Transport
+    from shardmlx.engine.engine import Engine
+    from shardmlx.engine.stage import build_stages
+    from shardmlx.errors import AgreedFailure, EngineError, Stopped, UserError
+    from shardmlx.inference.text_pipeline import load_pipeline
+    from shardmlx.modelfiles.model_files import open_model
+    from shardmlx.models.slice import Slice
+    from shardmlx.pipeline.mesh import Mesh
+    from shardmlx.pipeline.plan import Plan
+    from shardmlx.pipeline.simulate import simulate_schedule as simulate
+    from shardmlx.pipeline.stage_map import StageMap
+    from shardmlx.planning.training_plan import plan_training
+    from shardmlx.training.trainer import train_model
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AgreedFailure",
+    "Engine",
+    "EngineError",
+    "Mesh",
+    "Plan",
+    "Slice",
+    "StageMap",
+    "Stopped",
+    "TrainConfig",
+    "Transport",
+    "TransportError",
+    "UserError",
+    "build_stages",
+    "connect",
+    "load_pipeline",
+    "open_model",
+    "plan_training",
+    "read_hostfile",
+    "simulate",
+    "train_model",
+]
+
+_WITHOUT_MLX = {
+    "AgreedFailure": "errors",
+    "EngineError": "errors",
+    "Mesh": "pipeline.mesh",
+    "Plan": "pipeline.plan",
+    "StageMap": "pipeline.stage_map",
+    "Stopped": "errors",
+    "TrainConfig": "config.train",
+    "UserError": "errors",
+    "connect": "distributed.run_ranks",
+    "open_model": "modelfiles.model_files",
+    "plan_training": "planning.training_plan",
+    "read_hostfile": "costmodel.hostfile",
+    "simulate": "pipeline.simulate:simulate_schedule",
+}
+_WITH_MLX = {
+    "Engine": "engine.engine",
+    "Slice": "models.slice",
+    "Transport": "distributed.transport",
+    "TransportError": "distributed.messages",
+    "build_stages": "engine.stage",
+    "load_pipeline": "inference.text_pipeline",
+    "train_model": "training.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    place = _WITHOUT_MLX.get(name) or _WITH_MLX.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _WITH_MLX:
+        # The process must be set up before MLX comes in.
+        importlib.import_module("shardmlx.common.prepared")
+    module, _, attribute = place.partition(":")
+    value = getattr(importlib.import_module(f"shardmlx.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +15,7 @@ from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
+    from shardmlx.distributed.mpi import MPITransport
     from shardmlx.distributed.transport import Transport
 
 T = TypeVar("T")
@@ -24,6 +25,45 @@ SECONDS_FOR_RANK_0 = 5.0
 
 SECONDS_FOR_THE_SPEAKER = 2.0
 """Seconds for the rank that has said what failed to end the job, with its own exit status."""
+
+
+@contextlib.contextmanager
+def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransport]:
+    """Join the ranks of ``mpirun`` for the length of a block. All ranks must call it, once.
+
+    A program that was started without mpirun is a single rank. A wait for another rank fails after
+    ``timeout`` seconds, and says what it waited for. All ranks must have the same shardmlx and MLX,
+    unless they need not be ``alike``. What all ranks raise alike (``AgreedError``,
+    ``AgreedFailure``, ``Stopped``) goes on to the caller, when all have left. Any other exception
+    ends the job: this rank says what failed, and all processes end, with status 2 after a
+    ``UserError`` and else 1, since the others know nothing of it and would wait.
+    """
+    prepare()
+
+    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
+    from shardmlx.distributed.agreement import AgreedError
+    from shardmlx.distributed.version_check import compare_versions
+
+    from shardmlx.distributed import mpi  # isort: skip
+
+    shutdown = JobShutdown(launched_rank())
+    found_by_all: Exception | None = None
+    try:
+        transport = mpi.MPITransport(timeout, shutdown)
+        shutdown = transport.shutdown
+        try:
+            if alike:
+                compare_versions(transport)
+            yield transport
+        except (AgreedError, AgreedFailure, Stopped) as error:
+            found_by_all = error
+        transport.close()
+    except BaseException as error:
+        if not shutdown.report(error):
+            time.sleep(SECONDS_FOR_THE_SPEAKER)
+        mpi.abort(2 if isinstance(error, UserError) else 1, shutdown)
+    if found_by_all is not None:
+        raise found_by_all
 
 
 def run_ranks(
@@ -48,43 +88,44 @@ def run_ranks(
     except UserError as error:
         return _refuse_before_mpi(error, rank)
     run = load()
+    with connect(timeout(options), alike=False) as transport:
+        status = _run(run, options, timeout, transport, blas, alike=alike)
+    if rank == 0 and status == 0:
+        _tell_launcher()
+    return status
 
-    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
+
+def _run(
+    run: Callable[[T, Transport, Blas], None],
+    options: T,
+    timeout: Callable[[T], float],
+    transport: MPITransport,
+    blas: Blas,
+    *,
+    alike: bool,
+) -> int:
+    """Return the exit status. What is to be said is said before the ranks leave: mpirun ends all
+    of them as soon as one has ended badly."""
     from shardmlx.distributed.agreement import AgreedError
     from shardmlx.distributed.version_check import compare_versions
 
-    from shardmlx.distributed import mpi  # isort: skip
-
-    shutdown = JobShutdown(rank)
     try:
-        transport = mpi.MPITransport(timeout(options), shutdown)
-        shutdown = transport.shutdown
-        try:
-            if alike:
-                compare_versions(transport)
-            options = transport.broadcast(options, what="options")
-            transport.set_timeout(timeout(options))
-            run(options, transport, blas)
-            status = 0
-        except AgreedError as error:
-            status = _refuse(error, transport.rank)
-        except AgreedFailure as error:
-            status = 1
-            if transport.rank == 0:
-                shutdown.say(f"failed: {one_line(error)}")
-        except Stopped as stop:
-            status = 128 + stop.signal
-            if transport.rank == 0:
-                print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
-        transport.close()
-        if transport.rank == 0 and status == 0:
-            _tell_launcher()
-    except BaseException as error:
-        # The other ranks know nothing of it and would wait.
-        if not shutdown.report(error):
-            time.sleep(SECONDS_FOR_THE_SPEAKER)
-        mpi.abort(2 if isinstance(error, UserError) else 1, shutdown)
-    return status
+        if alike:
+            compare_versions(transport)
+        options = transport.broadcast(options, what="options")
+        transport.set_timeout(timeout(options))
+        run(options, transport, blas)
+    except AgreedError as error:
+        return _refuse(error, transport.rank)
+    except AgreedFailure as error:
+        if transport.rank == 0:
+            transport.shutdown.say(f"failed: {one_line(error)}")
+        return 1
+    except Stopped as stop:
+        if transport.rank == 0:
+            print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
+        return 128 + stop.signal
+    return 0
 
 
 def _tell_launcher() -> None:

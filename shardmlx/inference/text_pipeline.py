@@ -1,0 +1,131 @@
+"""A model divided among the ranks, ready to generate: the Python API's view of inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.inference.plan import Load
+from shardmlx.inference.prompts import ChatMessage, PromptReader
+from shardmlx.inference.setup import (
+    Prepared,
+    new_detokenizer,
+    prepare,
+    sampling_params_of,
+    typical_load,
+)
+from shardmlx.models.kv_cache import held
+
+CONTEXT_TOKENS = 4096
+"""Tokens of a prompt and its answer that are planned for, unless the caller says otherwise."""
+
+
+class TextPipeline:
+    """A model whose stages the ranks hold. ``load_pipeline`` makes it; all ranks have one."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._number = 0
+
+    def stream_generate(
+        self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
+    ) -> Iterator[str]:
+        """Generate the answer to a prompt; yield it in pieces on rank 0, and nothing elsewhere.
+
+        A text goes through the model's chat template, if there is one, as a user's message; a
+        sequence of messages is a chat. ``max_tokens`` are those of ``load_pipeline`` by default.
+        All ranks must call it and iterate over it; rank 0's prompt counts, and rank 0 may leave the
+        loop early. Raises ``AgreedError``, a ``UserError``, on all ranks where the prompt cannot be
+        used, and ``EngineError`` or ``TransportError`` where a rank fails.
+        """
+        prepared, self._number = self._prepared, self._number + 1
+        most = prepared.plan.load.answer if max_tokens is None else max_tokens
+        tokens = on_rank_0(
+            prepared.transport, "reading the prompt", lambda: self._read(prompt, most)
+        )
+        if tokens is None:
+            prepared.later_stage().run()
+        else:
+            yield from self._generate(tokens, most)
+
+    def generate(
+        self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
+    ) -> str:
+        """Return the whole answer on rank 0, and an empty text elsewhere.
+
+        All ranks must call it; arguments and errors are those of ``stream_generate``.
+        """
+        return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
+
+    def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
+        reader = self._prepared.reader
+        assert reader is not None, "rank 0 has it"
+        if not isinstance(prompt, str):
+            tokens = reader.chat(prompt)
+        elif reader.has_template:
+            tokens = reader.chat([{"role": "user", "content": prompt}])
+        else:
+            tokens = reader.text(prompt)
+        if max_tokens < 1:
+            raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")
+        if len(tokens) + max_tokens > self._prepared.plan.load.context:
+            raise UserError(
+                f"a prompt of {len(tokens)} tokens and max_tokens {max_tokens} are more than "
+                f"{self._prepared.plan.load.context}",
+                "give less, or a larger context_tokens to load_pipeline",
+            )
+        return tokens
+
+    def _generate(self, tokens: Sequence[int], max_tokens: int) -> Iterator[str]:
+        prepared, number = self._prepared, self._number
+        assert prepared.reader is not None, "rank 0 has it"
+        tokenizer = prepared.reader.tokenizer
+        answer = new_detokenizer(tokenizer, max_tokens)
+        first_stage = prepared.first_stage()
+        params = sampling_params_of(prepared.config, tokenizer, number)
+        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
+        try:
+            while not first_stage.is_idle:
+                for _, sampled in first_stage.step():
+                    piece = answer.take(sampled.token)
+                    if answer.finish_reason is not None:
+                        first_stage.finish(number)
+                    if piece:
+                        yield piece
+        except GeneratorExit:  # the caller has heard enough
+            if answer.finish_reason is None:
+                first_stage.cancel(number)
+            while not first_stage.is_idle:
+                first_stage.step()
+            first_stage.stop()
+            raise
+        first_stage.stop()
+
+
+def load_pipeline(
+    model: str, transport: Transport, *, context_tokens: int = CONTEXT_TOKENS, **options: Any
+) -> TextPipeline:
+    """Load each rank's stage of a model, to generate text. All ranks must call it.
+
+    ``model`` is a directory or a Hugging Face repository, which only rank 0 needs; the ranks of
+    ``transport`` hold a stage each. ``context_tokens`` bounds a prompt with its answer, whose KV
+    cache is planned for. ``options`` are those of ``shardmlx.generate``: ``adapter_path``,
+    ``max_tokens``, ``temp``, ``stage_map``, ``memory_limit`` ... Raises ``AgreedError``, a
+    ``UserError``, on all ranks before weights are read where the model does not fit or an option is
+    wrong.
+    """
+    config = transport.broadcast(
+        on_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options)),
+        what="options",
+    )
+    capacity = held(context_tokens)
+
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
+        return typical_load(config, 1, capacity, most_positions)
+
+    return TextPipeline(prepare(config, transport, Reporter(quiet=True), read))

@@ -1,0 +1,125 @@
+"""The Python API: the examples of docs/api.md as they stand there, and what it promises beside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardmlx
+from tests.helpers.markdown import Block, blocks
+from tests.helpers.mpirun import ROOT, mlx_lm, mpirun
+
+EXAMPLES = [block for block in blocks(ROOT / "docs/api.md") if block.info == ("python",)]
+ON_TWO_RANKS = "# mpirun -n 2 "
+
+
+@pytest.fixture(scope="module")
+def workplace(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that the page describes: a model, data, a hostfile."""
+    directory = tmp_path_factory.mktemp("api")
+    (directory / "model").symlink_to(small)
+    (directory / "data").symlink_to(pirate)
+    shutil.copy(ROOT / "hostfiles/two-macs", directory / "hosts")
+    return directory
+
+
+def run(example: str, directory: Path) -> str:
+    """Run a program as its first line says; return what it prints."""
+    program = directory / "example.py"
+    program.write_text(example)
+    if example.startswith(ON_TWO_RANKS):
+        job = mpirun(2, program, cwd=directory)
+        assert job.returncode == 0, job.output
+        return job.stdout
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example_of(name: str) -> str:
+    (block,) = [block for block in EXAMPLES if f"shardmlx.{name}(" in block.text]
+    return block.text
+
+
+def test_every_name_is_on_the_page() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    assert [name for name in shardmlx.__all__ if f"`{name}`" not in page] == []
+    assert len(EXAMPLES) == page.count("```python")
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.where)
+def test_an_example_runs(block: Block, workplace: Path) -> None:
+    assert run(block.text, workplace)
+
+
+def test_the_text_is_that_of_mlx_lm(workplace: Path, small: Path) -> None:
+    first, _ = run(example_of("load_pipeline"), workplace).splitlines()
+    how = ("--model", small, "--prompt", "What is the sea?", "--max-tokens", "16")
+    assert first == mlx_lm(*how).rstrip("\n")
+
+
+def test_what_a_rank_alone_fails_in_ends_the_job_with_its_name(workplace: Path) -> None:
+    program = """
+import shardmlx
+with shardmlx.connect() as transport:
+    if transport.rank == 1:
+        raise RuntimeError("no more")
+    transport.barrier("what never comes")
+"""
+    (workplace / "fails.py").write_text(program)
+    job = mpirun(2, workplace / "fails.py", cwd=workplace)
+    assert job.returncode == 1
+    assert "shardmlx: failed: rank 1 on " in job.output
+    assert "RuntimeError: no more" in job.output
+
+
+def test_what_all_ranks_refuse_is_raised_on_all_and_they_leave_in_order(workplace: Path) -> None:
+    program = """
+import shardmlx
+with shardmlx.connect() as transport:
+    try:
+        shardmlx.load_pipeline("nowhere/at all", transport)
+    except shardmlx.UserError as error:
+        print(f"rank {transport.rank}: {error.problem}")
+    pipeline = shardmlx.load_pipeline("model", transport, context_tokens=256, max_tokens=4)
+    for piece in pipeline.stream_generate("Hello", max_tokens=50):
+        break  # the caller may leave early
+    try:
+        pipeline.generate("long " * 300)
+    except shardmlx.UserError as error:
+        print(f"rank {transport.rank}: {error.remedy}")
+    print(f"rank {transport.rank}: {len(pipeline.generate('Hello')) > 0}")
+"""
+    (workplace / "refused.py").write_text(program)
+    job = mpirun(2, workplace / "refused.py", cwd=workplace)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("nowhere/at all") == 2
+    assert job.stdout.count("context_tokens") == 2
+    assert "rank 0: True" in job.stdout
+    assert "rank 1: False" in job.stdout
+
+
+def test_importing_shardmlx_loads_neither_mlx_nor_mpi() -> None:
+    program = (
+        "import sys, shardmlx; dir(shardmlx); "
+        "shardmlx.TrainConfig, shardmlx.plan_training, shardmlx.simulate, shardmlx.connect; "
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'mlx', 'mlx_lm', 'mpi4py'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_name_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        shardmlx.__getattr__("nonsense")
