@@ -27,7 +27,7 @@ from shardmlx.errors import UserError
 T = TypeVar("T")
 
 Listener = Callable[[str, Mapping[str, Any]], None]
-"""What is called with the name and the values of an event."""
+"""Function that is told the name and the values of an event."""
 
 SHOW_PROGRESS_FROM = 2000
 """Items; fewer are done before a bar would be of use."""

@@ -78,7 +78,7 @@ def test_the_machine_where_mpirun_is_called_is_asked_though_it_runs_no_rank(
 def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardmlx.hosts.doctor_ssh.SECONDS_TO_ANSWER", 1.0)
+    monkeypatch.setattr("shardmlx.hosts.doctor_ssh.SECONDS_TO_ANSWER", 5.0)
     script = (
         '[ "$host" = gone.invalid ] && { echo "ssh: connect to host gone.invalid port 22: '
         'Connection refused" >&2; exit 255; }\n'
@@ -90,7 +90,7 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     assert time.monotonic() - began < 30
     refused, silent = lines(found)
     assert refused.startswith("gone.invalid: refuses ssh: turn on Remote Login there")
-    assert silent.startswith("silent.invalid: no answer within 1 s: see whether it is on, and try")
+    assert silent.startswith("silent.invalid: no answer within 5 s: see whether it is on, and try")
     assert "unknown" in visit_text(found)
 
 
