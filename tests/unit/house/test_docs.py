@@ -1,5 +1,6 @@
 """The pages point to files and headings that exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_a_page_names_exist(page: Path) -> None:
     missing = {name for name in files(page) if not any(ROOT.glob(name))}
     assert missing == set()
+
+
+STATIONS = re.findall(
+    r"`(shardmlx/[\w/]+\.py)`: `([\w.]+)`",
+    (ROOT / "docs/architecture.md").read_text(encoding="utf-8"),
+)
+"""What the tours name: a file, and a class, a method or a constant in it."""
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(STATIONS)))
+def test_a_station_of_the_tours_exists(file: str, name: str) -> None:
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [node for node in body if part in names_of(node)]
+        assert found, f"{file} has no {name}"
+        body = getattr(found[0], "body", [])
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def test_some_pages_name_files() -> None:
