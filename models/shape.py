@@ -59,12 +59,14 @@ class ModelShape:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"config.json: num_attention_heads {self.num_heads} is not divisible by "
-                f"num_key_value_heads {self.num_kv_heads}: {_AGAIN}"
+                f"num_key_value_heads {self.num_kv_heads}",
+                _AGAIN,
             )
         if self.experts_per_token > self.num_experts:
             raise UserError(
                 f"config.json: num_experts_per_tok {self.experts_per_token} is more than "
-                f"num_local_experts {self.num_experts}: {_AGAIN}"
+                f"num_local_experts {self.num_experts}",
+                _AGAIN,
             )
 
     @classmethod
@@ -73,8 +75,8 @@ class ModelShape:
         model_type = config.get("model_type")
         if model_type not in SUPPORTED:
             raise UserError(
-                f"model_type {model_type!r} is not supported: use a model of type "
-                f"{', '.join(SUPPORTED)}"
+                f"model_type {model_type!r} is not supported",
+                f"use a model of type {', '.join(SUPPORTED)}",
             )
         traits = TRAITS[model_type]
         num_layers = _count(config, "num_hidden_layers")
@@ -85,7 +87,8 @@ class ModelShape:
         elif hidden_size % num_heads:
             raise UserError(
                 f"config.json: hidden_size {hidden_size} is not divisible by "
-                f"num_attention_heads {num_heads}: {_AGAIN}"
+                f"num_attention_heads {num_heads}",
+                _AGAIN,
             )
         else:
             head_dim = hidden_size // num_heads
@@ -174,13 +177,13 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     directory = Path(model_dir)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist: check --model")
+        raise UserError(f"model directory {directory} does not exist", "check --model")
     try:
         return parse_config(path.read_bytes(), path)
     except FileNotFoundError:
         raise UserError(
-            f"model directory {directory} has no config.json: point --model at a directory "
-            "in the Hugging Face layout"
+            f"model directory {directory} has no config.json",
+            "point --model at a directory in the Hugging Face layout",
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
@@ -191,9 +194,9 @@ def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON ({error}): copy it again") from None
+        raise UserError(f"{where} is not valid JSON ({error})", "copy it again") from None
     if not isinstance(config, dict):
-        raise UserError(f"{where} holds no JSON object: copy it again")
+        raise UserError(f"{where} holds no JSON object", "copy it again")
     return config
 
 
@@ -206,12 +209,12 @@ def _count(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         found = f"is {value!r}" if key in config else "is missing"
-        raise UserError(f"config.json: {key} {found}: it must be a whole number above 0")
+        raise UserError(f"config.json: {key} {found}", "it must be a whole number above 0")
     most = _MOST.get(key, _MOST_OF_ANYTHING)
     if value > most:
         digits = str(value)
         shown = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
-        raise UserError(f"config.json: {key} is {shown}: give at most {most}")
+        raise UserError(f"config.json: {key} is {shown}", f"give at most {most}")
     return value
 
 
@@ -219,7 +222,7 @@ def _switch(config: Mapping[str, Any], key: str, default: bool | None) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
         found = f"is {value!r}" if key in config else "is missing"
-        raise UserError(f"config.json: {key} {found}: it must be true or false")
+        raise UserError(f"config.json: {key} {found}", "it must be true or false")
     return value
 
 
@@ -233,15 +236,17 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
         return (None,) * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         found = f"{len(kinds)} entries" if isinstance(kinds, list) else repr(kinds)
-        raise UserError(f"config.json: layer_types has {found}: list one for each of {num_layers}")
+        raise UserError(
+            f"config.json: layer_types has {found}", f"list one for each of {num_layers}"
+        )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UserError(
-                f"config.json: layer_types names {kind!r}: only full_attention and "
-                "sliding_attention are supported"
+                f"config.json: layer_types names {kind!r}",
+                "only full_attention and sliding_attention are supported",
             )
     if "full_attention" not in kinds:
-        raise UserError("config.json: layer_types has no full_attention: mlx-lm needs one")
+        raise UserError("config.json: layer_types has no full_attention", "mlx-lm needs one")
     if "sliding_attention" not in kinds:
         return (None,) * num_layers
     window = _count(config, "sliding_window")

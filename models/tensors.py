@@ -42,11 +42,11 @@ class Quantisation:
 
     def __post_init__(self) -> None:
         if self.mode not in DEFAULTS:
-            raise UserError(f"unknown mode {self.mode!r}: use one of {', '.join(DEFAULTS)}")
+            raise UserError(f"unknown mode {self.mode!r}", f"use one of {', '.join(DEFAULTS)}")
         if self.bits not in (2, 3, 4, 5, 6, 8):
-            raise UserError(f"{self.bits!r} bits: {_AGAIN}")
+            raise UserError(f"{self.bits!r} bits", _AGAIN)
         if self.group_size not in (16, 32, 64, 128):
-            raise UserError(f"group_size {self.group_size!r}: {_AGAIN}")
+            raise UserError(f"group_size {self.group_size!r}", _AGAIN)
 
     def __str__(self) -> str:
         mode = "" if self.mode == "affine" else f"{self.mode}, "
@@ -82,7 +82,7 @@ def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
     if entry is None:
         return None
     if not isinstance(entry, dict):
-        raise UserError(f"config.json: quantization is {entry!r}: {_AGAIN}")
+        raise UserError(f"config.json: quantization is {entry!r}", _AGAIN)
     default = _quantisation(entry, "config.json: quantization")
     modules: dict[str, Quantisation | None] = {}
     for key, value in entry.items():

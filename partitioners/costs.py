@@ -32,9 +32,9 @@ class LayerCosts:
     def check_stages(self, num_stages: int) -> None:
         """Raise ``UserError`` unless the layers make that many stages, none of them empty."""
         if num_stages < 1:
-            raise UserError(f"{num_stages} pipeline stages: give 1 or more")
+            raise UserError(f"{num_stages} pipeline stages", "give 1 or more")
         if num_stages > len(self.layers):
             raise UserError(
-                f"{num_stages} stages, but the model has {len(self.layers)} layers: "
-                f"use at most {len(self.layers)} stages"
+                f"{num_stages} stages, but the model has {len(self.layers)} layers",
+                f"use at most {len(self.layers)} stages",
             )

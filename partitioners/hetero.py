@@ -51,7 +51,8 @@ def hetero(problem: Problem) -> StageMap:
     if problem.pp < problem.num_stages:
         raise UserError(
             f"the partitioner hetero puts one stage on each rank, not {problem.num_stages} stages "
-            f"on {problem.pp}: use a schedule with one stage a rank, like 1f1b, or balanced"
+            f"on {problem.pp}",
+            "use a schedule with one stage a rank, like 1f1b, or balanced",
         )
     kinds = kinds_of(problem)
     tables = Tables.of(problem, kinds)

@@ -22,9 +22,10 @@ def memory(problem: Problem) -> StageMap:
     for rank, capacity in enumerate(problem.capacity):
         if math.isinf(capacity):
             raise UserError(
-                f"the partitioner memory is not told what {problem.name_of(rank)} has: write "
+                f"the partitioner memory is not told what {problem.name_of(rank)} has",
+                "write "
                 "memory=64GiB, or what it is, into its line of the hostfile, and use "
-                "python -m shardmlx.plan --hosts HOSTFILE"
+                "python -m shardmlx.plan --hosts HOSTFILE",
             )
     partition = evenly_full(problem)
     rank, held = fullest(problem, partition)

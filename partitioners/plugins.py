@@ -26,19 +26,19 @@ def load_plugin(name: str, names: Sequence[str]) -> Partitioner:
     """
     found = tuple(entry_points(group=GROUP, name=name))
     if not found:
-        raise UserError(f"unknown partitioner {name!r}: use one of {', '.join(names)}")
+        raise UserError(f"unknown partitioner {name!r}", f"use one of {', '.join(names)}")
     if len(found) > 1:
         packages = " and ".join(sorted(_package(each) for each in found))
-        raise UserError(f"partitioner {name!r} is in {packages}: uninstall all but one of them")
+        raise UserError(f"partitioner {name!r} is in {packages}", "uninstall all but one of them")
     (entry,) = found
     where = f"partitioner {name!r} of {_package(entry)} ({entry.value})"
     try:
         partitioner = entry.load()
     except Exception as error:  # whatever another's module does as it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{where} cannot be imported: {reason}: mend or uninstall it") from error
+        raise UserError(f"{where} cannot be imported: {reason}", "mend or uninstall it") from error
     if not callable(partitioner):
-        raise UserError(f"{where} is {partitioner!r}, no function: mend or uninstall it")
+        raise UserError(f"{where} is {partitioner!r}, no function", "mend or uninstall it")
 
     @wraps(partitioner)
     def checked(problem: Problem) -> StageMap:
@@ -49,14 +49,15 @@ def load_plugin(name: str, names: Sequence[str]) -> Partitioner:
 
 def _checked(answer: Any, problem: Problem, where: str) -> StageMap:
     if not isinstance(answer, StageMap):
-        raise UserError(f"{where} returned {answer!r}, no StageMap: mend or uninstall it")
+        raise UserError(f"{where} returned {answer!r}, no StageMap", "mend or uninstall it")
     ours = (problem.num_layers, problem.num_stages, problem.pp)
     theirs = (answer.partition.num_layers, answer.num_stages, answer.pp)
     if theirs != ours:
         layers, stages, ranks = theirs
         raise UserError(
             f"{where} divided {layers} layers into {stages} stages on {ranks} ranks, not "
-            f"{ours[0]} into {ours[1]} on {ours[2]}: mend or uninstall it"
+            f"{ours[0]} into {ours[1]} on {ours[2]}",
+            "mend or uninstall it",
         )
     return answer
 

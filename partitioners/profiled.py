@@ -12,8 +12,8 @@ def profiled(problem: Problem) -> StageMap:
     """Balance measured seconds as ``balanced`` does; ``UserError`` where none were measured."""
     if not problem.is_measured:
         raise UserError(
-            f"the partitioner profiled divides measured seconds, not modelled {problem.unit}: "
+            f"the partitioner profiled divides measured seconds, not modelled {problem.unit}",
             "measure with python -m shardmlx.profile, and give --profile FILE to shardmlx.plan or "
-            "shardmlx.train, or use balanced"
+            "shardmlx.train, or use balanced",
         )
     return balanced(problem)

@@ -50,8 +50,9 @@ class Cluster:
         for machine in self.machines:
             if self.profile is None and machine.flops is None:
                 raise UserError(
-                    f"it is not known how fast {machine.host} is: write flops=27T, or what it has, "
-                    "into its line of the hostfile, or measure with python -m shardmlx.profile"
+                    f"it is not known how fast {machine.host} is",
+                    "write flops=27T, or what it has, "
+                    "into its line of the hostfile, or measure with python -m shardmlx.profile",
                 )
 
     def capacity(self, rank: int) -> float:

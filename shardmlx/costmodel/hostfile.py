@@ -70,8 +70,8 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path}, line {number}: byte {content[error.start]:#04x} is no UTF-8 text: is it a "
-            "hostfile?"
+            f"{path}, line {number}: byte {content[error.start]:#04x} is no UTF-8 text",
+            "is it a hostfile?",
         ) from None
     entries = []
     for number, line in enumerate(lines, start=1):
@@ -81,10 +81,10 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
             continue
         entries.append(entry)
         if number == len(lines) and _COMMENT.search(line):
-            raise UserError(f"{where}: mpirun reads no comment without a line end: add one")
+            raise UserError(f"{where}: mpirun reads no comment without a line end", "add one")
     machines = _merged(entries)
     if not machines:
-        raise UserError(f"{path}: no hosts: write one 'name slots=1' a line")
+        raise UserError(f"{path}: no hosts", "write one 'name slots=1' a line")
     return machines
 
 
@@ -167,10 +167,12 @@ class _Entry:
 
 def _entry(line: str, where: str) -> _Entry | None:
     if "\r" in line:
-        raise UserError(f"{where}: mpirun reads no Windows line ends: save the file with Unix ones")
+        raise UserError(
+            f"{where}: mpirun reads no Windows line ends", "save the file with Unix ones"
+        )
     text, *comment = _COMMENT.split(line, maxsplit=1)
     if "/*" in text:
-        raise UserError(f"{where}: '/*': write comments with #")
+        raise UserError(f"{where}: '/*'", "write comments with #")
     words = _joined(text)
     if not words:
         return None
@@ -183,11 +185,11 @@ def _entry(line: str, where: str) -> _Entry | None:
         elif key in _MAX_SLOTS and equals:
             maximum = _count(key, value, where)
         elif not (key in _PASSED_OVER and equals):
-            raise UserError(f"{where}: {word!r}: {_what_to_write(key, equals)}")
+            raise UserError(f"{where}: {word!r}", _what_to_write(key, equals))
     if slots is None:
         slots = maximum
     elif maximum is not None and maximum < slots:
-        raise UserError(f"{where}: {slots} slots, but {maximum} at most: give no more than that")
+        raise UserError(f"{where}: {slots} slots, but {maximum} at most", "give no more than that")
     return _Entry(where, host, slots, _facts(comment, where))
 
 
@@ -203,9 +205,11 @@ def _host(word: str, where: str) -> str:
         return host
     name, colon, count = host.partition(":")
     if colon:
-        raise UserError(f"{where}: host {word!r}: write {name} slots={count or 1}")
+        raise UserError(f"{where}: host {word!r}", f"write {name} slots={count or 1}")
     if not re.fullmatch(r"(\w[\w-]*@)?\w[\w.-]*", word, re.ASCII):
-        raise UserError(f"{where}: host {word!r}: write a name or an address, like mac-mini.local")
+        raise UserError(
+            f"{where}: host {word!r}", "write a name or an address, like mac-mini.local"
+        )
     return host
 
 
@@ -242,7 +246,7 @@ def _address(host: str) -> str | None:
 
 def _count(key: str, value: str, where: str) -> int:
     if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
-        raise UserError(f"{where}: {key} is {value!r}: give a whole number from 1")
+        raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
     return int(value)
 
 
@@ -263,16 +267,16 @@ def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
         key, value = match.groups()
         if key not in KEYS:
             known = f"the planner knows {', '.join(KEYS)}; prose goes without ="
-            raise UserError(f"{where}: unknown key {key!r}: {did_you_mean(key, KEYS) or known}")
+            raise UserError(f"{where}: unknown key {key!r}", did_you_mean(key, KEYS) or known)
         if key in facts:
-            raise UserError(f"{where}: {key} is given twice: give it once")
+            raise UserError(f"{where}: {key} is given twice", "give it once")
         facts[key] = _kind(value, where) if key == _KIND else _quantity(key, value, where)
     return facts
 
 
 def _kind(value: str, where: str) -> str:
     if not value:
-        raise UserError(f"{where}: {_KIND} has no name: give one, like {_KIND}=m2-ultra")
+        raise UserError(f"{where}: {_KIND} has no name", f"give one, like {_KIND}=m2-ultra")
     return value
 
 
@@ -286,13 +290,13 @@ def _quantity(key: str, value: str, where: str) -> float:
     if unit not in UNITS[key]:
         said = f"has the unknown unit {unit!r}" if unit else "has no unit"
         some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
-        raise UserError(f"{where}: {key}={value} {said}: use one of {', '.join(some)}")
+        raise UserError(f"{where}: {key}={value} {said}", f"use one of {', '.join(some)}")
     size = number * UNITS[key][unit]
     (least, its_unit), (most, other_unit) = _LIMITS[key]
     if not least * UNITS[key][its_unit] <= size <= most * UNITS[key][other_unit]:
         raise UserError(
-            f"{where}: {key} is {value!r}: give {least}{its_unit} to {most}{other_unit}, like "
-            f"{_EXAMPLES[key]}"
+            f"{where}: {key} is {value!r}",
+            f"give {least}{its_unit} to {most}{other_unit}, like {_EXAMPLES[key]}",
         )
     return size
 
@@ -312,30 +316,33 @@ def _machine(entries: list[_Entry]) -> Machine:
         if entry.node != first.node:
             raise UserError(
                 f"{entry.where}: host {entry.host!r} is {first.host!r} of {first.where}, but for "
-                "mpirun another host: write both alike"
+                "mpirun another host",
+                "write both alike",
             )
         if entry.slots is not None:
             raise UserError(
-                f"{entry.where}: host {entry.host!r} is the host of {first.where}: mpirun takes "
-                "either one line with slots, or one line for each slot without"
+                f"{entry.where}: host {entry.host!r} is the host of {first.where}",
+                "mpirun takes either one line with slots, or one line for each slot without",
             )
         for key, size in entry.facts.items():
             if facts.setdefault(key, size) != size:
                 raise UserError(
-                    f"{entry.where}: {key} of {entry.host!r} differs from that in {first.where}: "
-                    "give it once"
+                    f"{entry.where}: {key} of {entry.host!r} differs from that in {first.where}",
+                    "give it once",
                 )
     if first.slots is None and not others:
         raise UserError(
             f"{first.where}: host {first.host!r} has no slots, and mpirun would start as many "
-            f"ranks there as it has cores: write {first.host} slots=1"
+            "ranks there as it has cores",
+            f"write {first.host} slots=1",
         )
     memory = facts.pop("memory", None)
     slots = (first.slots or 1) + len(others)
     if memory is not None and memory < slots * _LEAST_MEMORY:
         raise UserError(
             f"{first.where}: host {first.host!r} has less than 1 MiB of memory for each of its "
-            f"{slots} slots: give more memory, or fewer slots"
+            f"{slots} slots",
+            "give more memory, or fewer slots",
         )
     return Machine(
         host=first.host,

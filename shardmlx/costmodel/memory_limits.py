@@ -136,8 +136,8 @@ def check_budgets(
         if plan.peak > budget.nbytes:
             raise UserError(
                 f"rank {rank} ({budget.host}) would hold {gibibytes(plan.peak)} of its "
-                f"{gibibytes(budget.nbytes)} ({budget.reason}): "
-                f"{how_to_allow(budget, plan.peak)}{remedy}"
+                f"{gibibytes(budget.nbytes)} ({budget.reason})",
+                f"{how_to_allow(budget, plan.peak)}{remedy}",
             )
 
 

@@ -42,7 +42,7 @@ class Limits:
     def __post_init__(self) -> None:
         for what, value in (("batch size", self.batch_size), ("sequence length", self.length)):
             if value < 1:
-                raise UserError(f"a {what} of {value}: give 1 or more")
+                raise UserError(f"a {what} of {value}", "give 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +62,18 @@ class TooManyMachinesError(UserError):
 def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
     """Return all ways that the limits leave open; ``UserError`` when they leave none."""
     if limits.data_parallel is not None and limits.data_parallel < 1:
-        raise UserError(f"--data-parallel {limits.data_parallel}: give 1 or more")
+        raise UserError(f"--data-parallel {limits.data_parallel}", "give 1 or more")
     if limits.data_parallel is not None and ranks % limits.data_parallel:
         raise UserError(
-            f"--data-parallel {limits.data_parallel} does not divide {ranks} ranks: "
-            f"use one of {', '.join(map(str, _divisors(ranks)))}"
+            f"--data-parallel {limits.data_parallel} does not divide {ranks} ranks",
+            f"use one of {', '.join(map(str, _divisors(ranks)))}",
         )
     replicas = _divisors(ranks) if limits.data_parallel is None else [limits.data_parallel]
     fitting = [dp for dp in replicas if not limits.batch_size % dp]
     if not fitting:
         raise UserError(
-            f"--batch-size {limits.batch_size} cannot be divided among {replicas[0]} replicas: "
-            f"use a multiple of {replicas[0]}"
+            f"--batch-size {limits.batch_size} cannot be divided among {replicas[0]} replicas",
+            f"use a multiple of {replicas[0]}",
         )
     found = [each for dp in fitting for each in _of_mesh(limits, Mesh(dp, ranks // dp))]
     if limits.stage_map is not None and not found:
@@ -88,8 +88,8 @@ def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
         if found and min(len(each.placement) for each in found) > ranks:
             stages = f"{min(len(each.placement) for each in found)} stages"
         raise TooManyMachinesError(
-            f"{stages}, but the model has {num_layers} layers: use at most {num_layers}, "
-            "or replicas: --data-parallel"
+            f"{stages}, but the model has {num_layers} layers",
+            f"use at most {num_layers}, or replicas: --data-parallel",
         )
     return possible
 

@@ -30,7 +30,7 @@ class Generation:
     def __post_init__(self) -> None:
         for flag, value in (("--sequences", self.sequences), ("--context", self.context)):
             if value < 1:
-                raise UserError(f"{flag} is {value}: give 1 or more")
+                raise UserError(f"{flag} is {value}", "give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Split:
     def rank(self, rank: int) -> Part:
         """Return what a pipeline rank holds for all of its stages, each tensor once."""
         if not 0 <= rank < self.stage_map.pp:
-            raise UserError(f"--rank {rank}: the ranks are 0 to {self.stage_map.pp - 1}")
+            raise UserError(f"--rank {rank}", f"the ranks are 0 to {self.stage_map.pp - 1}")
         held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
         return Part(tuple({tensor.name: tensor for tensor in held}.values()))
 
@@ -159,7 +159,8 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
     if shape is None:
         raise UserError(
             f"--context: the family of {inspection.files.name} is not supported, so that its keys "
-            "and values are not known: leave --context out"
+            "and values are not known",
+            "leave --context out",
         )
     setup = GenerationSetup(
         shape=shape,
