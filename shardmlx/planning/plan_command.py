@@ -1,6 +1,6 @@
-"""Plan the training of a model on given machines, or show a schedule: ``python -m shardmlx.plan``.
+"""Carries out ``shardmlx.plan``: plans the training of a model, or shows a schedule.
 
-It needs neither MLX nor MPI, and of the model only the headers, or config.json alone.
+No MLX, no MPI. Of the model only the headers are read, or config.json alone.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmlx.common.cli import OneLineParser, run_command
+from shardmlx.common.cli import OneLineParser
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import load_given_config
@@ -55,13 +54,11 @@ class PlanOptions:
     train_options: tuple[str, ...]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 and one line on stderr for bad input."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return run_command(lambda: _run(given))
+def run(argv: Sequence[str]) -> int:
+    """Plan as the options say, or show a schedule where no model is named; return 0.
 
-
-def _run(argv: Sequence[str]) -> int:
+    Raises ``UserError`` for bad options, and where no plan fits.
+    """
     if not argv or argv[0].startswith("-"):
         print(show_schedule(argv))
         return 0
@@ -194,7 +191,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeline", action="store_true", help="draw the step in the terminal")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
     return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
