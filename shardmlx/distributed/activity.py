@@ -1,4 +1,4 @@
-"""What a rank does, waits for, and failed with, by name.
+"""Names of what a rank does, waits for, and failed with.
 
 Its peers name the activity if they lose sight of the rank; its own errors say where it came to.
 """

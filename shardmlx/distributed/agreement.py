@@ -16,10 +16,10 @@ class AgreedError(UserError):
 
 
 def on_all_ranks(transport: Transport, what: str, work: Callable[[], T]) -> T:
-    """``work()`` on every rank; a ``UserError`` on one becomes an ``AgreedError`` on all.
+    """Do ``work()`` on every rank; raise ``AgreedError`` on all if one raises ``UserError``.
 
-    So that all ranks leave in order, and rank 0 has the message, which names the rank that found
-    the fault unless all did.
+    All ranks must call it, and then leave in order. Rank 0 has the message, which names the first
+    rank that found the fault, unless that is rank 0.
     """
     fault: tuple[str, str] | None = None
     result: T | None = None
@@ -36,5 +36,8 @@ def on_all_ranks(transport: Transport, what: str, work: Callable[[], T]) -> T:
 
 
 def on_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T | None:
-    """``work()`` on rank 0 alone, which returns its result; None elsewhere. Errors reach all."""
+    """Do ``work()`` on rank 0, which returns its result; return None elsewhere. Errors reach all.
+
+    All ranks must call it.
+    """
     return on_all_ranks(transport, what, lambda: work() if transport.rank == 0 else None)

@@ -26,7 +26,7 @@ class Outgoing:
         self._filled = 0
 
     def write(self, data: memoryview) -> None:
-        """The next bytes; copied, so that ``data`` may change afterwards."""
+        """Send the next bytes; they are copied, so that ``data`` may change afterwards."""
         while len(data):
             count = min(len(data), len(self._piece) - self._filled)
             if not count:
@@ -59,7 +59,7 @@ class Outgoing:
 def incoming(
     transport: Transport, nbytes: int, peer: int, tag: int, what: str
 ) -> Iterator[memoryview]:
-    """The bytes of an ``Outgoing`` of ``peer``, piece by piece; each is good until the next."""
+    """Yield the bytes of an ``Outgoing`` of ``peer`` in pieces, each good until the next."""
 
     def receive(left: int) -> tuple[np.ndarray, Handle]:
         piece = np.empty(min(PIECE_BYTES, left), np.uint8)

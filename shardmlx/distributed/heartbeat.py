@@ -85,7 +85,7 @@ class _Peer:
 
 
 class Monitor:
-    """What one rank knows of those that it watches. All time comes from ``clock``, in seconds.
+    """Judge of the ranks that one rank watches. All time comes from ``clock``, in seconds.
 
     ``process`` is asked for the state of a peer's process: ``gone``, ``stopped``, or None where
     it runs or cannot be seen from here; ``launched`` whether mpirun, or its daemon, is still there.
@@ -104,7 +104,7 @@ class Monitor:
         self.rank = rank
         self.limit = limit
         self.expects_stop = False
-        """Whether the run asks for signals, and will stop in order after one."""
+        """True once the run asks for signals, and will stop in order after one."""
         self._process = process
         self._launched = launched
         self._clock = clock
@@ -144,12 +144,12 @@ class Monitor:
 
     @property
     def hushed(self) -> bool:
-        """Whether another rank has said what failed."""
+        """True once another rank has said what failed."""
         return self._hushed is not None
 
     @property
     def in_hurry(self) -> bool:
-        """Whether the next look must come soon."""
+        """True while the next look must come soon."""
         now = self._clock()
         return now - self._continued < MPIRUN_KILLS or any(
             peer.gone_since is not None for peer in self._watched()

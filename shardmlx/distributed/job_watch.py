@@ -49,7 +49,7 @@ class Mail(Protocol):
 
 
 class JobWatch(JobShutdown):
-    """One rank's part in the end of a job whose ranks hear each other.
+    """A rank's part in the end of a job whose ranks hear each other.
 
     ``earlier`` is its part before they could. ``peers`` are all other ranks. ``end(code, reason)``
     ends all ranks, after the last words to those whom this rank serves if there is a reason.

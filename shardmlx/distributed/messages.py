@@ -1,4 +1,4 @@
-"""What ranks send each other: arrays, their buffers, tags, and the errors of a message."""
+"""Messages between ranks: arrays, their buffers, tags, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TransportTimeout(TransportError):
 
 
 class PeerLost(TransportError):
-    """Another rank has died, or gives no sign of life."""
+    """The loss of a rank that has died, or gives no sign of life."""
 
 
 class Handle:

@@ -1,4 +1,4 @@
-"""How a job ends that cannot go on: one line, from one rank, and then every process.
+"""The end of a job that cannot go on: one line, from one rank, and then every process.
 
 ``JobShutdown`` knows of no other rank and serves until there are messages. ``JobWatch`` then takes
 its part: its ranks tell each other that one of them has said what went wrong.
@@ -34,7 +34,7 @@ class LastLine:
 
     @property
     def said(self) -> bool:
-        """Whether somebody has said what went wrong."""
+        """True once somebody has said what went wrong."""
         return self._said.is_set()
 
     def hush(self) -> None:
@@ -59,7 +59,7 @@ class LastLine:
 
 
 class JobShutdown:
-    """One rank's part in the end of a job. All methods may be called on any thread.
+    """A rank's part in the end of a job. All methods may be called on any thread.
 
     ``earlier`` is the part that this process has had so far; the line and mpirun stay the same.
     """

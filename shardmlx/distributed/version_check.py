@@ -1,4 +1,4 @@
-"""Ranks of different code would misunderstand each other: they must run the same."""
+"""Compare the code of all ranks: with different code they would misunderstand each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("shardmlx", "mlx", "mlx-lm")
 
 
 def package_versions() -> dict[str, str]:
-    """Of what decides the numbers, on this rank."""
+    """Return the versions, on this rank, of the packages that decide the numbers."""
     return {package: version(package) for package in PACKAGES}
 
 
@@ -41,7 +41,7 @@ def _directories(directory: Path) -> Iterator[Path]:
 
 
 def compare_versions(transport: Transport) -> None:
-    """Raise ``AgreedError`` unless all ranks run the same. Collective, and the first message."""
+    """Raise ``AgreedError`` unless all ranks run the same. All ranks must call it, first of all."""
     everyone = transport.all_gather((package_versions(), source_digest()), "comparing versions")
     wanted, source = everyone[0]
     for rank, (versions, other_source) in enumerate(everyone):

@@ -33,7 +33,7 @@ _NOT_ASKED = "--weights rank0"
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a rank has of a model. ``identity`` names the content; ``why`` says why it lacks it."""
+    """A model as one rank has it. ``identity`` names the content; ``why`` is why the rank lacks it."""
 
     holding: Holding
     identity: str = ""
@@ -47,7 +47,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What all ranks are told of what one has found."""
+    """The part of ``_Found`` that all ranks are told."""
 
     holding: Holding
     identity: str

@@ -1,4 +1,4 @@
-"""Brings tensors of a repository on the Hugging Face hub into a copy, by byte ranges. Pure."""
+"""Bring models from the Hugging Face hub: whole, or tensors of it into a copy. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
 
 
 def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> Iterator[Run]:
-    """The fewest requests that bring these tensors and nothing else."""
+    """Yield the fewest requests that bring these tensors and nothing else."""
     in_order = sorted(names, key=lambda name: (tensors[name].file, tensors[name].start))
     run: list[str] = []
     for name in in_order:
@@ -78,13 +78,16 @@ def download(
 
 
 def open_repository(name: str, commit: str | None = None) -> Repository | None:
-    """A repository whose hub answers; None where only its cache can be asked. ``UserError``."""
+    """Open a repository whose hub answers; None where only its cache can be asked.
+
+    Raises ``UserError``.
+    """
     source = find_repository(name, commit)
     return source if isinstance(source, Repository) else None
 
 
 def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> Path | None:
-    """What huggingface-hub has downloaded of a commit, if that is all of the model."""
+    """Return what huggingface-hub has downloaded of a commit, if that is all of the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -99,7 +102,7 @@ def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> 
 
 
 def download_whole(repository: Repository, patterns: Collection[str]) -> Path:
-    """All files of a repository that match, from a hub that gives no ranges; their directory."""
+    """Fetch all files that match, from a hub that gives no ranges; return their directory."""
     paths = [
         repository.fetch(file)
         for file in repository.files

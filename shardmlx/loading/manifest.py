@@ -1,7 +1,7 @@
-"""What a machine must be given that lacks a model: which model it is, and who sends it what. Pure.
+"""Name a model, and plan what a machine that lacks it must be given, and by which rank.
 
 A copy of a model begins as its small files and the heads of its weight files; of the tensors it
-has those that were brought, and holes in the place of the others.
+has those that were brought, and holes in the place of the others. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAMPLE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
-    """What a copy begins with: small files; of each weight file its head and how long it is.
+    """The beginning of a copy: small files, and of each weight file its head and its size in bytes.
 
     ``key`` names the content: other weights have another one.
     """
@@ -54,19 +54,19 @@ class ModelManifest:
     sizes: Mapping[str, int]
 
     def headers(self) -> dict[str, Header]:
-        """Of each weight file."""
+        """Return the header of each weight file."""
         return {
             file: parse_header(head[LENGTH_BYTES:], self.sizes[file], file)
             for file, head in self.heads.items()
         }
 
     def tensors(self) -> dict[str, PlacedTensor]:
-        """Where each tensor lies."""
+        """Return the place of each tensor."""
         return place_tensors(self.headers())
 
 
 def place_tensors(headers: Mapping[str, Header]) -> dict[str, PlacedTensor]:
-    """Where each tensor lies; ``UserError`` for one that two files have."""
+    """Return the place of each tensor; raise ``UserError`` for one that two files have."""
     _, faults = find_tensors(headers, {}, "the model")
     if faults:
         raise UserError(faults[0])
@@ -78,9 +78,10 @@ def place_tensors(headers: Mapping[str, Header]) -> dict[str, PlacedTensor]:
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
-    """Which model, or which adapters, the weight ``files`` of a directory are, wherever they lie.
+    """Return a digest that names the model, or the adapters, in ``files`` of a directory.
 
-    Of config.json, the headers, and both ends of every tensor: a large model is not read whole.
+    It is made of config.json, the headers, and both ends of every tensor: a large model is not read
+    whole. Wherever the files lie, it is the same.
     """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
@@ -101,7 +102,8 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
 
 
 def read_model_manifest(directory: Path, files: Sequence[str], identity: str) -> ModelManifest:
-    """Of a directory that has all its weight ``files``; ``identity`` is its fingerprint.
+    """Return the manifest of a directory with all its weight ``files``, whose fingerprint is
+    ``identity``.
 
     The key changes too when a file is written again, so that what was kept of another content is
     not taken, even if that differs only in the middle of a tensor.
@@ -129,9 +131,9 @@ def _canonical(text: bytes) -> bytes:
 
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
-    """Whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``.
+    """Return whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``.
 
-    Also what mlx-lm drops of a layer after it has looked at it: scales that it multiplies in.
+    It also reads what mlx-lm drops of a layer after a look at it: scales that it multiplies in.
     """
     part = part_of(name, None)
     is_last = stop == shape.num_layers
@@ -158,10 +160,10 @@ def plan_transfers(
     present: Mapping[int, Collection[str]],
     missing: Mapping[int, Collection[str]],
 ) -> list[Transfer]:
-    """Who sends what, in an order in which no two ranks wait for each other.
+    """Return who sends what, in an order in which no two ranks wait for each other.
 
     ``whole`` are the ranks with the whole model; of the others ``present`` and ``missing`` are the
-    tensors that they have and still need. All who miss a tensor form one chain, so that nobody
+    tensors that they have and still need. All ranks that miss a tensor form one chain, so that none
     sends it twice; it begins at the rank that has sent the least so far.
     """
     wanting: dict[str, list[int]] = {}

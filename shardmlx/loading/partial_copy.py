@@ -2,7 +2,7 @@
 
 Weight files have their full size, and holes where nothing was brought. Every tensor that is there
 is recorded with its digest: what was only half written, or was damaged since, is brought again.
-Pure.
+No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PartialCopy:
             raise
 
     def sound(self, names: Iterable[str]) -> set[str]:
-        """Those of ``names`` that are there, and unharmed: all of them are read."""
+        """Return those of ``names`` that are there, and unharmed: all of them are read."""
         recorded = self._recorded()
         present = [name for name in names if name in recorded]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -81,11 +81,11 @@ class PartialCopy:
         return self._complete.keys() & set(present)
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes of some tensors."""
+        """Return the bytes of some tensors."""
         return sum(self._tensors[name].nbytes for name in names)
 
     def check_room(self, names: Iterable[str]) -> None:
-        """``UserError`` unless these tensors still fit on the disk."""
+        """Raise ``UserError`` unless these tensors still fit on the disk."""
         wanted, free = self.nbytes(names), shutil.disk_usage(self.directory.parent).free
         if wanted > free:
             raise UserError(
@@ -95,7 +95,7 @@ class PartialCopy:
             )
 
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
-        """Bytes of a weight file; they count once the tensor is ``add``-ed."""
+        """Write bytes of a weight file; they count once the tensor is ``add``-ed."""
         view = memoryview(data)
         try:
             while view:
@@ -106,11 +106,11 @@ class PartialCopy:
             raise OSError(f"cannot write {where}: {error.strerror or one_line(error)}") from None
 
     def read(self, file: str, offset: int, count: int) -> bytes:
-        """Bytes of a weight file."""
+        """Return bytes of a weight file."""
         return read_exactly(self._files[file], offset, count, file)
 
     def add(self, name: str, digest: bytes | None = None) -> None:
-        """A tensor is written; without its ``digest`` it is read for it."""
+        """Record that a tensor is written; without its ``digest`` it is read again."""
         self._complete[name] = self._digest(name) if digest is None else digest
         self._pending.append(name)
         self._pending_bytes += self._tensors[name].nbytes
@@ -142,7 +142,7 @@ class PartialCopy:
         self._files, self._lock = {}, None
 
     def _recorded(self) -> dict[str, bytes]:
-        """What the record says; a line that is no line of it, torn by a power cut, is left out."""
+        """Return what the record says; a line that a power cut has torn is left out."""
         recorded: dict[str, bytes] = {}
         if not self._kept:
             return recorded
@@ -193,7 +193,7 @@ def check_present(
 
 
 def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
-    """``count`` bytes of a file; ``OSError`` where that ends before."""
+    """Return ``count`` bytes of a file; raise ``OSError`` where that ends before."""
     data = os.pread(descriptor, count, offset)
     while len(data) < count:  # a signal, or a network disk, may give less at a time
         more = os.pread(descriptor, count - len(data), offset + len(data))
@@ -204,7 +204,7 @@ def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
 
 
 def _write_anew(path: Path, content: bytes) -> None:
-    """Unless it is there; in one step, since others may be reading it."""
+    """Write a file, unless it is there; in one step, since others may be reading it."""
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == content:
             return
@@ -214,7 +214,7 @@ def _write_anew(path: Path, content: bytes) -> None:
 
 
 def _open_sparse(path: Path, head: bytes, size: int) -> int:
-    """A file of ``size`` bytes that begins with ``head``: that which is there, if it does."""
+    """Open a file of ``size`` bytes that begins with ``head``; make it anew unless it does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         begun = os.fstat(descriptor).st_size == size and os.pread(descriptor, len(head), 0) == head

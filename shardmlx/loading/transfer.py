@@ -1,4 +1,4 @@
-"""Gives every rank the tensors of its own stages, wherever the model lies.
+"""Give every rank the tensors of its own stages, wherever the model lies.
 
 A rank that lacks the model builds it from a copy of which it has only the head, and is sent the
 tensors of its stages: by rank 0, by a rank that has the model too, or by a replica that passes on
@@ -33,7 +33,7 @@ _MEGABYTE = 10**6
 
 
 class Holding(Enum):
-    """What a rank has of the model before anything is sent."""
+    """State of the model on a rank before anything is sent."""
 
     WHOLE = "has it"
     HUB = "asks the hub for its part"
@@ -42,7 +42,7 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """What each rank has, and which rank brings and writes what it needs; the same on all ranks.
+    """The state of all ranks, and which rank brings and writes what each needs; the same on all.
 
     That rank is its ``keeper``: itself, or another rank that sees the same disk.
     """
@@ -75,7 +75,7 @@ class Moved:
 
     @property
     def total(self) -> int:
-        """All bytes that the rank has got."""
+        """Sum of all bytes that the rank has got."""
         return self.received + self.downloaded + self.kept
 
 

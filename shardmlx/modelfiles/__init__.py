@@ -1,1 +1,1 @@
-"""What a model on disk or on the hub consists of, read from headers alone."""
+"""The parts of a model on disk or on the hub, read from headers alone."""

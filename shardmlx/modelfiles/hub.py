@@ -36,7 +36,8 @@ FIRST_BYTES = 16 * 1024
 """Asked for first of a file whose tensors are not known from an index."""
 
 BYTES_A_TENSOR = 120
-"""Of a header, beside the tensor's name: what is asked for first. What is missing comes second."""
+"""Bytes of a header for each tensor, beside its name, that are asked for first; the rest comes
+second."""
 
 _CONNECTIONS = 8
 _ATTEMPTS = 3  # a connection that breaks is tried again
@@ -49,11 +50,11 @@ class Unreachable(UserError):
 
 
 class NoRanges(UserError):
-    """What the hub gives, it gives whole."""
+    """A hub that gives whole files only."""
 
 
 def find_repository(name: str, revision: str | None) -> Source:
-    """A repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
+    """Find a repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:
@@ -71,7 +72,7 @@ def find_repository(name: str, revision: str | None) -> Source:
 
 
 class _Snapshot(Directory):
-    """What the cache of huggingface-hub holds of a repository."""
+    """The files of a repository in the cache of huggingface-hub."""
 
     def __init__(self, name: str, path: Path, why: str) -> None:
         super().__init__(path)
@@ -83,7 +84,7 @@ class _Snapshot(Directory):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some bytes of a file, and how many it has in all."""
+    """A part of a file, and how many bytes the file has in all."""
 
     data: bytes
     file_size: int
@@ -115,12 +116,12 @@ class Repository:
         return f"{self.name}/{file}"
 
     def read(self, file: str) -> bytes:
-        """Through the cache, like any download of huggingface-hub."""
+        """Read a small file through the cache, like any download of huggingface-hub."""
         with _no_progress_bars():
             return self.fetch(file).read_bytes()
 
     def fetch(self, file: str) -> Path:
-        """All of a file, in the cache of huggingface-hub."""
+        """Fetch all of a file; return its path in the cache of huggingface-hub."""
         from huggingface_hub import hf_hub_download
 
         with _errors(self.name, self.revision):
@@ -153,18 +154,18 @@ class Repository:
             return error
 
     def head(self, file: str, header: Header) -> bytes:
-        """The bytes of a file before its tensors."""
+        """Return the bytes of a file before its tensors."""
         return self._range(file, 0, header.data_offset).data
 
     def part(self, file: str, start: int, count: int) -> bytes:
-        """So many bytes of a file, fewer where it ends before."""
+        """Return so many bytes of a file, fewer where it ends before."""
         return self._range(file, start, start + count).data
 
     def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes ``start`` to ``stop`` of a file as they come.
+        """Yield the bytes ``start`` to ``stop`` of a file as they come.
 
-        Where a connection breaks, the next one goes on. ``Unreachable`` where none gets further,
-        ``NoRanges`` where the hub gives whole files only.
+        Where a connection breaks, the next one goes on. Raises ``Unreachable`` where none gets
+        further, ``NoRanges`` where the hub gives whole files only.
         """
         attempt = 0
         while start < stop:
@@ -185,7 +186,7 @@ class Repository:
                 time.sleep(attempt * _PAUSE)
 
     def _range(self, file: str, start: int, stop: int) -> _Part:
-        """The bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
+        """Return the bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with _errors(self.name, self.revision):
@@ -214,7 +215,7 @@ class Repository:
 
     @contextmanager
     def _response(self, file: str, start: int, stop: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """The size of a file, and its bytes ``start`` to ``stop`` as they come."""
+        """Open an answer: the size of a file, and its bytes ``start`` to ``stop`` as they come."""
         from huggingface_hub import constants, hf_hub_url
 
         utils = _hub_utils()
@@ -240,7 +241,7 @@ class Repository:
 
 
 def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
-    """The first ``count`` bytes of ``chunks``."""
+    """Yield the first ``count`` bytes of ``chunks``."""
     for chunk in chunks:
         yield chunk[:count]
         count -= len(chunk)
@@ -254,7 +255,7 @@ def _file_size(content_range: str, start: int) -> int | None:
 
 
 def _listing(name: str, revision: str | None) -> ModelInfo:
-    """Commit, files, their sizes and checksums."""
+    """Ask for commit, files, their sizes and checksums."""
     from huggingface_hub import HfApi, constants
 
     with _errors(name, revision):
@@ -279,7 +280,7 @@ def _hub_utils() -> Any:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Of huggingface-hub, for files of a few kilobytes."""
+    """Switch off the bars of huggingface-hub: these files have a few kilobytes."""
     utils = _hub_utils()
     if utils.are_progress_bars_disabled():
         yield

@@ -37,7 +37,7 @@ from shardmlx.models.shape import parse_config
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor, at the bytes ``start`` to ``end`` of ``file``; no file where none exists yet."""
+    """A tensor, at the bytes ``start`` to ``end`` of ``file``; no file where none exists yet."""
 
     file: str
     dtype: str
@@ -52,13 +52,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """What can be known of a model without reading its weights.
+    """Facts about a model that are known without reading its weights.
 
     ``config`` is empty where there is no config.json, ``tensors`` where there are no weights.
     ``adapter`` is the adapter_config.json of adapters. ``sizes`` (bytes) and ``checksums``
     (sha256, or the git blob id of small files) are those that the hub gives, ``paths`` are there
     for local files only. ``faults`` says in one line each what keeps the files from being read
-    as one model; where they are none, a name that two files have comes as ``FILE:NAME`` too.
+    as one model; where they are not, a name that two files have comes as ``FILE:NAME`` too.
     ``is_part``: a file that is but one of a model's. ``note``: what else the user
     should know of where they are from.
     """
@@ -96,7 +96,7 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def find_source(name: str, revision: str | None = None) -> Source:
-    """Where the files of a model are; ``UserError`` when it is neither here nor on the hub."""
+    """Find the files of a model; raise ``UserError`` when it is neither here nor on the hub."""
     path = Path(name).expanduser()
     if path.exists():
         if revision is not None:
@@ -171,7 +171,7 @@ def read_model(source: Source) -> ModelFiles:
 def _weight_files(
     source: Source, is_adapter: bool, has_config: bool, index: Index | None
 ) -> list[str]:
-    """Those that mlx-lm loads of a model, all of a directory that is none."""
+    """Return the files that mlx-lm loads of a model; all, of a directory that is none."""
     if is_adapter:
         return [ADAPTER_FILE]
     if isinstance(source, SingleFile):

@@ -1,4 +1,4 @@
-"""What a model consists of: its tensors by part, and how they are stored. Pure."""
+"""Sort the tensors of a model by part, and tell how they are stored. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Inspection:
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the embedding serves as head, so that the last stage holds it too."""
+        """True where the embedding serves as lm_head, so that the last stage holds it too."""
         if self.shape is not None:
             return self.shape.tied
         return bool(self.embedding.tensors) and not any(
@@ -112,13 +112,13 @@ class Inspection:
 
     @cached_property
     def whole(self) -> Part:
-        """All that is loaded, each tensor once."""
+        """Sum of all that is loaded, each tensor once."""
         layers = (tensor for layer in self.layers for tensor in layer.tensors)
         ends = (self.embedding.tensors, self.head.tensors, self.other.tensors)
         return Part((*ends[0], *layers, *ends[1], *ends[2]))
 
     def stage(self, start: int, stop: int) -> Part:
-        """What the stage with layers ``start`` to ``stop`` holds."""
+        """Return what the stage with layers ``start`` to ``stop`` holds."""
         is_last = stop == len(self.layers)
         holds_embedding = start == 0 or (is_last and self.tied)
         return Part(
@@ -163,7 +163,7 @@ def inspect_files(files: ModelFiles) -> Inspection:
 
 
 def shape_of(files: ModelFiles) -> ModelShape | None:
-    """The model's shape; None without a config.json, or of a family that is not supported."""
+    """Return the model's shape; None without a config.json, or of an unsupported family."""
     model_type = files.config.get("model_type")
     if not files.config or (files.tensors and not is_supported(model_type)):
         return None
@@ -171,12 +171,12 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
 
 
 def is_supported(model_type: Any) -> bool:
-    """Whether a family can be cut into stages."""
+    """Return whether a family can be cut into stages."""
     return isinstance(model_type, str) and model_type in SUPPORTED
 
 
 def part_of(name: str, shape: ModelShape | None) -> str | int:
-    """The part that a tensor belongs to: the number of its layer, or the name of another part."""
+    """Return the part that a tensor belongs to: the number of its layer, or a name."""
     if shape is not None and is_dropped(name, shape):
         return DROPPED
     if match := _LAYER.search(name):
@@ -221,7 +221,7 @@ def _describe(
 
 
 def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, int]:
-    """The last axis of every module's weight before it is packed, where the family is known."""
+    """Return the last axis of each module's weight before it is packed, in a known family."""
     if shape is None:
         return {}
     family = modules(shape, separate_experts=has_separate_experts(tensors))
@@ -229,7 +229,7 @@ def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, 
 
 
 def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
-    """The tensors that mlx-lm would write for this config.json, in files that do not exist yet."""
+    """Return the tensors that mlx-lm would write for this config.json; no file exists yet."""
     shape = ModelShape.from_config(config)
     quantisation = read_quantisation(config)
     dtype = _FLOATS.get(str(config.get("torch_dtype", config.get("dtype"))), "BF16")
@@ -261,7 +261,7 @@ class Row:
 
 
 def rows(inspection: Inspection, fold: bool = True) -> list[Row]:
-    """The parts in the order of the model; ``fold``: consecutive layers that are alike as one."""
+    """Return the parts in the order of the model; ``fold`` layers in a row that are alike."""
     result = [Row(EMBEDDING, (inspection.embedding,))]
     layers = inspection.layers
     start = 0

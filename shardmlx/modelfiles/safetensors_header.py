@@ -29,10 +29,10 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILES = "model*.safetensors"
-"""Those of a directory that mlx-lm loads."""
+"""Pattern of the files of a directory that mlx-lm loads."""
 
 LENGTH_BYTES = 8
-"""At the beginning of a file: how long its header is."""
+"""Bytes at the beginning of a file that say how long its header is."""
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _AGAIN = "copy or download it again"
@@ -40,7 +40,7 @@ _AGAIN = "copy or download it again"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its bytes are ``start`` to ``end`` of the data that follows the header."""
+    """A tensor: its bytes are ``start`` to ``end`` of the data that follows the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself; ``data_offset`` is where the data begins, in bytes."""
+    """The description at the head of a file; ``data_offset`` is where the data begins, in bytes."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -69,7 +69,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """``files``: tensor -> file name. ``total_size``: bytes of all tensors, where it says so."""
+    """An index. ``files``: tensor -> file name. ``total_size``: bytes of all tensors, if given."""
 
     files: Mapping[str, str]
     total_size: int | None = None
@@ -151,7 +151,7 @@ def parse_index(text: bytes, where: str | Path) -> Index:
 def find_tensors(
     headers: Mapping[str, Header], index: Mapping[str, str], where: str | Path
 ) -> tuple[dict[str, str], list[str]]:
-    """(file of every tensor, what is wrong) of the files of one model, ``where`` they lie."""
+    """Return (file of each tensor, what is wrong) of the files of a model, ``where`` they lie."""
     files: dict[str, str] = {}
     faults = []
     for file, header in headers.items():
@@ -171,7 +171,7 @@ def find_tensors(
 
 
 def check_model_files(model_dir: str | Path) -> dict[str, Path]:
-    """The file of every tensor in the ``model*.safetensors`` of a directory, headers checked.
+    """Return the file of each tensor in a directory's ``model*.safetensors``; check the headers.
 
     These are the files mlx-lm loads. ``UserError`` when there are none, when the index names a
     file or tensor that is not there, or when two files hold the same tensor.
@@ -238,7 +238,7 @@ def _tensor(entry: Any, where: str) -> TensorInfo:
 
 
 def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size: int) -> None:
-    """The tensors must fill the data from end to end, without holes and overlaps."""
+    """Check that the tensors fill the data from end to end, without holes and overlaps."""
     in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
     reached = 0
     for name, tensor in in_order:

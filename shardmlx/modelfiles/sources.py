@@ -1,4 +1,4 @@
-"""Where the files of a model are: in a directory, or in one file. Repositories are in ``hub``."""
+"""Sources of the files of a model: a directory, or one file. Repositories are in ``hub``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORD = "complete-tensors.jsonl"
 
 
 class Source(Protocol):
-    """Where the files of a model are. Methods raise ``UserError`` for what cannot be read."""
+    """A source of the files of a model. Methods raise ``UserError`` for what cannot be read."""
 
     name: str
     revision: str | None
@@ -34,15 +34,15 @@ class Source(Protocol):
     missing: str
 
     def where(self, file: str) -> str:
-        """How a message names a file."""
+        """Return how a message names a file."""
         ...
 
     def read(self, file: str) -> bytes:
-        """All of a small file."""
+        """Return all of a small file."""
         ...
 
     def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
-        """The header of each file, or what is wrong with it."""
+        """Return the header of each file, or what is wrong with it."""
         ...
 
 
@@ -90,7 +90,7 @@ class Directory:
 
 
 class SingleFile(Directory):
-    """One .safetensors file, with the config.json beside it, if there is one."""
+    """A .safetensors file, with the config.json beside it, if there is one."""
 
     def __init__(self, path: Path) -> None:
         if path.suffix != SUFFIX or not path.is_file():
@@ -110,7 +110,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 def _known_checksum(path: Path) -> str | None:
-    """What huggingface-hub wrote down of a file that it downloaded, in its cache or beside it."""
+    """Return the checksum that huggingface-hub wrote down when it downloaded a file, if it did."""
     if path.is_symlink():
         # snapshots/COMMIT/FILE -> ../../blobs/CHECKSUM, which may be a link again.
         blob = Path(os.readlink(path))

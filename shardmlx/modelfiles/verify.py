@@ -1,4 +1,4 @@
-"""Whether the files of a model are sound, and its tensors those of its family."""
+"""Check that the files of a model are sound, and its tensors those of its family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GITS_ID = 40
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What is wrong, and what was looked at, each in one line."""
+    """A list of what is wrong, and of what was looked at, each in one line."""
 
     faults: tuple[str, ...]
     checked: tuple[str, ...]
@@ -68,7 +68,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
 
 
 def checksums_to_compare(files: ModelFiles) -> list[str]:
-    """The local files of which the hub's checksum is known."""
+    """Return the local files of which the hub's checksum is known."""
     return sorted(files.checksums.keys() & files.paths.keys())
 
 
@@ -124,7 +124,7 @@ def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
     config = read_quantisation(files.config)
 
     def quantised(path: str, module: Module) -> Quantisation | None:
-        """As mlx-lm finds out: what the config says of this module, else what its scales say."""
+        """Find the quantisation as mlx-lm does: from the config of this module, else its scales."""
         if config is None:
             return None
         if path in config.modules:
