@@ -20,8 +20,6 @@ from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.shape import read_config
 from shardmlx.models.slice import Slice
 
-FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
@@ -29,34 +27,6 @@ class ParameterCount:
 
     total: int
     trained: int
-
-
-def find_model(model: str) -> Path:
-    """Return the directory of a local model, or of a repository, downloaded if need be.
-
-    Raises ``UserError``.
-    """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(FILES_TO_DOWNLOAD)))
-    except HFValidationError:
-        raise UserError(
-            f"--model {model}: there is no such directory, and it is no Hugging Face repository "
-            "(OWNER/NAME)"
-        ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--model {model}: there is no such directory, and the Hugging Face hub does not "
-            f"give it: {reason}"
-        ) from None
 
 
 def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None) -> nn.Module:

@@ -17,8 +17,13 @@ from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.build import FILES_TO_DOWNLOAD, find_model
-from shardmlx.loading.hub_download import download_whole, open_repository, whole_snapshot
+from shardmlx.loading.hub_download import (
+    FILES_TO_DOWNLOAD,
+    download_whole,
+    find_model,
+    open_repository,
+    whole_snapshot,
+)
 from shardmlx.loading.manifest import TEXTS, ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
@@ -33,7 +38,7 @@ _NOT_ASKED = "--weights rank0"
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A model as one rank has it. ``identity`` names the content; ``why`` is why the rank lacks it."""
+    """A model as one rank has it. ``identity`` names the content; ``why`` says why it is lacking."""
 
     holding: Holding
     identity: str = ""

@@ -10,9 +10,18 @@ from pathlib import Path
 
 from shardmlx.errors import UserError
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.modelfiles.hub import Repository, find_repository
+from shardmlx.modelfiles.hub import (
+    Repository,
+    Unreachable,
+    find_repository,
+    hub_errors,
+    no_directory,
+)
 from shardmlx.modelfiles.model_files import PlacedTensor, read_model
 from shardmlx.modelfiles.sources import Directory
+
+FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+"""Patterns of the files of a repository that a model needs."""
 
 _CONNECTIONS = 8
 _RUN_BYTES = 1 << 26
@@ -77,6 +86,25 @@ def download(
     copy.flush()
 
 
+def find_model(model: str) -> Path:
+    """Return the directory of a local model, or of a Hugging Face repository.
+
+    The repository is downloaded if need be. Raises ``UserError``.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
+    from huggingface_hub import snapshot_download
+
+    try:
+        with hub_errors(model, None):
+            return Path(snapshot_download(model, allow_patterns=list(FILES_TO_DOWNLOAD)))
+    except Unreachable as error:
+        raise no_directory(model, error) from None
+
+
 def open_repository(name: str, commit: str | None = None) -> Repository | None:
     """Open a repository whose hub answers; None where only its cache can be asked.
 
@@ -109,5 +137,5 @@ def download_whole(repository: Repository, patterns: Collection[str]) -> Path:
         if "/" not in file and any(fnmatchcase(file, pattern) for pattern in patterns)
     ]
     if not paths:
-        raise UserError(f"{repository.name} has no model: name a repository with weights")
+        raise UserError(f"{repository.name} has no model", "name a repository with weights")
     return paths[0].parent

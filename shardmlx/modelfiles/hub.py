@@ -49,6 +49,10 @@ class Unreachable(UserError):
     """The hub does not answer, or is not to be asked: the cache may have what it would say."""
 
 
+class _Broken(Unreachable):
+    """A connection that broke, or was never made: the next one may hold."""
+
+
 class NoRanges(UserError):
     """A hub that gives whole files only."""
 
@@ -60,15 +64,21 @@ def find_repository(name: str, revision: str | None) -> Source:
     except ImportError:
         raise UserError(
             f"there is no directory {name} here, and huggingface-hub, which would look for it on "
-            "the hub, is not installed: pip install huggingface-hub"
+            "the hub, is not installed",
+            "pip install huggingface-hub",
         ) from None
     try:
         return Repository(name, revision, _listing(name, revision))
     except Unreachable as error:
         snapshot = _cached_snapshot(name, revision)
         if snapshot is None:
-            raise UserError(f"there is no directory {name} here, and {error}") from None
+            raise no_directory(name, error) from None
         return _Snapshot(name, snapshot, str(error))
+
+
+def no_directory(name: str, error: Unreachable) -> UserError:
+    """Return the error for a model that is not here, where the hub cannot be asked for it."""
+    return UserError(f"there is no directory {name} here, and {error.problem}", error.remedy)
 
 
 class _Snapshot(Directory):
@@ -124,7 +134,7 @@ class Repository:
         """Fetch all of a file; return its path in the cache of huggingface-hub."""
         from huggingface_hub import hf_hub_download
 
-        with _errors(self.name, self.revision):
+        with hub_errors(self.name, self.revision):
             # By the name that was asked for: so the cache learns which commit it stands for.
             return Path(hf_hub_download(self.name, file, revision=self._asked))
 
@@ -171,30 +181,26 @@ class Repository:
         while start < stop:
             try:
                 with (
-                    _errors(self.name, self.revision),
+                    hub_errors(self.name, self.revision),
                     self._response(file, start, stop) as (_, chunks),
                 ):
                     for chunk in chunks:
                         start, attempt = start + len(chunk), 0
                         yield chunk
                 if start < stop:
-                    raise Unreachable(self._too_short(file, stop - start))
-            except Unreachable:
+                    raise self._too_short(file, stop - start)
+            except _Broken as error:
                 attempt += 1
-                if attempt == _ATTEMPTS:
-                    raise
-                time.sleep(attempt * _PAUSE)
+                _pause(attempt, error)
 
     def _range(self, file: str, start: int, stop: int) -> _Part:
         """Return the bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with _errors(self.name, self.revision):
+                with hub_errors(self.name, self.revision):
                     return self._request(file, start, stop)
-            except Unreachable:
-                if attempt == _ATTEMPTS:
-                    raise
-                time.sleep(attempt * _PAUSE)
+            except _Broken as error:
+                _pause(attempt, error)
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, file: str, start: int, stop: int) -> _Part:
@@ -202,15 +208,15 @@ class Repository:
             data = b"".join(chunks)
         missing = min(stop, size) - start - len(data)
         if missing > 0:
-            raise Unreachable(self._too_short(file, missing))
+            raise self._too_short(file, missing)
         return _Part(data, size)
 
-    def _too_short(self, file: str, missing: int) -> str:
+    def _too_short(self, file: str, missing: int) -> _Broken:
         from huggingface_hub import constants
 
-        return (
-            f"{constants.ENDPOINT} ended its answer {missing} bytes too soon in "
-            f"{self.where(file)}: try again"
+        return _Broken(
+            f"{constants.ENDPOINT} ended its answer {missing} bytes too soon in {self.where(file)}",
+            "try again",
         )
 
     @contextmanager
@@ -224,9 +230,17 @@ class Repository:
             "Accept-Encoding": "identity",  # a range of what is stored, not of its compression
         }
         url = hf_hub_url(self.name, file, revision=self.revision)
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        # As a stream: a server that sends the whole file is left before it does.
-        with utils.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+        # As a stream: a server that sends the whole file is left before it does. huggingface-hub
+        # asks again after a refusal; what breaks in the midst of an answer it leaves to the caller.
+        with utils.http_stream_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            max_retries=_ATTEMPTS - 1,
+            base_wait_time=_PAUSE,
+            retry_on_exceptions=(),
+        ) as response:
             if response.status_code == 416 and start == 0:
                 yield 0, iter(())  # an empty file has no first byte
                 return
@@ -235,9 +249,17 @@ class Repository:
             if response.status_code != 206 or size is None:
                 raise NoRanges(
                     f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for its "
-                    "header: use another HF_ENDPOINT, or download the model and inspect that"
+                    "header",
+                    "use another HF_ENDPOINT, or download the model and inspect that",
                 )
             yield size, _first(response.iter_bytes(), stop - start)
+
+
+def _pause(attempt: int, error: _Broken) -> None:
+    """Wait until the next attempt; raise ``error`` after the last."""
+    if attempt == _ATTEMPTS:
+        raise error
+    time.sleep(attempt * _PAUSE)
 
 
 def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
@@ -258,7 +280,7 @@ def _listing(name: str, revision: str | None) -> ModelInfo:
     """Ask for commit, files, their sizes and checksums."""
     from huggingface_hub import HfApi, constants
 
-    with _errors(name, revision):
+    with hub_errors(name, revision):
         timeout = constants.HF_HUB_ETAG_TIMEOUT
         return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
 
@@ -293,7 +315,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _errors(name: str, revision: str | None) -> Iterator[None]:
+def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface-hub raises into one line that names the remedy."""
     from huggingface_hub import constants, errors
 
@@ -305,45 +327,48 @@ def _errors(name: str, revision: str | None) -> Iterator[None]:
         raise
     except errors.HFValidationError:
         raise UserError(
-            f"there is no directory {name} here, and it is no Hugging Face repository "
-            "(OWNER/NAME): check the name"
+            f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
+            "check the name",
         ) from None
     except errors.RevisionNotFoundError:
-        raise UserError(f"{name} has no revision {revision!r}: check --revision") from None
+        raise UserError(f"{name} has no revision {revision!r}", "check --revision") from None
     except errors.GatedRepoError:
         raise UserError(
-            f"{name} is gated: accept its terms at {endpoint}/{name}, then {log_in}"
+            f"{name} is gated", f"accept its terms at {endpoint}/{name}, then {log_in}"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise UserError(_not_found(name, endpoint, log_in)) from None
+        raise _not_found(name, endpoint, log_in) from None
     except errors.OfflineModeIsEnabled:
-        raise Unreachable("HF_HUB_OFFLINE is set: unset it to ask the hub") from None
+        raise Unreachable("HF_HUB_OFFLINE is set", "unset it to ask the hub") from None
     except errors.EntryNotFoundError as error:
         # Also raised for a hub that cannot be reached, if the cache does not have the file.
-        raise Unreachable(f"{name}: {_first_line(error)}: try again") from None
+        raise Unreachable(
+            f"the hub does not give {name}: {_first_line(error)}", "try again"
+        ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 404):
-            raise UserError(_not_found(name, endpoint, log_in)) from None
+            raise _not_found(name, endpoint, log_in) from None
         if status == 403:
-            raise UserError(f"{endpoint} does not let you read {name}: {log_in}") from None
+            raise UserError(f"{endpoint} does not let you read {name}", log_in) from None
         reason = f"{endpoint} answers with status {status} for {name}"
         kind = Unreachable if status >= 500 or status == 429 else UserError
-        raise kind(f"{reason}: try again later, or set HF_ENDPOINT to a mirror") from None
+        raise kind(reason, "try again later, or set HF_ENDPOINT to a mirror") from None
     except hub_transport_error() as error:
-        raise Unreachable(
-            f"{endpoint} does not answer ({_first_line(error)}): check the network, or HF_ENDPOINT"
+        raise _Broken(
+            f"{endpoint} does not answer ({_first_line(error)})",
+            "check the network, or HF_ENDPOINT",
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{endpoint} does not give {name}: {_first_line(error)}: check HF_ENDPOINT"
+            f"{endpoint} does not give {name}: {_first_line(error)}", "check HF_ENDPOINT"
         ) from None
 
 
-def _not_found(name: str, endpoint: str, log_in: str) -> str:
-    return (
-        f"there is no directory {name} here, and no model {name} at {endpoint}: check the name; "
-        f"if it is private, {log_in}"
+def _not_found(name: str, endpoint: str, log_in: str) -> UserError:
+    return UserError(
+        f"there is no directory {name} here, and no model {name} at {endpoint}",
+        f"check the name; if it is private, {log_in}",
     )
 
 

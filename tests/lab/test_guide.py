@@ -78,7 +78,7 @@ PROVOKED = {
         "$again 'mpirun -n 1 bash -c \"kill -9 \\$PPID\" & wait $!'; "
         "$again 'mpirun -n 1 hostname & wait $!'"
     ),
-    "there is no such directory, and it is no Hugging Face repository (OWNER/NAME)": (
+    "here, and it is no Hugging Face repository (OWNER/NAME): check the name": (
         "mpirun -n 1 python -m shardmlx.generate --model .cache/smollm"
     ),
 }

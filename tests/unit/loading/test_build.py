@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters, cut, find_model
+from shardmlx.loading.build import build_model, count_parameters, cut
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 LAYERS = 4
@@ -422,39 +422,6 @@ def test_adapters_to_test_of_another_model(
     path = adapters(tmp_path / "adapters", quantised_dir)
     message = error_of(model_dir, test=True, adapter_path=path)
     assert "adapter shape (64, 4) does not match model parameter shape (96, 4)" in message
-
-
-# Where the model is.
-
-
-def test_a_directory_is_its_own_place(model_dir: Path) -> None:
-    assert find_model(str(model_dir)) == model_dir
-
-
-def test_a_file_is_no_model(model_dir: Path) -> None:
-    with pytest.raises(UserError, match=r"is a file: name the directory that holds config\.json"):
-        find_model(str(model_dir / "config.json"))
-
-
-def test_a_path_that_is_no_repository_either() -> None:
-    with pytest.raises(UserError, match="--model no/such/model: there is no such directory, and"):
-        find_model("no/such/model")
-
-
-def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def fail(*args: object, **options: object) -> str:
-        raise LocalEntryNotFoundError("no connection\nsee the log")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError) as error:
-        find_model("someone/something")
-    assert str(error.value) == (
-        "--model someone/something: there is no such directory, and the Hugging Face hub does "
-        "not give it: no connection"
-    )
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")
