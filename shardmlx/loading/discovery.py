@@ -38,7 +38,7 @@ _NOT_ASKED = "--weights rank0"
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A model as one rank has it. ``identity`` names the content; ``why`` says why it is lacking."""
+    """A model as one rank has it. ``identity`` names the content; ``why`` says why it lacks."""
 
     holding: Holding
     identity: str = ""
