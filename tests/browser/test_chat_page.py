@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.helpers.mpirun import ROOT, Running
+from tests.helpers.jobs import ROOT, Running
 from tests.helpers.small_models import small_directory, tokenizer_directory
 
 KEY = "a-secret"

@@ -1,5 +1,4 @@
-"""What tests of checkpoints share: stores with small checkpoints in them, and writers and readers
-on ranks that are threads."""
+"""Stores with small checkpoints in them, and writers and readers on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def file_info(name: str, content: bytes) -> FileInfo:
 
 
 def manifest_of(step: int, files: Mapping[str, bytes] | None = None) -> Manifest:
-    """Of a checkpoint with files of these contents."""
+    """Return the manifest of a checkpoint with files of these contents."""
     return Manifest(
         step=step,
         files=tuple(file_info(name, content) for name, content in (files or {}).items()),
@@ -62,12 +61,12 @@ def put(store: Store, step: int, files: Mapping[str, bytes]) -> Manifest:
 
 
 def content(store: Store, step: int) -> dict[str, bytes]:
-    """The files of a checkpoint."""
+    """Return the files of a checkpoint."""
     return {f.name: (store.path(step) / f.name).read_bytes() for f in store.manifest(step).files}
 
 
 def names(store: Store) -> set[str]:
-    """All that lies in a store."""
+    """Return all that lies in a store."""
     return {path.name for path in store.directory.iterdir()}
 
 
@@ -83,7 +82,7 @@ def flip(path: Path, position: int = -1) -> None:
 
 
 def tensors_of(owner: int, seed: int = 0) -> Tensors:
-    """Some tensors of a rank, of sizes and types that checkpoints hold."""
+    """Return some tensors of a rank, of sizes and types that checkpoints hold."""
     random = np.random.RandomState(100 * seed + owner)
     matrix = mx.array(random.standard_normal((7, 5)).astype(np.float32))
     tensors = {
@@ -109,12 +108,12 @@ def as_bytes(tensors: Mapping[str, mx.array]) -> Bytes:
 
 
 def whole(owners: int, seed: int = 0) -> Bytes:
-    """All tensors of a checkpoint that ``owners`` ranks save."""
+    """Return all tensors of a checkpoint that ``owners`` ranks save."""
     return {k: v for owner in range(owners) for k, v in as_bytes(tensors_of(owner, seed)).items()}
 
 
 def snapshots(owner: int, seed: int = 0) -> list[Snapshot]:
-    """The part of a rank: two files."""
+    """Return the part of a rank: two files."""
     tensors = tensors_of(owner, seed)
     first = {name: tensors.pop(name) for name in list(tensors)[:4]}
     return [
@@ -124,22 +123,22 @@ def snapshots(owner: int, seed: int = 0) -> list[Snapshot]:
 
 
 def hosts(base: Path, seen: str) -> list[Path]:
-    """The checkpoint directory of each rank: those of the same letter see the same."""
+    """Return the checkpoint directory of each rank: those of the same letter see the same."""
     return [base / each / "checkpoints" for each in seen]
 
 
 def complete(directories: Sequence[Path]) -> dict[str, list[int]]:
-    """The steps of the complete checkpoints on each disk."""
+    """Return the steps of the complete checkpoints on each disk."""
     return {d.parent.name: Store(d).steps() for d in sorted(set(directories))}
 
 
 def left_over(directories: Sequence[Path]) -> set[str]:
-    """What is not complete on any disk."""
+    """Return what is not complete on any disk."""
     return {p.name for d in set(directories) for p in d.iterdir() if p.name.startswith("partial")}
 
 
 def on_ranks(directories: Sequence[Path], work: Callable[[LocalTransport, Store], Any]) -> Any:
-    """``work`` on a rank for each directory, in which it has its store; results by rank."""
+    """Run ``work`` on a rank for each directory, with its store there; return results by rank."""
     network = LocalNetwork(len(directories), timeout=20)
     try:
         return network.run(lambda t: work(t, Store(directories[t.rank])))
@@ -187,7 +186,7 @@ def save(
 
 
 def search(directories: Sequence[Path], step: int | None = None) -> Search:
-    """What ranks find that see these directories, which is the same on all."""
+    """Return what ranks find that see these directories, which is the same on all."""
 
     def work(transport: LocalTransport, store: Store) -> Search:
         return find_checkpoint(transport, store, find_disks(transport, store.directory), step)
@@ -204,7 +203,7 @@ def search(directories: Sequence[Path], step: int | None = None) -> Search:
 
 
 def load(directories: Sequence[Path], step: int | None = None) -> Bytes:
-    """What ranks that see these directories read, every one another share, and some all."""
+    """Return what ranks that see these directories read, every one another share, and some all."""
 
     def work(transport: LocalTransport, store: Store) -> Bytes:
         disks = find_disks(transport, store.directory)

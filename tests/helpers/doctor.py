@@ -23,7 +23,7 @@ VERSIONS: Mapping[str, str | None] = {
 
 
 def facts(**changes: Any) -> HostFacts:
-    """Of a Mac with which all is well."""
+    """Return the facts of a Mac with which all is well."""
     known: dict[str, Any] = {
         "node": None,
         "system": "macOS 15.3.1 arm64",
@@ -44,7 +44,7 @@ def facts(**changes: Any) -> HostFacts:
 
 
 def host(name: str, rank: int = 0, *, of: Mapping[str, Any] | None = None, **changes: Any) -> Host:
-    """A host with which all is well; ``of`` are its facts."""
+    """Return a host with which all is well; ``of`` are its facts."""
     known: dict[str, Any] = {
         "name": name,
         "ranks": (rank,),
@@ -89,7 +89,7 @@ def speed(there: float = 2 * GB, back: float | None = None, latency: float = 3e-
 
 
 def link(first: str, second: str, **changes: Any) -> Link:
-    """A good one over Thunderbolt."""
+    """Return a good link over Thunderbolt."""
     known: dict[str, Any] = {
         "first": first,
         "second": second,

@@ -27,7 +27,7 @@ LAYERS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One step: of which model, in which layout, cut into which micro-batches."""
+    """A step: its model, its layout, and its micro-batches."""
 
     layout: Layout
     microbatches: int = 4
@@ -102,5 +102,5 @@ _CASES = [
 
 
 def checks(size: int) -> Mapping[str, Check]:
-    """By name, for a world of ``size`` ranks."""
+    """Return the checks for a world of ``size`` ranks, by name."""
     return {str(case): case for case in _CASES if case.layout.ranks == size}

@@ -56,7 +56,7 @@ Tensors = dict[str, tuple[str, list[int], int]]
 
 
 def tensors_of(config: Mapping[str, Any]) -> Tensors:
-    """What mlx-lm would write."""
+    """Return the tensors that mlx-lm would write."""
     return {
         name: (place.dtype, list(place.shape), place.nbytes)
         for name, place in planned_tensors(config).items()
@@ -88,7 +88,7 @@ def model_files(
 
 
 def write(directory: Path, files: Mapping[str, File]) -> Path:
-    """The files in a directory, sparse."""
+    """Write the files into a directory, sparse."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         with (directory / name).open("wb") as file:
@@ -134,7 +134,7 @@ runpy.run_module("shardmlx.inspect", run_name="__main__")
 def run_bare(
     *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command in a Python that has neither MLX nor MPI."""
+    """Run the command in a Python that has neither MLX nor MPI."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", _BARE_PYTHON, *arguments],
         cwd=ROOT,

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import ROOT
+from tests.helpers.jobs import ROOT
 
 NETWORK = "10.77.0"
 TMP = Path("/tmp")
 HOME = TMP / "home"
-"""As each host sees its own."""
+"""The home directory of each host, as that host sees it."""
 
 _HOST = Path(__file__).with_name("host.sh")
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -62,7 +62,7 @@ _CASE = """\
 
 
 def missing() -> str | None:
-    """What this machine lacks, if anything."""
+    """Return what this machine lacks, if anything."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -90,9 +90,9 @@ class Lab:
         self._holders = holders
         self.hosts = tuple(holders)
         self.agent = TMP / "agent"
-        """What takes the place of ssh."""
+        """A program that takes the place of ssh."""
         self.hostfile = TMP / "hosts"
-        """On the first host."""
+        """The hostfile, on the first host."""
         machines = "".join(f"{host} slots={slots}\n" for host in holders)
         (directory / self.hosts[0] / self.hostfile.name).write_text(machines)
         cases = "".join(map(self._case, holders))
@@ -108,11 +108,11 @@ class Lab:
         )
 
     def home(self, host: str) -> Path:
-        """From outside: where the commands of a host run, which is ``HOME`` there."""
+        """Return, as seen from outside, the directory that is ``HOME`` on a host."""
         return self._directory / host / "home"
 
     def command(self, host: str, *command: str | Path) -> list[str]:
-        """``command``, run on a host, in its home."""
+        """Run ``command`` on a host, in its home."""
         return [*self._enter(host), *map(str, command)]
 
     def mpirun(self, n: int, *args: str | Path) -> list[str]:
@@ -163,7 +163,7 @@ class Lab:
 
 @contextmanager
 def hosts(directory: Path, count: int, *, slots: int = 1, rate: str | None = None) -> Iterator[Lab]:
-    """A lab of ``count`` hosts on one switch, up and running; skips where there can be none.
+    """Yield a lab of ``count`` hosts on one switch, running; skip the test where there can be none.
 
     ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``.
     """
@@ -192,12 +192,12 @@ def hosts(directory: Path, count: int, *, slots: int = 1, rate: str | None = Non
 
 
 def two_hosts(directory: Path) -> contextlib.AbstractContextManager[Lab]:
-    """A lab of two hosts."""
+    """Yield a lab of two hosts."""
     return hosts(directory, 2)
 
 
 def _seen_by_all() -> list[Path]:
-    """What lies in this machine's ``/tmp``, and the ranks cannot do without."""
+    """Return what lies in this machine's ``/tmp`` that the ranks cannot do without."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     inside = [path for path in needed if path.is_relative_to(TMP)]
     return [path for path in inside if not any(other in path.parents for other in inside)]
@@ -205,8 +205,10 @@ def _seen_by_all() -> list[Path]:
 
 @contextmanager
 def _holding(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A process with new namespaces, that has said ``up``. It ends, and they with it, when its
-    stdin is closed: also if this process is killed."""
+    """Start a process with new namespaces, and wait until it says ``up``.
+
+    It ends, and they with it, when its stdin is closed: also if this process is killed.
+    """
     with subprocess.Popen(
         ["unshare", *map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -237,7 +239,7 @@ def _connect(
 
 
 def _inside(pid: int) -> Iterator[int]:
-    """The processes in the network namespace of ``pid``."""
+    """Return the processes in the network namespace of ``pid``."""
     namespace = os.readlink(f"/proc/{pid}/ns/net")
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -247,7 +249,7 @@ def _inside(pid: int) -> Iterator[int]:
 
 
 def _in(holder: subprocess.Popen[str], *command: str) -> None:
-    """``--net COMMAND`` or ``--mount COMMAND`` in such a namespace of a host."""
+    """Run ``--net COMMAND`` or ``--mount COMMAND`` in such a namespace of a host."""
     _run("nsenter", "--target", str(holder.pid), *command)
 
 

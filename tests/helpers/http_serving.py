@@ -19,7 +19,7 @@ VOCABULARY = 128
 MODEL = "parrot"
 MOST_TOKENS = 1000
 END = "."
-"""Of a text."""
+"""The last token of a sequence."""
 
 
 class Letters:
@@ -137,7 +137,7 @@ class Serving:
 def serving(
     *, most_open: int = 64, parrot: Parrot | None = None, **options: Any
 ) -> Iterator[Serving]:
-    """As the command does it: the service on one thread, the server on another."""
+    """Serve as the command does: the service on one thread, the server on another."""
     parrot = parrot or Parrot()
     service = RequestQueue(most_open, MOST_TOKENS)
     listener = bind("127.0.0.1", 0)

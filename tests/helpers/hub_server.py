@@ -24,7 +24,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass(frozen=True)
 class File:
-    """``head``, and zeros up to ``size`` bytes. ``is_large``: kept by Git LFS."""
+    """A file of ``size`` bytes: ``head``, then zeros. ``is_large``: kept by Git LFS."""
 
     head: bytes
     size: int
@@ -47,7 +47,7 @@ def text_file(content: Any) -> File:
 
 
 def safetensors_file(tensors: Mapping[str, tuple[str, list[int], int]]) -> File:
-    """A large file with these tensors: name -> (dtype, shape, bytes)."""
+    """Return a large file with these tensors: name -> (dtype, shape, bytes)."""
     header, end = {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
         offsets = [end, end + nbytes]
@@ -72,9 +72,9 @@ class Hub:
     ignores_ranges: bool = False
     truncates: bool = False
     drops: int = 0
-    """So many answers of the content network break off; the ones after them do not."""
+    """Number of answers of the content network that break off; later ones do not."""
     status: int = 0
-    """Instead of any answer."""
+    """Status that is given instead of any answer."""
     port: int = 0
     bytes_served: int = 0
     requests: list[str] = field(default_factory=list)
@@ -247,7 +247,7 @@ def serve(hub: Hub) -> Iterator[Hub]:
 
 
 def closed_port() -> int:
-    """A port at which nobody listens."""
+    """Return a port at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -1,5 +1,4 @@
-"""What tests of the engine share: tiny models, random batches, and the run of one process that
-every pipeline must agree with."""
+"""Tiny models, random batches, and the run of one process that every pipeline must agree with."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ Gradients = dict[str, np.ndarray]
 def tiny_config(
     family: str = "llama", *, layers: int = 8, tied: bool = False, **overrides: Any
 ) -> dict[str, Any]:
-    """What config.json would say of a tiny model of that family."""
+    """Return what config.json would say of a tiny model of that family."""
     return {
         "model_type": family,
         "hidden_size": 32,
@@ -76,7 +75,7 @@ def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
 def tiny_model(
     family: str = "llama", *, layers: int = 8, tied: bool = False, seed: int = 1, **overrides: Any
 ) -> nn.Module:
-    """The same model for the same arguments; all its weights can be trained."""
+    """Return the same model for the same arguments; all its weights can be trained."""
     return build(tiny_config(family, layers=layers, tied=tied, **overrides), seed)
 
 
@@ -94,7 +93,7 @@ def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -
 
 
 def load_weights(directory: Path) -> dict[str, np.ndarray]:
-    """The tensors of all safetensors files of a directory, in float32: NumPy has no bfloat16."""
+    """Return the tensors of a directory's safetensors files, in float32: NumPy has no bfloat16."""
     weights: dict[str, np.ndarray] = {}
     for path in sorted(directory.glob("*.safetensors")):
         arrays = mx.load(str(path))
@@ -104,7 +103,7 @@ def load_weights(directory: Path) -> dict[str, np.ndarray]:
 
 
 def random_batch(rows: int, seed: int = 0, vocab: int = VOCABULARY, longest: int = 60) -> Batch:
-    """A global batch of random tokens in sequences of different lengths."""
+    """Return a global batch of random tokens in sequences of different lengths."""
     random = np.random.RandomState(seed)
     samples = [
         ([int(token) for token in random.randint(1, vocab, size=random.randint(5, longest))], 0)
@@ -116,7 +115,7 @@ def random_batch(rows: int, seed: int = 0, vocab: int = VOCABULARY, longest: int
 def reference(
     model: nn.Module, microbatches: Sequence[MicroBatch], scale: float
 ) -> tuple[list[float], Gradients]:
-    """(summed loss of each micro-batch, gradients by name) of one process without stages.
+    """Return (summed loss of each micro-batch, gradients by name) of one process without stages.
 
     mlx-lm's own forward over the whole model, one micro-batch after the other.
     """
@@ -162,7 +161,7 @@ class Layout:
     def plan(
         self, layers: int, rows: int, micro_batch_size: int = 1, *, pack: bool = False
     ) -> Plan:
-        """Of a model of so many layers, all trained, and ``rows`` rows in each replica."""
+        """Return a plan for so many layers, all trained, and ``rows`` rows in each replica."""
         stages = self.pp * self.virtual
         sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
         placement = get_schedule(self.schedule).placement(self.pp, self.virtual)
@@ -179,7 +178,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank's engine made of one step.
+    """Results of one step on one rank.
 
     ``losses`` of this rank's replica, by micro-batch, on the rank of the last stage only;
     ``gradients`` of this rank's stages; ``evaluated`` as ``losses``, from a forward-only run.
@@ -209,8 +208,10 @@ def through_stages(
     key: tuple[int, ...] = (0,),
     checkpoint: bool = False,
 ) -> tuple[list[float], Gradients]:
-    """(summed loss of each micro-batch, gradients by name), through stages of these layers in one
-    process, one micro-batch after the other."""
+    """Return (summed loss of each micro-batch, gradients by name), through stages in one process.
+
+    One micro-batch passes after the other through stages of these layers.
+    """
     slices = [Slice(model, start, stop) for start, stop in ranges]
     stages = build_stages(slices, checkpoint=checkpoint)
     losses = []
@@ -235,7 +236,7 @@ def through_stages(
 def stages_of(
     transport: Transport, plan: Plan, model: nn.Module, *, checkpoint: bool = False
 ) -> list[Stage]:
-    """The stages of ``model`` that this rank runs."""
+    """Return the stages of ``model`` that this rank runs."""
     slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
     return build_stages(slices, plan.stages_of(transport.rank), checkpoint=checkpoint)
 
@@ -248,7 +249,7 @@ def run_engine(
     *,
     checkpoint: bool = False,
 ) -> Outcome:
-    """One training step of the engine on this rank, then an evaluation of the same batch."""
+    """Make one training step of the engine on this rank, then evaluate the same batch."""
     replica, _ = plan.mesh.coordinates(transport.rank)
     stages = stages_of(transport, plan, model, checkpoint=checkpoint)
     engine = Engine(plan, transport, stages)
@@ -295,7 +296,7 @@ class Expected:
         return self._run[1]
 
     def losses(self, replica: int) -> dict[int, float]:
-        """Of one replica, by micro-batch."""
+        """Return the losses of one replica, by micro-batch."""
         count = self.plan.microbatches
         return dict(enumerate(self._run[0][replica * count : (replica + 1) * count]))
 
@@ -306,7 +307,7 @@ class Expected:
 
 
 def largest_difference(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
-    """(difference, name) of the tensor that differs most, relative to its largest entry.
+    """Return (difference, name) of the tensor that differs most, relative to its largest entry.
 
     0.0 means equal to the bit. ``ours`` may be some of ``theirs``.
     """

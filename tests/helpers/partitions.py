@@ -21,7 +21,7 @@ def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
 
 
 def every_answer(problem: Problem) -> list[StageMap]:
-    """All partitions on machines in the given order."""
+    """Return all partitions on machines in the given order."""
     partitions = every_partition(problem.num_layers, problem.num_stages)
     return [problem.stage_map(partition) for partition in partitions]
 
@@ -42,7 +42,7 @@ def exact_sums(costs: LayerCosts, partition: Partition) -> list[Fraction]:
 
 
 def stage_costs(problem: Problem, answer: StageMap) -> list[Fraction]:
-    """Of each stage on its machine."""
+    """Return the cost of each stage on its machine."""
     return [
         exact_sums(problem.costs[rank], answer.partition)[stage]
         for stage, rank in enumerate(answer.placement)
@@ -54,7 +54,7 @@ def stage_sizes(problem: Problem, answer: StageMap) -> list[Fraction]:
 
 
 def shares(problem: Problem, answer: StageMap) -> list[float]:
-    """The part of its rank's memory that each stage holds."""
+    """Return the part of its rank's memory that each stage holds."""
     peak = problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
     return [
         peak(stage, start, stop) / problem.capacity[rank]
@@ -76,11 +76,11 @@ OBJECTIVES: dict[str, Callable[[Problem, StageMap], float | Fraction]] = {
     "memory": lambda problem, answer: max(shares(problem, answer)),
     "hetero": step_cost,
 }
-"""What each partitioner makes as small as can be."""
+"""Costs that each partitioner makes as small as can be, by its name."""
 
 
 def random_problem(random: Random, layers: int, machines: int) -> Problem:
-    """One stage a machine, in any order; machines of one to three kinds, some links slow."""
+    """Return a problem of one stage a machine; one to three kinds of machines, some slow links."""
     base = [random.choice([1.0, 1.0, 2.0, random.uniform(0.5, 3)]) for _ in range(layers)]
     embedding, head = random.choice([0.0, 1.5]), random.choice([0.0, 2.0])
     sizes = LayerCosts(tuple(float(random.randint(1, 4)) for _ in base), 2.0, 3.0)
@@ -113,7 +113,7 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
 
 
 def scaled(problem: Problem, time: float, size: float) -> Problem:
-    """The same problem in other units."""
+    """Return the same problem in other units."""
 
     def times(costs: LayerCosts, factor: float) -> LayerCosts:
         layers = tuple(each * factor for each in costs.layers)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.helpers.jobs import ROOT
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.mpirun import ROOT
 
 ROWS = {"train": 32, "valid": 16, "test": 14}
-"""Of each data set: ten steps of four rows begin a second epoch."""
+"""Rows of each data set: ten steps of four begin a second epoch."""
 
 SMALL_VOCABULARY = 400
 
@@ -58,14 +58,14 @@ def mistral(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pirate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some of the demo's chat data. Every third row has one key more: mlx-lm sorts by that."""
+    """Rows of the demo's chat data. Every third has one key more: mlx-lm sorts by that."""
     directory = tmp_path_factory.mktemp("pirate")
     return pirate_directory(directory / "some", directory / "whole")
 
 
 @pytest.fixture(scope="session")
 def small_tokenizer(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of 400 tokens: 32768 would be most of a tiny model's work."""
+    """Directory with a tokenizer of 400 tokens: 32768 would be most of a tiny model's work."""
     return tokenizer_directory(tmp_path_factory.mktemp("small-tokenizer"), pirate)
 
 
@@ -77,13 +77,13 @@ def small(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def small_tied(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the embedding for its head."""
+    """Model directory: the same with the embedding for its head."""
     return small_directory(tmp_path_factory.mktemp("small") / "tied", small_tokenizer, tied=True)
 
 
 @pytest.fixture(scope="session")
 def small_quantised(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in 4 bits."""
+    """Model directory: the same in 4 bits."""
     quantisation = {"group_size": 32, "bits": 4}
     return small_directory(
         tmp_path_factory.mktemp("small") / "quantised", small_tokenizer, quantization=quantisation

@@ -1,4 +1,4 @@
-"""What every ``Transport`` must do, as checks that all its ranks (two or more) run together.
+"""Checks of every ``Transport``, which all its ranks (two or more) run together.
 
 ``test_transport.py`` runs them on threads and under mpirun.
 """
@@ -33,7 +33,7 @@ def wait(transport: Transport, *handles: Handle) -> None:
 
 
 def neighbours(transport: Transport) -> tuple[int, int]:
-    """The ranks before and after this one, in a ring."""
+    """Return the ranks before and after this one, in a ring."""
     return (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
 
 
@@ -175,7 +175,7 @@ def check_a_sum_of_one_rank_is_what_it_was(transport: Transport) -> None:
 
 
 def check_sums_of_two_groups_overlap(transport: Transport) -> None:
-    """Each rank starts them in its own order: only within a group the order is the same."""
+    """Start sums on each rank in its own order: only within a group the order is the same."""
     world = tuple(range(transport.size))
     half = tuple(range(transport.rank % 2, transport.size, 2))
     transport.join(half)
@@ -291,5 +291,5 @@ CHECKS: dict[str, Check] = {
 
 
 def checks(size: int) -> Mapping[str, Check]:
-    """By name, for a world of ``size`` ranks."""
+    """Return the checks for a world of ``size`` ranks, by name."""
     return CHECKS

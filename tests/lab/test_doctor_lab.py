@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shardmlx.costmodel.hostfile import read_hostfile
 from tests.helpers.hosts import Lab, hosts
-from tests.helpers.mpirun import Job, mpirun
+from tests.helpers.jobs import Job
+from tests.helpers.mpirun import mpirun
 
 LIMIT = 100e6 / 8
 """Bytes a second."""

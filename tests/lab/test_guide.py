@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import TMP, Lab
+from tests.helpers.jobs import ROOT
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import ROOT, mpirun
+from tests.helpers.mpirun import mpirun
 from tests.helpers.small_models import small_directory
 
 GUIDE = ROOT / "docs" / "guide.md"

@@ -12,7 +12,8 @@ import pytest
 
 import shardmlx
 from tests.helpers.hosts import Lab
-from tests.helpers.mpirun import ROOT, Job, mpirun
+from tests.helpers.jobs import ROOT, Job
+from tests.helpers.mpirun import mpirun
 
 HERE, THERE = shardmlx.__version__, "0.0.9"
 

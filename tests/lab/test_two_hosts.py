@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.hosts import Lab, hosts
-from tests.helpers.mpirun import PROGRAMS, Job, mpirun
+from tests.helpers.jobs import PROGRAMS, Job
+from tests.helpers.mpirun import mpirun
 
 
 def run_until(lab: Lab, event: Callable[[dict[int, int]], None]) -> tuple[Job, float]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardmlx
+from tests.helpers.jobs import ROOT
 from tests.helpers.markdown import Block, blocks
-from tests.helpers.mpirun import ROOT, mlx_lm, mpirun
+from tests.helpers.mpirun import mlx_lm, mpirun
 
 EXAMPLES = [block for block in blocks(ROOT / "docs/api.md") if block.info == ("python",)]
 ON_TWO_RANKS = "# mpirun -n 2 "

@@ -11,7 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.helpers.mpirun import train
+from tests.helpers.jobs import Job
+from tests.helpers.mpirun import mpirun, train
 
 
 @pytest.fixture
@@ -26,10 +27,16 @@ def data(pirate: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pirate, tmp_path / "data"))
 
 
-def refused(tmp_path: Path, ranks: int, *flags: str | Path) -> str:
-    """The one line with which a job must end; nothing else may be left of it."""
+def in_a_job_of_its_own(ranks: int, *arguments: str | Path) -> Job:
+    return mpirun(ranks, "-m", "shardmlx.train", *arguments)
+
+
+def refused(
+    tmp_path: Path, ranks: int, *flags: str | Path, start: Callable[..., Job] = train
+) -> str:
+    """Return the one line with which a job must end; nothing else may be left of it."""
     output = tmp_path / "adapters"
-    job = train(
+    job = start(
         ranks,
         *("--model", tmp_path / "model", "--data", tmp_path / "data"),
         *("--adapter-path", output, "--iters", "1", "--batch-size", "2", "--num-layers", "-1"),
@@ -83,7 +90,7 @@ def test_a_stage_map_that_the_schedule_cannot_run(model: Path, data: Path, tmp_p
 
 
 def test_an_unknown_schedule(model: Path, data: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, 2, "--schedule", "2f2b") == (
+    assert refused(tmp_path, 2, "--schedule", "2f2b", start=in_a_job_of_its_own) == (
         "--schedule is '2f2b': choose from gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
     )
 
@@ -119,7 +126,7 @@ def test_packing_for_a_model_whose_positions_depend_on_the_length_of_the_row(
 
 def test_a_missing_data_file(model: Path, data: Path, tmp_path: Path) -> None:
     (data / "train.jsonl").unlink()
-    assert refused(tmp_path, 2) == (
+    assert refused(tmp_path, 2, start=in_a_job_of_its_own) == (
         f"{data}/train.jsonl is missing or empty: --data {data} must hold it"
     )
 
@@ -249,7 +256,7 @@ def test_a_truncated_file_is_said_to_lack_bytes(model: Path, data: Path, tmp_pat
 def test_an_unknown_key_in_the_configuration(model: Path, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "lora.yaml"
     path.write_text("batch_sise: 4\n")
-    line = refused(tmp_path, 2, "--config", path)
+    line = refused(tmp_path, 2, "--config", path, start=in_a_job_of_its_own)
     assert "batch_sise" in line
     assert "batch_size" in line
     assert str(path) in line

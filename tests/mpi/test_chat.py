@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import Job, mlx_lm, mpirun
+from tests.helpers.jobs import Job
+from tests.helpers.mpirun import mlx_lm, mpirun
 
 
 def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:

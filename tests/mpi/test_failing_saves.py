@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardmlx.checkpoint.store import Store
-from tests.helpers.mpirun import PROGRAMS, Running, mpirun, train
+from tests.helpers.jobs import PROGRAMS, Running
+from tests.helpers.mpirun import mpirun, train
 
 
 @pytest.fixture

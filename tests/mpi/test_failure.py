@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import PROGRAMS, Job, mpirun
+from tests.helpers.jobs import PROGRAMS, Job
+from tests.helpers.mpirun import mpirun
 
 HOST = re.escape(socket.gethostname().split(".")[0])
 DIED = r"died \(was it killed, or out of memory\?\); it was last in .+"

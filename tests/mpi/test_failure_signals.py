@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import PROGRAMS, SECONDS_TO_END, Job, mpirun
+from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END, Job
+from tests.helpers.mpirun import mpirun
 
 
 def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import PROGRAMS, Job, mlx_lm, mpirun, train_well
+from tests.helpers.jobs import PROGRAMS, Job
+from tests.helpers.mpirun import mlx_lm, mpirun, train_well
+from tests.helpers.rank_pool import run_in_pool
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
 
 def generate(n: int, *args: str | Path) -> Job:
-    return mpirun(n, "-m", "shardmlx.generate", *args)
+    return run_in_pool(n, "-m", "shardmlx.generate", *args)
 
 
 def generate_well(n: int, *args: str | Path) -> str:
@@ -26,9 +28,13 @@ def generate_well(n: int, *args: str | Path) -> str:
     return job.stdout
 
 
-def refused(n: int, *args: str | Path) -> str:
-    """The one line with which a job must end."""
-    job = generate(n, *args)
+def in_a_job_of_its_own(n: int, *args: str | Path) -> Job:
+    return mpirun(n, "-m", "shardmlx.generate", *args)
+
+
+def refused(n: int, *args: str | Path, start: Callable[..., Job] = generate) -> str:
+    """Return the one line with which a job must end."""
+    job = start(n, *args)
     assert job.returncode == 2, job.output
     assert "Traceback" not in job.output
     assert len(job.error_lines) == 1, job.output
@@ -38,7 +44,9 @@ def refused(n: int, *args: str | Path) -> str:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_text_of_mlx_lm(ranks: int, small: Path) -> None:
     how: Sequence[str | Path] = ("--model", small, "--prompt", PROMPT, "--max-tokens", "30")
-    assert generate_well(ranks, *how) == mlx_lm(*how)
+    job = in_a_job_of_its_own(ranks, *how, "--no-verbose")
+    assert job.returncode == 0, job.output
+    assert job.stdout == mlx_lm(*how)
 
 
 def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
@@ -128,7 +136,8 @@ def test_bad_input(small: Path, tmp_path: Path) -> None:
     )
     line = refused(2, "--model", small, "--adapter-path", tmp_path / "none")
     assert "none holds no adapters of this model" in line
-    assert refused(2, "--temp", "-1") == "--temp is -1.0: give 0 or more"
+    line = refused(2, "--temp", "-1", start=in_a_job_of_its_own)
+    assert line == "--temp is -1.0: give 0 or more"
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])

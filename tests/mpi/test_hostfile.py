@@ -10,7 +10,7 @@ import pytest
 
 from shardmlx.costmodel.hostfile import machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
-from tests.helpers.mpirun import ROOT
+from tests.helpers.jobs import ROOT
 
 EXAMPLES = sorted((ROOT / "hostfiles").iterdir())
 

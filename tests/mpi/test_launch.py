@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.jobs import ROOT, Running
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import ROOT, Running, events, train_well
+from tests.helpers.mpirun import events, train_well
 
 STEPS = 24
 

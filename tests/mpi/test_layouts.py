@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_many
+from tests.helpers.mpirun import events, train_well
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
@@ -109,7 +109,6 @@ def results(
     directory = tmp_path_factory.mktemp("layouts")
     results: Results = {}
     for layout, (ranks, flags) in LAYOUTS.items():
-        runs: list[list[str | Path]] = []
         for name, variant in VARIANTS.items():
             stem = f"{name} on {layout}"
             config = directory / f"{stem}.yaml"
@@ -118,9 +117,8 @@ def results(
             config.write_text(yaml.safe_dump(COMMON | variant.options | where))
             result = Result(directory / f"{stem}.jsonl", directory / stem)
             output: list[str | Path] = ["--adapter-path", result.output]
-            runs.append(["-c", config, "--metrics-file", result.metrics, *output, *flags])
+            train_well(ranks, "-c", config, "--metrics-file", result.metrics, *output, *flags)
             results[name, layout] = result
-        train_many(ranks, runs, directory / f"{layout}.json")
     return results
 
 

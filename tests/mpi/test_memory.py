@@ -11,8 +11,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from tests.helpers.jobs import PROGRAMS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.mpirun import PROGRAMS, mpirun
+from tests.helpers.mpirun import mpirun
 from tests.helpers.small_models import SMALL_VOCABULARY
 
 LAYERS = 8

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train
+from tests.helpers.mpirun import events, mpirun, train
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
+from tests.helpers.jobs import Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import Job, events, train_many, train_well
+from tests.helpers.mpirun import events, train_well
 
 Arguments = list[str | Path]
 
@@ -62,15 +63,9 @@ def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Pa
         "resumed": ["--model", small, *still, "--resume-adapter-file", "lora/adapters.safetensors"],
         "continued": ["--model", directory / "full", *still],
     }
-    train_many(
-        2,
-        [
-            [*run, "--adapter-path", directory / name, "--metrics-file", f"{name}.jsonl"]
-            for name, run in runs.items()
-        ],
-        directory / "runs.json",
-        cwd=directory,
-    )
+    for name, run in runs.items():
+        files: Arguments = ["--adapter-path", directory / name, "--metrics-file", f"{name}.jsonl"]
+        train_well(2, *run, *files, cwd=directory)
 
 
 def final_loss(directory: Path, name: str) -> float:
@@ -186,7 +181,7 @@ def test_training_starts_from_a_full_fine_tune(others: None, directory: Path) ->
 
 def test_nothing_stays_beside_the_outputs(others: None, directory: Path) -> None:
     names = ["full", "tied", "resumed", "continued"]
-    expected = {"lora", "new", "runs.json", *names, *(f"{name}.jsonl" for name in names)}
+    expected = {"lora", "new", *names, *(f"{name}.jsonl" for name in names)}
     assert {path.name for path in directory.iterdir()} == expected
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.plan import main as plan
-from tests.helpers.mpirun import Job, events, mpirun, train, train_well
+from tests.helpers.jobs import Job
+from tests.helpers.mpirun import events, mpirun, train, train_well
+from tests.helpers.rank_pool import run_in_pool
 
 LAYERS = 8
 
@@ -20,7 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profile(ranks: int, model: Path, *arguments: str | Path, cwd: Path) -> Job:
-    return mpirun(ranks, "-m", "shardmlx.profile", model, *arguments, cwd=cwd)
+    return run_in_pool(ranks, "-m", "shardmlx.profile", model, *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train, train_many
+from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.rank_pool import run_in_pool
 
 COMMON: dict[str, Any] = {
     "seed": 5,
@@ -124,20 +126,15 @@ def results(
     models = {"small": small, "small_tied": small_tied}
     root = tmp_path_factory.mktemp("resume")
     results: Results = {}
-    whole = []
     for run in RUNS:
-        flags, results[run, "whole"] = arguments(run, root / run / "whole", models, pirate)
-        whole.append(flags)
-    train_many(2, whole, root / "whole.json")
-    jobs: dict[int, list[list[str]]] = {}
-    for layout, (n, extra) in LAYOUTS.items():
-        for run in RUNS:
+        flags, whole = arguments(run, root / run / "whole", models, pirate)
+        train_well(2, *flags)
+        results[run, "whole"] = whole
+        for layout, (n, extra) in LAYOUTS.items():
             flags, result = arguments(run, root / run / layout, models, pirate)
-            interrupt(results[run, "whole"], result, SAVED_AT[run])
+            interrupt(whole, result, SAVED_AT[run])
+            train_well(n, *flags, *extra)
             results[run, layout] = result
-            jobs.setdefault(n, []).append([*flags, *extra])
-    for n, runs in jobs.items():
-        train_many(n, runs, root / f"{n}.json")
     return results
 
 
@@ -187,9 +184,9 @@ def test_a_report_over_the_interruption_is_that_of_the_whole_run(
     flags, whole = arguments("lora", tmp_path / "whole", models, pirate)
     more, resumed = arguments("lora", tmp_path / "resumed", models, pirate)
     three = ["--steps-per-report", "3"]
-    train_many(2, [[*flags, *three]], tmp_path / "1.json")
+    train_well(2, *flags, *three)
     interrupt(whole, resumed, 5)
-    train_many(2, [[*more, *three]], tmp_path / "2.json")
+    train_well(2, *more, *three)
     assert resumed.losses()["train", 6] == whole.losses()["train", 6]
     last = [events(each.metrics, "summary")[0]["tokens"] for each in (whole, resumed)]
     assert last[0] == last[1]
@@ -208,15 +205,10 @@ def test_a_finished_run_has_nothing_left_but_its_adapters(results: Results) -> N
 # Without a shared disk: each rank works in a directory of its own.
 
 
-def apart(homes: Sequence[Path], flags: Sequence[str], timeout: float = 120.0) -> Job:
-    """``shardmlx.train`` on a rank for each of ``homes``, which is where that rank works."""
-    return mpirun(
-        len(homes),
-        PROGRAMS / "train_apart.py",
-        ",".join(map(str, homes)),
-        *flags,
-        timeout=timeout,
-    )
+def apart(homes: Sequence[Path], flags: Sequence[str]) -> Job:
+    """Run ``shardmlx.train`` on a rank for each of ``homes``, which is where that rank works."""
+    places = ",".join(map(str, homes))
+    return run_in_pool(len(homes), PROGRAMS / "train_apart.py", places, *flags)
 
 
 @pytest.mark.parametrize("storage", ["auto", "neighbour"])

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.jobs import PROGRAMS, ROOT
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import PROGRAMS, ROOT, events, train_well
+from tests.helpers.mpirun import events, train_well
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself

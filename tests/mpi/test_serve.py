@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.mpirun import Running, mlx_lm, mpirun
+from tests.helpers.jobs import Running
+from tests.helpers.mpirun import mlx_lm, mpirun
 
 SECONDS_TO_START = 60.0
 KEY = "a-key"

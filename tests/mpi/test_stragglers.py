@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
-from tests.helpers.mpirun import PROGRAMS, events, mpirun, train_well
+from tests.helpers.jobs import PROGRAMS
+from tests.helpers.mpirun import events, mpirun, train_well
 
 
 def flags(model: Path, data: Path, tmp_path: Path, steps: int) -> list[str | Path]:

@@ -12,7 +12,9 @@ import pytest
 
 from shardmlx.common.units import parse_bytes
 from tests.helpers.hub_server import File, Hub, serve
-from tests.helpers.mpirun import PROGRAMS, Job, events, mpirun, train_well
+from tests.helpers.jobs import PROGRAMS, Job
+from tests.helpers.mpirun import events, mpirun, train_well
+from tests.helpers.rank_pool import run_in_pool
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 SAY = ("--prompt", PROMPT, "--max-tokens", "12")
@@ -62,7 +64,9 @@ def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def expected(small: Path, adapters: Path) -> str:
-    job = mpirun(1, "-m", "shardmlx.generate", "--model", small, "--adapter-path", adapters, *SAY)
+    job = run_in_pool(
+        1, "-m", "shardmlx.generate", "--model", small, "--adapter-path", adapters, *SAY
+    )
     return text_of(job)
 
 
@@ -143,7 +147,7 @@ def hub(small: Path) -> Iterator[Hub]:
 def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_path: Path) -> None:
     group = machines(tmp_path, 2)
     environment = {"HF_ENDPOINT": hub.endpoint, "no_proxy": "*", "HF_HUB_DISABLE_XET": "1"}
-    plain = mpirun(1, "-m", "shardmlx.generate", "--model", small, *SAY)
+    plain = run_in_pool(1, "-m", "shardmlx.generate", "--model", small, *SAY)
     job = group.run("generate", "--model", "me/small", *SAY, env=environment)
     assert text_of(job) == text_of(plain)
     assert re.search(r"^weights: [\d.]+ [GMK]iB from the hub in", job.stdout, re.M)
