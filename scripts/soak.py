@@ -33,7 +33,8 @@ from rich.table import Table
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
-from tests.helpers.mpirun import Running, events
+from tests.helpers.jobs import Running
+from tests.helpers.mpirun import events
 from tests.helpers.small_models import pirate_directory, small_directory, tokenizer_directory
 
 STEPS = 12

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up on a bare machine, then runs all checks: format, lint, types, tests.
+# Sets everything up on a bare machine, then runs all checks: format, lint, types, tests. With
+# options only the tests that they name.
 set -euo pipefail
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
@@ -7,7 +8,8 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 usage: scripts/test.sh [PYTEST OPTION ...]
 
 Makes a virtual environment in .venv, installs the project with all that its tests need, and runs
-ruff, mypy and pytest. Options go to pytest: scripts/test.sh -k schedules
+ruff, mypy and all tests, with two workers. With options it runs pytest alone, in one process:
+scripts/test.sh -k schedules
 
 PYTHON=...          the Python to make the environment with (3.11 or newer)
 SHARDMLX_VENV=...   another place for the environment
@@ -37,7 +39,15 @@ PATH=$PATH:/usr/sbin:/sbin
 install_for tests/lab tc iproute2
 install_for tests/browser chromedriver chromium chromium-driver
 
+# Compiled once: every rank that a test starts reads the modules anew.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$ROOT/.cache/python
+
+if [ $# -gt 0 ]; then
+    exec "$PYTHON" -m pytest "$@"
+fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-exec "$PYTHON" -m pytest "$@"
+# One worker runs all that starts jobs, the other all else: tests/conftest.py.
+exec "$PYTHON" -m pytest -n 2 --dist loadgroup

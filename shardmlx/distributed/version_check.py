@@ -49,11 +49,11 @@ def compare_versions(transport: Transport) -> None:
         for package, number in wanted.items():
             if versions.get(package) != number:
                 raise AgreedError(
-                    f"{who} has {package} {versions.get(package)} instead of {number}",
-                    "install the same version on all machines",
+                    f"{who} has {package} {versions.get(package)} instead of {number}: install "
+                    "the same version on all machines"
                 )
         if other_source != source:
             raise AgreedError(
-                f"{who} has other files of shardmlx {wanted['shardmlx']}",
-                "install the same on all machines",
+                f"{who} has other files of shardmlx {wanted['shardmlx']}: install the same on all "
+                "machines"
             )

@@ -60,8 +60,8 @@ class PartialCopy:
         except OSError as error:
             self.close()
             raise UserError(
-                f"{directory} takes no copy of the model: {error.strerror or error}",
-                "name another directory with --weight-cache",
+                f"{directory} takes no copy of the model: {error.strerror or error}: name another "
+                "directory with --weight-cache"
             ) from None
         except UserError:
             self.close()
@@ -90,8 +90,8 @@ class PartialCopy:
         if wanted > free:
             raise UserError(
                 f"{self.directory} has {gibibytes(free)} free, and {gibibytes(wanted)} of the "
-                "model must be copied there",
-                "free some, or name a directory on another disk with --weight-cache",
+                "model must be copied there: free some, or name a directory on another disk with "
+                "--weight-cache"
             )
 
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
@@ -170,8 +170,8 @@ class PartialCopy:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is filling {self.directory}",
-                "wait until it has loaded, or name another directory with --weight-cache",
+                f"another run is filling {self.directory}: wait until it has loaded, or name "
+                "another directory with --weight-cache"
             ) from None
         except OSError:
             pass  # a network disk that knows no locks

@@ -93,21 +93,20 @@ def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
     ``UserError`` when no safetensors file of ``file_size`` bytes begins like that.
     """
     if file_size < LENGTH_BYTES:
-        raise UserError(f"{where} is truncated: it has only {file_size} bytes", _AGAIN)
+        raise UserError(f"{where} is truncated: it has only {file_size} bytes: {_AGAIN}")
     if prefix == b"version ":
-        raise UserError(f"{where} is a git-lfs pointer, not the file", "run git lfs pull")
+        raise UserError(f"{where} is a git-lfs pointer, not the file: run git lfs pull")
     length = int.from_bytes(prefix, "little")
     if length > _MAX_HEADER_BYTES:
         raise UserError(
             f"{where} is no safetensors file: it claims a header of {length} bytes, over "
-            f"{_MAX_HEADER_BYTES}",
-            _AGAIN,
+            f"{_MAX_HEADER_BYTES}: {_AGAIN}"
         )
     missing = LENGTH_BYTES + length - file_size
     if missing > 0:
         raise UserError(
-            f"{where} is truncated: {missing} bytes of its header and all of its data are missing",
-            _AGAIN,
+            f"{where} is truncated: {missing} bytes of its header and all of its data are "
+            f"missing: {_AGAIN}"
         )
     return length
 
@@ -117,14 +116,14 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
     except _DuplicateKeyError as error:
-        raise UserError(f"{where}: its header has {error} twice", _AGAIN) from None
+        raise UserError(f"{where}: its header has {error} twice: {_AGAIN}") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{where}: its header is not valid JSON", _AGAIN) from None
+        raise UserError(f"{where}: its header is not valid JSON: {_AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: its header is no JSON object", _AGAIN)
+        raise UserError(f"{where}: its header is no JSON object: {_AGAIN}")
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"{where}: its __metadata__ is not text by key", _AGAIN)
+        raise UserError(f"{where}: its __metadata__ is not text by key: {_AGAIN}")
     tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in content.items()}
     data_offset = LENGTH_BYTES + len(text)
     _check_layout(where, tensors, file_size - data_offset)
@@ -138,11 +137,11 @@ def parse_index(text: bytes, where: str | Path) -> Index:
         files = content["weight_map"]
         total_size = (content.get("metadata") or {}).get("total_size")
     except _DuplicateKeyError as error:
-        raise UserError(f"{where} has {error} twice", _AGAIN) from None
+        raise UserError(f"{where} has {error} twice: {_AGAIN}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{where} is no index with a weight_map", _AGAIN) from None
+        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}") from None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise UserError(f"{where} is no index with a weight_map", _AGAIN)
+        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}")
     # Some tools write it as 1.2e10.
     if isinstance(total_size, float) and total_size.is_integer():
         total_size = int(total_size)
@@ -179,16 +178,16 @@ def check_model_files(model_dir: str | Path) -> dict[str, Path]:
     """
     directory = Path(model_dir)
     if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist", "check --model")
+        raise UserError(f"model directory {directory} does not exist: check --model")
     index = _read_index(directory / INDEX_FILE)
     for name in sorted(set(index.values())):
         if not (directory / name).is_file():
-            raise UserError(f"{directory / name} is missing, but the index names it", "copy it too")
+            raise UserError(f"{directory / name} is missing, but the index names it: copy it too")
     paths = sorted(directory.glob(MODEL_FILES))
     if not paths:
         raise UserError(
-            f"model directory {directory} has no {MODEL_FILES}",
-            "convert the model with mlx_lm.convert",
+            f"model directory {directory} has no {MODEL_FILES}: "
+            "convert the model with mlx_lm.convert"
         )
     headers = {path.name: read_header(path) for path in paths}
     files, faults = find_tensors(headers, index, directory)
@@ -217,24 +216,23 @@ def _is_size(value: Any) -> bool:
 
 def _tensor(entry: Any, where: str) -> TensorInfo:
     if not isinstance(entry, dict):
-        raise UserError(f"{where} has no description", _AGAIN)
+        raise UserError(f"{where} has no description: {_AGAIN}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise UserError(
             f"{where} has dtype {dtype!r}: convert it to one of {', '.join(DTYPE_BITS)}"
         )
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise UserError(f"{where} has shape {shape!r}", _AGAIN)
+        raise UserError(f"{where} has shape {shape!r}: {_AGAIN}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise UserError(f"{where} has data_offsets {offsets!r}", _AGAIN)
+        raise UserError(f"{where} has data_offsets {offsets!r}: {_AGAIN}")
     start, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if (end - start) * 8 != bits:
         size = f"{bits / 8:.16g}" if bits < 2**66 else "more than 2**63"
         raise UserError(
             f"{where} of {dtype} {shape} takes {size} bytes, but its data_offsets "
-            f"{offsets} hold {end - start}",
-            _AGAIN,
+            f"{offsets} hold {end - start}: {_AGAIN}"
         )
     return TensorInfo(dtype, tuple(shape), start, end)
 
@@ -247,19 +245,18 @@ def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size
         if tensor.start != reached:
             fault = "overlaps the one before" if tensor.start < reached else "leaves a hole before"
             raise UserError(
-                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start}, not {reached}",
-                _AGAIN,
+                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start}, not "
+                f"{reached}: {_AGAIN}"
             )
         reached = tensor.end
     if reached > data_size:
         name = next(name for name, tensor in in_order if tensor.end > data_size)
         raise UserError(
             f"{path} is truncated: {reached - data_size} bytes are missing, from tensor {name!r} "
-            f"on",
-            _AGAIN,
+            f"on: {_AGAIN}"
         )
     if reached < data_size:
-        raise UserError(f"{path} has {data_size - reached} bytes after its last tensor", _AGAIN)
+        raise UserError(f"{path} has {data_size - reached} bytes after its last tensor: {_AGAIN}")
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
