@@ -50,4 +50,4 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 # One worker runs all that starts jobs, the other all else: tests/conftest.py.
-exec "$PYTHON" -m pytest -n 2 --dist loadgroup
+exec "$PYTHON" -m pytest -n 2

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,19 +18,20 @@ pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ONE_AT_A_TIME = {"mpi", "lab", "browser"}
+JOBS = ("tests/mpi/", "tests/lab/", "tests/browser/")
 """Directories of tests that start jobs, each of which takes all cores."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Divide the tests among the workers of pytest-xdist: a file to one, all jobs to one."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        directory, *rest = item.path.relative_to(Path(__file__).parent).parts
-        group = "jobs" if directory in ONE_AT_A_TIME else "/".join(rest)
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,71 @@
+"""The first line of a docstring says what is meant: a verb and its object, or a noun."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(
+    path for name in ("shardmlx", "models", "partitioners") for path in (ROOT / name).rglob("*.py")
+)
+
+_WORDS = """
+    about above across after all alone along also among and another any anything apart as at before
+    below beside between both but by either enough everything few for from given how if in instead
+    into is it its like many more most much neither no none not nothing of off on one only or other
+    others out over per since so some such than that their then there these they this those through
+    to together until up what whatever when where whether which while who whom whose why with within
+    without
+"""
+
+NO_SUBJECT = frozenset(_WORDS.split())
+"""Words with which a sentence leaves open what it speaks of."""
+
+NO_VERB = NO_SUBJECT | frozenset({"a", "an", "each", "every", "the"})
+"""Words with which a sentence says what something is, where it should say what is done."""
+
+
+def documented(path: Path) -> Iterator[tuple[int, str, frozenset[str]]]:
+    """Yield (line, docstring, words that may not begin it) of what a file defines."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text, _forbidden(node)
+        body = getattr(node, "body", [])
+        for before, after in pairwise(body) if isinstance(body, list) else ():
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                value = after.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield after.lineno, value.value, NO_SUBJECT
+
+
+def _forbidden(node: ast.AST) -> frozenset[str]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return NO_SUBJECT
+    decorators = {ast.unparse(each).split(".")[-1] for each in node.decorator_list}
+    is_value = decorators & {"property", "cached_property", "fixture"}
+    return NO_SUBJECT if is_value else NO_VERB
+
+
+def first_word(text: str) -> str:
+    """Return the first word in lower case; empty if the text begins with a sign or a number."""
+    match = re.match(r"[A-Za-z]+(?:[-'][A-Za-z]+)*", text.strip())
+    return match[0].lower() if match else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_docstring_begins_with_a_verb_or_with_what_it_describes(path: Path) -> None:
+    found = [
+        f"{path}:{line}: {text.strip().splitlines()[0]}"
+        for line, text, forbidden in documented(path)
+        if first_word(text) in forbidden | {""} and not text.strip().startswith("``mpirun")
+    ]
+    assert found == []
