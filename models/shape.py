@@ -131,7 +131,7 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     def head_parameters(self) -> int:
-        """Return the number of parameters of norm and head; a tied head counts as the embedding."""
+        """Return the number of parameters of norm and lm_head; a tied one is the embedding."""
         return self.hidden_size + (0 if self.tied else self.vocab_size * self.hidden_size)
 
     def parameters(self) -> int:
@@ -151,7 +151,7 @@ class ModelShape:
         return 2 * (self._projection_products + attention + mlps)
 
     def head_flops(self) -> float:
-        """Return FLOPs of one token's forward through the head; the embedding takes none."""
+        """Return FLOPs of one token's forward through the lm_head; the embedding takes none."""
         return 2.0 * self.hidden_size * self.vocab_size
 
     @property

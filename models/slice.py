@@ -38,7 +38,7 @@ class Slot:
 
 class Slice:
     """Decoder layers ``start`` to ``stop`` of ``model``, with the embedding if ``start`` is 0, and
-    with final norm and head if ``stop`` is the number of layers.
+    with final norm and lm_head if ``stop`` is the number of layers.
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
     embeddings the first and the last slice both hold the matrix.

@@ -10,7 +10,7 @@ from shardmlx.pipeline.stage_map import StageMap
 def balanced(problem: Problem) -> StageMap:
     """Minimise, exactly, the largest cost of a stage on the machine that runs it.
 
-    Embedding and head count. Stages stay in their places. Where a rank has several, every
+    Embedding and lm_head count. Stages stay in their places. Where a rank has several, every
     stage is as even as can be, not only their sum: a schedule takes turns among them.
     """
     load = exact_load([problem.costs[rank] for rank in problem.placement])

@@ -10,7 +10,7 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Cost of each decoder layer, of the embedding (first stage), of norm and head (last stage).
+    """Cost of each decoder layer, of the embedding (first stage), of norm and lm_head (last stage).
 
     Any one unit: seconds, FLOPs, bytes. ``ValueError`` for what is negative or not finite.
     """
@@ -25,7 +25,7 @@ class LayerCosts:
                 raise ValueError(f"a cost of {cost}")
 
     def total(self, start: int, stop: int) -> float:
-        """Return the cost of layers ``start`` to ``stop`` as a stage, with embedding and head."""
+        """Return the cost of layers ``start`` to ``stop`` as a stage, with its ends."""
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
         return math.fsum((*self.layers[start:stop], *ends))
 

@@ -184,7 +184,7 @@ def line(result: Result) -> tuple[str, ...]:
             f"{result.seconds:.3f} s",
             f"{case.tokens / result.seconds:.0f}",
             f"{100 * (result.bubble or 0):.1f}%",
-            f"{result.peak / 1e6:.0f} MB",
+            f"{result.peak / 2**20:.0f} MiB",
         )
     return (
         str(case.ranks),
@@ -194,7 +194,7 @@ def line(result: Result) -> tuple[str, ...]:
         f"{result.predicted_seconds:.3f} s",
         f"{case.tokens / result.predicted_seconds:.0f}",
         f"{100 * result.predicted_bubble:.1f}%",
-        f"{result.predicted_peak / 1e6:.0f} MB",
+        f"{result.predicted_peak / 2**20:.0f} MiB",
         *measured,
     )
 

@@ -8,7 +8,7 @@ A Mistral-style model of 8 layers and width 512, all of it trained in float32 wi
 micro-batches of 2 sequences of 256 tokens; a core and a BLAS thread for each rank. The vocabulary
 is small, so that halves are equal; --vocabulary 8192 makes the head as heavy as 1.6 layers: then
 divide by hand. --width and --length make memory another mix of weights and activations. Two dozen
-processes that rest between their turns need 20 GB.
+processes that rest between their turns need 20 GiB.
 Contenders, by turns:
 
   plain MLX            a loop of the same work without this project; also with mx.compile
@@ -271,15 +271,23 @@ def memory_table(summaries: Mapping[str, Any]) -> Table:
         lines.append(
             (
                 name,
-                " / ".join(f"{peak / 1e6:.0f}" for peak in peaks),
-                " / ".join(f"{plan / 1e6:.0f}" for plan in planned),
+                " / ".join(f"{peak / 2**20:.0f}" for peak in peaks),
+                " / ".join(f"{plan / 2**20:.0f}" for plan in planned),
                 f"{share:.3f}",
                 goal,
                 f"{above:.3f}",
                 verdict(above, 1.1, at_most=True),
             )
         )
-    header = ("what", "peak MB a rank", "planned", "most / one rank", "goal", "most / plan", "goal")
+    header = (
+        "what",
+        "peak MiB a rank",
+        "planned",
+        "most / one rank",
+        "goal",
+        "most / plan",
+        "goal",
+    )
     return Table("Peak memory of MLX's arrays", header, lines)
 
 

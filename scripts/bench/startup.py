@@ -104,11 +104,11 @@ def reading_table(last: Start, model: Path) -> Table:
         lines.append(
             (
                 str(number),
-                f"{stages / 1e6:.3f} MB",
-                f"{headers / 1e6:.3f} MB",
-                f"{read / 1e6:.3f} MB",
+                f"{stages / 2**20:.3f} MiB",
+                f"{headers / 2**20:.3f} MiB",
+                f"{read / 2**20:.3f} MiB",
                 verdict(read / (stages + headers), 1, at_most=True),
-                f"{rank['loaded']['preparing'] / 1e6:.3f} MB",
+                f"{rank['loaded']['preparing'] / 2**20:.3f} MiB",
             )
         )
     header = (

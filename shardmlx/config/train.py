@@ -184,7 +184,7 @@ class TrainConfig:
     dtype: str | None = dtype_option(_PIPELINE)
     unfreeze_all: bool = option(
         False,
-        "with --fine-tune-type full: train embedding, final norm and head too",
+        "with --fine-tune-type full: train embedding, final norm and lm_head too",
         group=_PIPELINE,
     )
     memory_limit: int | None = memory_limit_option(_PIPELINE)

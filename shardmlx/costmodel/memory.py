@@ -85,7 +85,7 @@ class _Stage:
 
     @property
     def ends(self) -> list[float]:
-        """Bytes of embedding and head, of which a stage that has both holds a tied one once."""
+        """Bytes of embedding and lm_head, of which a stage that has both holds a tied one once."""
         sizes, ends = self.setup.weight_sizes, []
         if self.start == 0 or (self.is_last and self.setup.shape.tied):
             ends.append(sizes.embedding)
@@ -128,7 +128,7 @@ class _Stage:
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     """Return the bytes of the stage with layers ``start`` to ``stop``.
 
-    It has the embedding if ``start`` is 0, norm and head if ``stop`` is the number of layers.
+    It has the embedding if ``start`` is 0, norm and lm_head if ``stop`` is the number of layers.
     """
     stage = _Stage(setup, start, stop)
     trained = stage.trained

@@ -54,7 +54,7 @@ class MachineProfile:
 
 
 def _check_sample(sample: Sample) -> None:
-    """Raise ``ValueError`` for times that no clock shows; embedding and head are differences."""
+    """Raise ``ValueError`` for times that no clock shows; embedding and lm_head are differences."""
     if sample.tokens > _MOST_TOKENS:
         raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
     for part in (sample.layer, sample.frozen, sample.embedding, sample.head):
@@ -129,7 +129,7 @@ def work_of(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what times depend on: sizes of a layer and of the head, and what is trained how.
+    """Return what times depend on: sizes of a layer and of the lm_head, and what is trained how.
 
     ``quantization`` is the entry of config.json.
     """

@@ -120,5 +120,5 @@ def layers_of(plan: Plan, rank: int) -> str:
     if ranges[0][0] == 0:
         ends.append("embedding")
     if ranges[-1][1] == plan.stage_map.partition.num_layers:
-        ends.append("head")
+        ends.append("lm_head")
     return " + ".join([f"layers {text}", *ends])
