@@ -10,7 +10,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Action, Kind, parse_grid
 from shardmlx.pipeline.lowering import lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
-from shardmlx.pipeline.simulate import Costs, Seconds, Simulation, simulate
+from shardmlx.pipeline.simulate import Costs, Seconds, Simulation, simulate, simulate_schedule
 from shardmlx.pipeline.text_timeline import timeline
 
 EQUAL = Costs(1, 1, 1)
@@ -351,3 +351,12 @@ def test_a_timeline_is_never_wider_than_it_may() -> None:
         lines = timeline(simulated("zb-v", 12, 64, EQUAL), width).splitlines()
         assert len(lines) == 12 + 1
         assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_by_its_name_is_simulated_as_its_grid_is(name: str) -> None:
+    schedule = get_schedule(name)
+    virtual = schedule.default_virtual
+    grid = compute_actions(name, 2, 4, virtual)
+    expected = simulate(grid, schedule.placement(2, virtual), Costs(2.0, 1.0, 1.0))
+    assert simulate_schedule(name, 2, 4, costs=Costs(2.0, 1.0, 1.0)) == expected
