@@ -18,18 +18,19 @@ pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-JOBS = ("tests/mpi/", "tests/lab/", "tests/browser/")
-"""Directories of tests that start jobs, each of which takes all cores."""
+ONE_AT_A_TIME = ("tests/browser/", "tests/lab/")
+"""Directories whose tests share something of the machine: a port range, network namespaces."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Divide the tests among the workers of pytest-xdist: a file to one, all jobs to one."""
+    """Divide the tests among the workers of pytest-xdist: each file, or directory, to one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
+            shared = (each for each in ONE_AT_A_TIME if nodeid.startswith(each))
+            return next(shared, nodeid.partition("::")[0])
 
     return Scheduler(config, log)
 
