@@ -155,7 +155,7 @@ def test_memory_is_against_one_rank_and_the_plan() -> None:
         }
     )
     assert table.lines[1] == (
-        "1f1b 5/3", "540 / 330", "600 / 300", "0.540", "<= 0.55: yes", "1.100", "<= 1.1: yes",
+        "1f1b 5/3", "515 / 315", "572 / 286", "0.540", "<= 0.55: yes", "1.100", "<= 1.1: yes",
     )  # fmt: skip
 
 
