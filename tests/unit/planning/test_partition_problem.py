@@ -1,0 +1,47 @@
+"""What planning knows from the headers alone is what is found once the model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmlx.config.specs import RunSpec
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.workload import Workload
+from shardmlx.loading.build import build_model
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.slice import Slice
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.partition_problem import trainable_stages
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+SIZES = ([8], [4, 4], [1, 3, 4], [2, 2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_layers": -1},
+        {"num_layers": 3},
+        {"num_layers": 4, "fine_tune_type": "dora"},
+        {"num_layers": 1, "fine_tune_type": "full"},
+        {"num_layers": 5, "fine_tune_type": "full"},
+        {"num_layers": 2, "fine_tune_type": "full", "unfreeze_all": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_stage_is_trained_in_the_plan_if_its_slice_has_trained_weights(
+    options: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    save_model_directory(tmp_path, tiny_config(layers=8, tied=tied))
+    run = RunSpec.of(TrainConfig(model=str(tmp_path), **options))
+    workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
+    model = build_model(tmp_path, run.fine_tune, 0, None)
+    for sizes in SIZES:
+        stage_map = StageMap.from_sizes(sizes)
+        slices = [Slice(model, *ends) for ends in stage_map.partition.ranges]
+        found = tuple(bool(part.trainable) for part in slices)
+        assert trainable_stages(workload, stage_map) == found
