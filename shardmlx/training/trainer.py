@@ -35,7 +35,7 @@ from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
     """Train for the command, which says first what computes. All ranks must call it."""
-    train_model(config, transport, blas=blas)
+    _train(config, transport, blas=blas)
 
 
 def train_model(
@@ -43,7 +43,6 @@ def train_model(
     transport: Transport,
     *,
     on_event: Listener | None = None,
-    blas: Blas | None = None,
 ) -> None:
     """Train a model, or test it, as ``config`` says. All ranks must call it.
 
@@ -53,7 +52,16 @@ def train_model(
     weights are read; ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` where the run
     itself cannot go on; ``TransportError`` and ``EngineError`` where a rank is lost or fails.
     """
-    config = transport.broadcast(config, what="options")
+    _train(transport.broadcast(config, what="options"), transport, on_event=on_event)
+
+
+def _train(
+    config: TrainConfig,
+    transport: Transport,
+    *,
+    on_event: Listener | None = None,
+    blas: Blas | None = None,
+) -> None:
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = on_rank_0(
         transport, "start", lambda: Reporter(metrics, on_event=on_event)
