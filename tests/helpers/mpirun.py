@@ -62,9 +62,9 @@ def events(metrics: Path, name: str) -> list[dict[str, Any]]:
 def run_checks(n: int, module: str, directory: Path, timeout: float = 120.0) -> dict[str, str]:
     """Run the ``checks`` of a module on ``n`` ranks: what went wrong in each, "" if nothing did.
 
-    One mpirun runs them all, since starting it takes longer than most of them.
+    One job runs them all, since starting it takes longer than most of them.
     """
-    job = mpirun(n, PROGRAMS / "run_checks.py", module, directory, timeout=timeout)
+    job = run_in_pool(n, PROGRAMS / "run_checks.py", module, directory, timeout=timeout)
     errors: dict[str, str] = {}
     finished: dict[str, int] = {}
     for path in sorted(directory.glob("rank-*.jsonl")):

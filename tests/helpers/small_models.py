@@ -71,7 +71,7 @@ def small_tokenizer(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def small(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model directory: eight tiny llama layers, untied, float32."""
+    """Model directory: five tiny llama layers, untied, float32."""
     return small_directory(tmp_path_factory.mktemp("small") / "model", small_tokenizer)
 
 
@@ -130,7 +130,8 @@ def tokenizer_directory(path: Path, data: Path) -> Path:
 
 
 def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:
-    config = tiny_config(layers=8, vocab_size=SMALL_VOCABULARY, eos_token_id=1, **overrides)
+    """Write a model of five layers, or as ``overrides`` say."""
+    config = tiny_config(layers=5, vocab_size=SMALL_VOCABULARY, eos_token_id=1, **overrides)
     save_model_directory(path, config)
     for file in tokenizer.iterdir():
         (path / file.name).write_bytes(file.read_bytes())

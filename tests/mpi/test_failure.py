@@ -74,11 +74,7 @@ def test_a_rank_that_is_killed(
 
 @pytest.mark.parametrize(
     ("rank", "when", "reporter", "where"),
-    [
-        (1, "loading", 0, r"loading"),
-        (1, "step", 0, r"stage 0, 0\w+"),
-        (0, "step", 1, r"stage 1, 1\w+"),
-    ],
+    [(1, "loading", 0, r"loading"), (0, "step", 1, r"stage 1, 1\w+")],
 )
 def test_a_rank_that_is_stopped(
     rank: int, when: str, reporter: int, where: str, arguments: list[str | Path]

@@ -24,14 +24,14 @@ COMMON: dict[str, Any] = {
     "seed": 5,
     "batch_size": 4,
     "micro_batch_size": 1,
-    "iters": 6,
+    "iters": 4,
     "learning_rate": 1e-3,
     "num_layers": -1,
     "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": 10.0},
     "max_seq_length": 64,
     "steps_per_report": 1,
     "steps_per_eval": 3,
-    "val_batches": 2,
+    "val_batches": 1,
 }
 
 FULL = {"fine_tune_type": "full"}
@@ -51,7 +51,7 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     "lora": Variant({}, exact=True),
-    "the last layers": Variant({"num_layers": 3}, exact=True),
+    "the last layers": Variant({"num_layers": 2}, exact=True),
     "dora": Variant({"fine_tune_type": "dora", "optimizer": "adamw"}, exact=True),
     "dropout": Variant({"lora_parameters": {"rank": 4, "dropout": 0.3, "scale": 10.0}}, exact=True),
     "dropout of larger micro-batches": Variant(

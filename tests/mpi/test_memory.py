@@ -43,13 +43,11 @@ class Model:
         return has_last
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def model(
-    request: pytest.FixtureRequest, small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Model:
+@pytest.fixture
+def model(request: pytest.FixtureRequest, small_tokenizer: Path, tmp_path: Path) -> Model:
     """Two files of some 20 MB: eight layers of 4 MB, and matrices of 2 MB at both ends."""
-    tied: bool = request.param
-    path = tmp_path_factory.mktemp("memory") / "model"
+    tied: bool = request.param == "tied"
+    path = tmp_path / "model"
     size: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024}
     size["vocab_size"] = 5 * SMALL_VOCABULARY
     model = save_model_directory(path, tiny_config(layers=LAYERS, tied=tied, **size))
@@ -65,13 +63,13 @@ def model(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    ("model", "ranks", "flags"),
     [
-        (2, ("--schedule", "1f1b")),
-        (2, ("--schedule", "zb-v", "--dtype", "bfloat16")),
-        (4, ("--schedule", "1f1b", "--fine-tune-type", "full")),
+        ("untied", 2, ("--schedule", "zb-v", "--dtype", "bfloat16")),
+        ("untied", 4, ("--schedule", "1f1b", "--fine-tune-type", "full")),
+        ("tied", 2, ("--schedule", "1f1b")),
     ],
-    ids=lambda value: value if isinstance(value, int) else "-".join(value),
+    indirect=["model"],
 )
 def test_a_rank_reads_and_holds_only_its_stages(
     ranks: int, flags: tuple[str, ...], model: Model, pirate: Path, tmp_path: Path

@@ -41,12 +41,12 @@ COMMON: dict[str, Any] = {
     "train": True,
     "seed": 3,
     "batch_size": 4,
-    "iters": 10,
+    "iters": 6,
     "steps_per_report": 1,
-    "steps_per_eval": 5,
+    "steps_per_eval": 3,
     "val_batches": 2,
     "save_every": 1000,
-    "max_seq_length": 96,
+    "max_seq_length": 64,
 }
 
 LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
