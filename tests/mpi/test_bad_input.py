@@ -61,7 +61,7 @@ def stage_map(tmp_path: Path, *sizes: int) -> Path:
 def test_a_number_of_ranks_that_the_stage_map_cannot_use(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    path = stage_map(tmp_path, 4, 4)
+    path = stage_map(tmp_path, 2, 3)
     assert refused(tmp_path, 3, "--stage-map", path) == (
         f"stage map {path} needs 2 ranks, or a multiple of it for data parallelism, "
         "and there are 3: start mpirun with -n 2"
@@ -69,21 +69,21 @@ def test_a_number_of_ranks_that_the_stage_map_cannot_use(
 
 
 def test_layers_that_do_not_add_up(model: Path, data: Path, tmp_path: Path) -> None:
-    path = stage_map(tmp_path, 4, 3)
+    path = stage_map(tmp_path, 2, 2)
     assert refused(tmp_path, 2, "--stage-map", path) == (
-        f"stage map {path} divides 7 layers (4 + 3), but the model has 8: "
-        "make its num_layers add up to 8"
+        f"stage map {path} divides 4 layers (2 + 2), but the model has 5: "
+        "make its num_layers add up to 5"
     )
 
 
 def test_more_stages_than_layers(model: Path, data: Path, tmp_path: Path) -> None:
     assert refused(tmp_path, 3, "--virtual-stages", "3", "--schedule", "interleaved-1f1b") == (
-        "9 stages, but the model has 8 layers: use at most 8 stages"
+        "9 stages, but the model has 5 layers: use at most 5 stages"
     )
 
 
 def test_a_stage_map_that_the_schedule_cannot_run(model: Path, data: Path, tmp_path: Path) -> None:
-    path = stage_map(tmp_path, 4, 4)
+    path = stage_map(tmp_path, 2, 3)
     assert refused(tmp_path, 2, "--stage-map", path, "--schedule", "zb-v") == (
         "schedule zb-v runs 2 stages a rank, not 1: use 2, or the schedule interleaved-1f1b"
     )
@@ -263,8 +263,8 @@ def test_an_unknown_key_in_the_configuration(model: Path, data: Path, tmp_path: 
 
 
 def test_too_many_layers_to_train(model: Path, data: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, 2, "--num-layers", "9") == (
-        "--num-layers 9: the model has 8 layers; -1 trains all of them"
+    assert refused(tmp_path, 2, "--num-layers", "6") == (
+        "--num-layers 6: the model has 5 layers; -1 trains all of them"
     )
 
 

@@ -130,7 +130,7 @@ def test_bad_input(small: Path, tmp_path: Path) -> None:
         line,
     )
     stages = tmp_path / "stages.yaml"
-    stages.write_text("stages:\n  - num_layers: 4\n  - num_layers: 4\n")
+    stages.write_text("stages:\n  - num_layers: 2\n  - num_layers: 3\n")
     assert refused(1, "--model", small, "--stage-map", stages) == (
         f"stage map {stages} needs 2 ranks, and there are 1: start mpirun with -n 2"
     )

@@ -14,7 +14,7 @@ from tests.helpers.jobs import ROOT, Running
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
 
-STEPS = 24
+STEPS = 16
 
 # In every rank's Python: the one of that number kills itself once, when there is a checkpoint.
 SUICIDE = """\

@@ -34,7 +34,7 @@ def test_the_run_stops_and_keeps_what_it_had(
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert re.search(
-        r"failed: step 3: the gradient of model\.layers\.7\.\S+ is not finite on rank [01] on \S+, "
+        r"failed: step 3: the gradient of model\.layers\.4\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
         r"--learning-rate, or pass over such steps with --on-nonfinite skip",
         line,
@@ -51,7 +51,7 @@ def test_the_run_stops_and_keeps_what_it_had(
 def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> None:
     job = overflow(2, flags, "--on-nonfinite", "skip")
     assert job.returncode == 0, job.output
-    assert "warning: step 3: the gradient of model.layers.7" in job.stdout
+    assert "warning: step 3: the gradient of model.layers.4" in job.stdout
     assert "the update is skipped" in job.stdout
     reports = events(tmp_path / "metrics.jsonl", "train")
     assert [report["step"] for report in reports] == [1, 2, 4, 5]

@@ -13,7 +13,7 @@ from tests.helpers.jobs import Job
 from tests.helpers.mpirun import events, mpirun, train, train_well
 from tests.helpers.rank_pool import run_in_pool
 
-LAYERS = 8
+LAYERS = 5
 
 
 @pytest.fixture(scope="module")
