@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests/mpi/programs"
+STARTUP = ROOT / "tests/helpers/startup"
 
 SECONDS_TO_END = 10.0
 """Time within which all ranks are gone once the job has ended, well or badly."""
@@ -152,7 +153,7 @@ def _environment(mark: str) -> dict[str, str]:
     # Where faulthandler writes, at SIGABRT, what every thread was doing.
     environment["PYTHONFAULTHANDLER"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     environment[_MARK] = mark
     if os.geteuid() == 0:
