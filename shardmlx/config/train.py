@@ -229,6 +229,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.num_layers == 0:
+            raise OptionError(
+                "num_layers",
+                "is 0",
+                "give -1 to train all of them, as mlx_lm.lora does with 0, or the number of the "
+                "last layers to train",
+            )
         if not self.test:
             object.__setattr__(self, "train", True)
         if not self.train and self.resume not in ("auto", "never"):

@@ -5,6 +5,7 @@ Only rank 0 reads data; the other ranks get their batches from it.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
@@ -22,6 +23,7 @@ from shardmlx.common.digests import file_digest
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
 from shardmlx.errors import UserError, one_line
+from shardmlx.training.data_rows import check_row
 from shardmlx.training.token_cache import DataCache, Tokenised
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
@@ -164,6 +166,8 @@ def _read_file(
             rows = []
             for number, line in enumerate(file, 1):
                 digest.update(line)
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 rows.append(_parse(line, f"{path}:{number}"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
@@ -177,11 +181,18 @@ def _parse(line: bytes, where: str) -> Mapping[str, Any]:
         row = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
         ) from None
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
-        raise UserError(f"{where} is not JSON: {what} at column {error.colno}") from None
+        raise UserError(
+            f"{where} is not JSON: {what} at column {error.colno}", "mend the line, or take it out"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets in brackets.
+        raise UserError(
+            f"{where} cannot be read: {one_line(error)}", "mend the line, or take it out"
+        ) from None
     if not isinstance(row, Mapping):
         raise UserError(f"{where} is no JSON object", "write one object on each line")
     return row
@@ -224,16 +235,19 @@ def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:
     tokens = array("i")
     bounds = []
     for i in indices:
-        begin = len(tokens)
+        begin, row = len(tokens), rows[i]
+        check_row(rows, row, where(i))
         try:
-            ids, start = rows.process(rows[i])
+            ids, start = rows.process(row)
             tokens.extend(ids)
         except Exception as error:
             # Whatever a template or a tokenizer raises, the row is to blame.
-            what = f"has no key {error}" if isinstance(error, KeyError) else one_line(error)
-            raise UserError(f"{where(i)} cannot be tokenised: {what}") from None
+            what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
+            raise UserError(
+                f"{where(i)} cannot be tokenised: {what}", "mend the row, or take it out"
+            ) from None
         if len(tokens) == begin:
-            raise UserError(f"{where(i)} is empty", "take the line out")
+            raise UserError(f"{where(i)} gives no token", "take the row out")
         bounds.append((begin, len(tokens), start))
     return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
 

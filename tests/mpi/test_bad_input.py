@@ -142,14 +142,38 @@ def test_a_line_that_is_not_json(model: Path, data: Path, tmp_path: Path) -> Non
     path = data / "train.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
-    assert refused(tmp_path, 2) == (f"{path}:5 is not JSON: Expecting value at column 15")
+    assert refused(tmp_path, 2) == (
+        f"{path}:5 is not JSON: Expecting value at column 15: mend the line, or take it out"
+    )
 
 
 def test_a_line_without_the_keys_of_the_others(model: Path, data: Path, tmp_path: Path) -> None:
     path = data / "valid.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:6], '{"prompt": "Ahoy"}', *lines[6:]]) + "\n")
-    assert refused(tmp_path, 2) == f"{path}:7 cannot be tokenised: has no key 'messages'"
+    assert refused(tmp_path, 2) == (
+        f"{path}:7 has no key 'messages', as the first row has, but 'prompt': add it, or take the "
+        "row out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"text": ""}', 'text is "", which is no token: write text'),
+        ('{"text": null}', "text is null, not text: write text"),
+        ('{"text": "\\ud800"}', r'text has "\ud800" at character 1, half of a surrogate pair'),
+    ],
+)
+def test_a_text_that_is_none(
+    row: str, complaint: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """What a real tokenizer says of them, nobody understands: "list index out of range"."""
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text('{"text": "Ahoy there, matey"}\n' * 4)
+    path = data / "valid.jsonl"
+    path.write_text(path.read_text() + row)
+    assert refused(tmp_path, 2).startswith(f"{path}:5: {complaint}")
 
 
 def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """YAML that users write: whatever is wrong with it is said in one line, with its line number."""
 
+import codecs
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,11 @@ def test_aliases_that_stand_for_a_little_are_read(tmp_path: Path) -> None:
         "b": [[1, 2], [1, 2]],
         "c": {"d": 1000.0},
     }
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """As Windows puts it at the beginning."""
+    path = tmp_path / "config.yaml"
+    for text in ("iters: 5\n", "# a comment\niters: 5\n", "---\niters: 5\n"):
+        path.write_bytes(codecs.BOM_UTF8 + text.encode())
+        assert read_yaml(path) == {"iters": 5}

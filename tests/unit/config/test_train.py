@@ -133,6 +133,18 @@ def test_learning_rate_schedules_are_those_of_mlx() -> None:
         assert list(parameters) == expected, name
 
 
+def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Path) -> None:
+    """``model.layers[-max(0, 0):]`` are all of them."""
+    remedy = (
+        "is 0: give -1 to train all of them, as mlx_lm.lora does with 0, or the number of the last "
+        "layers to train"
+    )
+    assert error_of("--num-layers", "0") == f"--num-layers {remedy}"
+    path = write(tmp_path, "num_layers: 0")
+    assert error_of("--config", path) == f"{path}: num_layers {remedy}"
+    assert error_of("--num-layers", "-2") == "--num-layers is -2: give -1 or more"
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"

@@ -1,5 +1,6 @@
 """Data sets: rows as mlx-lm reads them, and errors that name file and line."""
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,21 +141,120 @@ def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
 # Errors name file and line.
 
 
+MEND = "mend the line, or take it out"
+WRITE = "write text, or take the row out"
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"text": "ab', ":2 is not JSON: Unterminated string starting at column 10"),
-        ("", ":2 is not JSON: Expecting value at column 1"),
-        ('["text"]', ":2 is no JSON object: write one object on each line"),
-        ('"text"', ":2 is no JSON object: write one object on each line"),
-        ("\udcff", ":2 is not UTF-8 text: invalid start byte at byte 0"),
-        ('{"txt": "abc"}', ":2 cannot be tokenised: has no key 'text'"),
-        ('{"text": 7}', ":2 cannot be tokenised: 'int' object is not iterable"),
+        ('{"text": "ab', f" is not JSON: Unterminated string starting at column 10: {MEND}"),
+        ("", f" is not JSON: Expecting value at column 1: {MEND}"),
+        ('["text"]', " is no JSON object: write one object on each line"),
+        ('"text"', " is no JSON object: write one object on each line"),
+        ("\udcff", " is not UTF-8 text: invalid start byte at byte 0: save it as UTF-8"),
+        (
+            '{"txt": "abc"}',
+            " has no key 'text', as the first row has, but 'txt': add it, or take the row out",
+        ),
+        ("{}", " has no key 'text', as the first row has, but none: add it, or take the row out"),
+        ('{"text": ""}', f': text is "", which is no token: {WRITE}'),
+        ('{"text": null}', f": text is null, not text: {WRITE}"),
+        ('{"text": true}', f": text is true, not text: {WRITE}"),
+        ('{"text": 7}', ': text is 7, not text: write "7" in quotes, or take the row out'),
+        ('{"text": ["a", "b"]}', f': text is ["a", "b"], not text: {WRITE}'),
+        (
+            '{"text": "abc\\ud800d"}',
+            r': text has "\ud800" at character 4, half of a surrogate pair, which is no character: '
+            "write the whole character, or take it out",
+        ),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     directory = write(tmp_path, train=[{"text": "abc"}, line, {"text": "abc"}])
-    assert error_of(directory) == f"{tmp_path}/train.jsonl{complaint}"
+    assert error_of(directory) == f"{tmp_path}/train.jsonl:2{complaint}"
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": None, "completion": "ho"}, f"prompt is null, not text: {WRITE}"),
+        ({"prompt": "hi", "completion": 4.5}, "completion is 4.5, not text: "),
+        ({"prompt": "hi"}, "has no key 'completion', as the first row has, but 'prompt': "),
+        ({"prompt": "hi", "completion": "a\udc00"}, r'completion has "\udc00" at character 2'),
+    ],
+)
+def test_prompts_and_completions_are_text(
+    tmp_path: Path, row: dict[str, Any], complaint: str
+) -> None:
+    """A chat template would make the words "None" and "4.5" of them, and nobody would know."""
+    directory = write(tmp_path, train=[{"prompt": "hi", "completion": "ho"}, row])
+    message = error_of(directory)
+    assert message.startswith(f"{tmp_path}/train.jsonl:2")
+    assert complaint in message
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "messages is [], no list of messages: write [{"),
+        ("hi", 'messages is "hi", no list of messages: write [{'),
+        (["hi"], 'messages[0] is "hi", no message: write [{'),
+        ([*CHAT, {"role": "user", "content": None}], "messages[2].content is null, not text: "),
+        ([{"role": "user", "content": 7}], "messages[0].content is 7, not text: "),
+        ([*CHAT[:1], {"role": "assistant", "content": "\ud800"}], r'messages[1].content has "\ud8'),
+    ],
+)
+def test_messages_have_contents_of_text(tmp_path: Path, messages: Any, complaint: str) -> None:
+    directory = write(tmp_path, train=[{"messages": CHAT}, {"messages": messages}])
+    assert error_of(directory).startswith(f"{tmp_path}/train.jsonl:2: {complaint}")
+
+
+def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert len(read(write(tmp_path, train=[{"messages": [*CHAT, call]}])).train) == 1
+
+
+def test_what_a_chat_template_refuses_is_named(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"messages": CHAT}, {"messages": [{"content": "hi"}]}])
+    assert error_of(directory) == (
+        f"{tmp_path}/train.jsonl:2 cannot be tokenised: it has no key 'role': mend the row, or "
+        "take it out"
+    )
+
+
+def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}, {"text": ["x" * 500]}])
+    assert error_of(directory).startswith(f'{tmp_path}/train.jsonl:2: text is ["{"x" * 58}..., not')
+
+
+def test_an_empty_text_of_which_the_tokenizer_makes_tokens_is_one(tmp_path: Path) -> None:
+    """mlx-lm trains on it too."""
+
+    class Begins(Letters):
+        def encode(self, text: str) -> list[int]:
+            return [2, *super().encode(text)]
+
+    config = TrainConfig(data=write(tmp_path, train=[{"text": ""}]), batch_size=1)
+    data = read_data(DataOptions.of(config), Begins, None)
+    assert listed(data.train) == [([2, EOS], 0)]
+
+
+@pytest.mark.parametrize("line", ['{"text": 1' + "0" * 5000 + "}", "[" * 100_000])
+def test_a_line_that_python_does_not_read_is_named(tmp_path: Path, line: str) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}, line])
+    assert error_of(directory).startswith(f"{tmp_path}/train.jsonl:2 ")
+    assert error_of(directory).endswith(MEND)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    """As Windows puts it at the beginning of a file."""
+    rows = [{"text": "abc"}, {"text": "def"}]
+    plain = read(write(tmp_path / "plain", train=rows))
+    directory = write(tmp_path / "marked", train=rows)
+    path = Path(directory, "train.jsonl")
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert listed(read(directory).train) == listed(plain.train)
 
 
 def test_a_broken_line_is_named_where_rows_are_sorted(tmp_path: Path) -> None:
@@ -167,7 +267,7 @@ def test_a_broken_line_is_named_where_rows_are_sorted(tmp_path: Path) -> None:
 def test_a_broken_line_of_the_validation_set_is_named(tmp_path: Path) -> None:
     directory = write(tmp_path, train=[{"text": "abc"}], valid=["nonsense"])
     assert error_of(directory) == (
-        f"{tmp_path}/valid.jsonl:1 is not JSON: Expecting value at column 1"
+        f"{tmp_path}/valid.jsonl:1 is not JSON: Expecting value at column 1: {MEND}"
     )
 
 
@@ -278,7 +378,8 @@ def test_a_hub_data_set_may_have_more_sets_than_the_run_needs(
 def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hub_gives(monkeypatch, train=[{"text": "abc"}, {"words": "abc"}])
     assert error_of("someone/something") == (
-        "someone/something, train set, row 1 cannot be tokenised: has no key 'text'"
+        "someone/something, train set, row 1 has no key 'text', as the first row has, but "
+        "'words': add it, or take the row out"
     )
 
 

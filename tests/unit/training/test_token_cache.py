@@ -129,7 +129,7 @@ def test_what_cannot_be_tokenised_is_not_kept(
 ) -> None:
     data = write(tmp_path / "data", train=[*TRAIN, {"message": CHAT}])
     for _ in range(2):
-        with pytest.raises(UserError, match=r"train\.jsonl:4 cannot be tokenised: has no key"):
+        with pytest.raises(UserError, match=r"train\.jsonl:4 has no key 'messages'"):
             read(data, cache)
     assert files(directory) == []
 
