@@ -7,14 +7,15 @@ more than it must. Files appear under their final names only once they are compl
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from shardmlx.common.durable_files import flush_directory, replace_durably
+from shardmlx.common.durable_files import PARTIAL, NewFiles, flush_directory, why_not_written
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
@@ -22,8 +23,7 @@ from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFI
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 
-PARTIAL = "partial-"
-"""Begins the names of files that are being written."""
+_PIECE_BYTES = 4 << 20
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a model directory's configuration and tokenizer files."""
@@ -59,6 +59,10 @@ class TensorSpec(NamedTuple):
         return size
 
 
+class SaveError(RuntimeError):
+    """A failure to write what was trained; the message names rank, host, file and remedy."""
+
+
 class Collector:
     """The tensors of one replica's slices, brought to rank 0. All methods are collective."""
 
@@ -67,6 +71,16 @@ class Collector:
         replica, _ = plan.mesh.coordinates(transport.rank)
         self._parts = parts if replica == 0 else []
         self._sources = range(plan.mesh.pp)
+
+    @property
+    def writes(self) -> bool:
+        """True on the rank that gets the tensors."""
+        return self._transport.rank == 0
+
+    @property
+    def name(self) -> str:
+        """The name of this rank, and of its host."""
+        return self._transport.name(self._transport.rank)
 
     def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
         """Return (rank, its tensors) for each rank of the first replica, each tensor once."""
@@ -120,70 +134,98 @@ class Collector:
         )
 
 
-def save_adapters(collector: Collector, directory: Path, copy_as: str | None, rank: int) -> None:
-    """Write the trained weights as ``mlx_lm`` does; ``copy_as`` names a second copy. Collective."""
-    arrays: dict[str, mx.array] = {}
-    for source, specs in collector.specs(trained_only=True):
-        arrays.update(collector.tensors(source, specs))
-    if rank == 0:
-        target = directory / ADAPTER_FILE
-        partial = directory / (PARTIAL + ADAPTER_FILE)
-        mx.save_safetensors(str(partial), arrays)
-        replace_durably(partial, target)
-        if copy_as is not None:
-            shutil.copyfile(target, directory / (PARTIAL + copy_as))
-            replace_durably(directory / (PARTIAL + copy_as), directory / copy_as)
+def save_adapters(
+    collector: Collector, directory: Path, config: Mapping[str, Any], copy_as: str | None
+) -> None:
+    """Write the trained weights, and ``config``, as ``mlx_lm`` does; ``copy_as`` names a copy.
+
+    All ranks must call it. Raises ``SaveError`` on rank 0.
+    """
+    sources = collector.specs(trained_only=True)
+    specs = [spec for _, of_rank in sources for spec in of_rank]
+    arrays = chain.from_iterable(collector.tensors(*source) for source in sources)
+    if not collector.writes:
+        for _ in arrays:
+            pass
+        return
+    nbytes = sum(spec.nbytes for spec in specs)
+    with _saving(collector, directory, nbytes) as files:
+        files.write(ADAPTER_CONFIG_FILE, _json(config, 4))
+        files.write(ADAPTER_FILE, safetensors_pieces(specs, arrays))
+    if copy_as is not None:
+        with _saving(collector, directory, nbytes) as files:
+            files.write(copy_as, _pieces_of(directory / ADAPTER_FILE))
 
 
-def write_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write what ``mlx_lm`` needs to load the adapters again."""
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / (PARTIAL + ADAPTER_CONFIG_FILE)
-    partial.write_text(json.dumps(config, indent=4) + "\n")
-    replace_durably(partial, directory / ADAPTER_CONFIG_FILE)
-
-
-def save_model(collector: Collector, source: Path, directory: Path, rank: int) -> None:
-    """Write the fine-tuned model as a model directory, a shard for each pipeline rank. Collective.
+def save_model(collector: Collector, source: Path, directory: Path) -> None:
+    """Write the fine-tuned model as a model directory, a shard for each pipeline rank.
 
     Configuration and tokenizer are those of ``source``. The shards of a model that this function
     wrote there before are replaced, once the new ones are complete; nothing else is touched. While
     they are replaced there is no config.json: what is half of one model and half of another cannot
-    be loaded.
+    be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
     """
     sources = collector.specs(trained_only=False)
-    if rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    index: dict[str, str] = {}
-    for number, (owner, specs) in enumerate(sources, 1):
-        name = f"model-{number:05d}-of-{len(sources):05d}.safetensors"
-        tensors = collector.tensors(owner, specs)
-        if rank != 0:
-            for _ in tensors:
+    if not collector.writes:
+        for owner, specs in sources:
+            for _ in collector.tensors(owner, specs):
                 pass
-            continue
-        with (directory / (PARTIAL + name)).open("wb") as file:
-            write_safetensors(file, specs, (array for _, array in tensors))
-        index.update((spec.name, name) for spec in specs)
-    if rank != 0:
         return
-    stale = _shards_of(directory) - set(index.values())
-    (directory / CONFIG_FILE).unlink(missing_ok=True)
-    flush_directory(directory)
-    for name in sorted(set(index.values())):
-        replace_durably(directory / (PARTIAL + name), directory / name)
-    for name in stale:
-        (directory / name).unlink(missing_ok=True)
-    for path in source.iterdir():
-        if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):
-            shutil.copyfile(path, directory / path.name)
+    index: dict[str, str] = {}
     total = sum(spec.nbytes for _, specs in sources for spec in specs)
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    partial = directory / (PARTIAL + INDEX_FILE)
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    replace_durably(partial, directory / INDEX_FILE)
-    shutil.copyfile(source / CONFIG_FILE, directory / (PARTIAL + CONFIG_FILE))
-    replace_durably(directory / (PARTIAL + CONFIG_FILE), directory / CONFIG_FILE)
+    with _saving(collector, directory, total) as files:
+        for number, (owner, specs) in enumerate(sources, 1):
+            name = f"model-{number:05d}-of-{len(sources):05d}.safetensors"
+            files.write(name, safetensors_pieces(specs, collector.tensors(owner, specs)))
+            index.update((spec.name, name) for spec in specs)
+        for path in sorted(source.iterdir()):
+            if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):
+                files.write(path.name, _pieces_of(path))
+        files.write(
+            INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        )
+        files.write(CONFIG_FILE, _pieces_of(source / CONFIG_FILE))  # last: it makes it a model
+        stale = _shards_of(directory) - set(index.values())
+        for name in (CONFIG_FILE, *stale):
+            (directory / name).unlink(missing_ok=True)
+        flush_directory(directory)
+
+
+@contextmanager
+def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewFiles]:
+    """Give out the files to write on rank 0; they take their names at the end of the block.
+
+    Where one cannot be written, no partial file stays, and what was there before does.
+    """
+    files = NewFiles(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield files
+        files.publish()
+    except OSError as error:
+        what_stays = (
+            "what was there before is unchanged"
+            if files.discard()
+            else f"new files that are not in their place yet are called {PARTIAL}..."
+        )
+        raise SaveError(
+            f"{collector.name}, saving {files.at_work_on}: "
+            f"{why_not_written(error, directory, nbytes)}, or name another --adapter-path; "
+            f"{what_stays}"
+        ) from error
+    except BaseException:
+        files.discard()
+        raise
+
+
+def _pieces_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def _json(content: Mapping[str, Any], indent: int) -> list[bytes]:
+    return [(json.dumps(content, indent=indent) + "\n").encode()]
 
 
 def _shards_of(directory: Path) -> set[str]:
@@ -210,13 +252,13 @@ def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_safetensors(
-    file: IO[bytes], specs: Sequence[TensorSpec], arrays: Iterator[mx.array]
-) -> None:
-    """Write a safetensors file tensor by tensor, in the order of ``specs``."""
-    file.write(safetensors_header(specs))
-    for spec, array in zip(specs, arrays, strict=True):
+def safetensors_pieces(
+    specs: Sequence[TensorSpec], arrays: Iterable[tuple[str, mx.array]]
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file tensor by tensor, in the order of ``specs``."""
+    yield safetensors_header(specs)
+    for spec, (name, array) in zip(specs, arrays, strict=True):
         data = buffer_of(array)
-        if len(data) != spec.nbytes:
-            raise ValueError(f"{spec.name} has {len(data)} bytes, not {spec.nbytes}")
-        file.write(data)
+        if name != spec.name or len(data) != spec.nbytes:
+            raise ValueError(f"{name} has {len(data)} bytes, and {spec.name} {spec.nbytes}")
+        yield data

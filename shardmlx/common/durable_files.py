@@ -5,9 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
+
+from shardmlx.common.formatting import gibibytes
+
+PARTIAL = "partial-"
+"""Begins the names of files that are being written."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that keep names safe by themselves, or not at all."""
@@ -51,3 +60,57 @@ def replace_durably(partial: Path, path: Path) -> None:
         flush_to_disk(file)
     os.replace(partial, path)
     flush_directory(path.parent)
+
+
+class NewFiles:
+    """New files of one directory, which take their names when all of them are on the disk.
+
+    Until then they are called ``partial-NAME``, and nothing else in the directory is touched.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.at_work_on = directory
+        """Path of the file that is being written or renamed."""
+        self._names: list[str] = []
+        self._published = 0
+
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file, piece by piece, down to the disk. Raises `OSError`."""
+        self.at_work_on = self.directory / name
+        self._names.append(name)
+        with self._partial(name).open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            flush_to_disk(file)
+
+    def publish(self) -> None:
+        """Give the files their names, in the order in which they were written. Raises `OSError`."""
+        for name in self._names:
+            self.at_work_on = self.directory / name
+            os.replace(self._partial(name), self.at_work_on)
+            flush_directory(self.directory)
+            self._published += 1
+
+    def discard(self) -> bool:
+        """Remove the partial files unless one has its name already; return whether none has."""
+        if self._published:
+            return False
+        for name in self._names:
+            with contextlib.suppress(OSError):
+                self._partial(name).unlink(missing_ok=True)
+        return True
+
+    def _partial(self, name: str) -> Path:
+        return self.directory / (PARTIAL + name)
+
+
+def why_not_written(error: OSError, directory: Path, nbytes: int) -> str:
+    """Return why ``nbytes`` could not be written to a directory, and what to do about it."""
+    if error.errno not in _FULL:
+        return f"{error.strerror or error}: make it writable"
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", and {gibibytes(shutil.disk_usage(directory).free)} are free"
+    what = "the disk is full" if error.errno == errno.ENOSPC else "your disk quota is used up"
+    return f"{what} ({gibibytes(nbytes)} are to be written{free}): free some of it"

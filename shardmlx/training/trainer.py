@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.export import Collector, save_adapters, save_model, write_adapter_config
+from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Listener, Reporter
 from shardmlx.config.train import TrainConfig
@@ -26,11 +26,14 @@ from shardmlx.engine.batches import Batches, random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
-from shardmlx.errors import AgreedFailure, Stopped
+from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
+from shardmlx.training.soundness import Soundness
+
+_TAMER = "lower --learning-rate, or give --dtype float32"
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
@@ -93,6 +96,8 @@ class Trainer:
         self._report = TrainingReport(job, self._meter)
         self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
         self._checkpoints = Checkpoints(job, Updater(job.optimizer, job.stages))
+        resumed = job.resumption.found is not None
+        self._soundness = Soundness(job.transport, job.stages, resumed=resumed)
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._batches = self._open("train", loop=True)
@@ -119,11 +124,7 @@ class Trainer:
                     self._iterate(step, feed, bar)
         except StopRequested as request:
             self._leave(request.number)
-        saved_at = config.iters - config.iters % config.save_every
-        if saved_at != config.iters or self._start == config.iters:
-            self._save(None)
-        self._checkpoints.save()
-        self._checkpoints.finish()
+        self._save_last()
         self._meter.write_trace()
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
         self._reporter.say(f"Saved to {config.adapter_path}")
@@ -140,9 +141,14 @@ class Trainer:
             self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
 
     def _open_output(self) -> None:
-        config = self._config
-        if config.fine_tune_type != "full":
-            write_adapter_config(Path(config.adapter_path), config.to_adapter_config())
+        output = Path(self._config.adapter_path)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--adapter-path {output} cannot be made: {error.strerror or error}",
+                "name another directory",
+            ) from None
         self._report.open_services()
 
     def _open(self, name: str, *, loop: bool) -> Batches | None:
@@ -199,10 +205,14 @@ class Trainer:
             self._report.step(step, self._grad_norm, bar)
         if step % config.grad_accumulation_steps == 0:
             self._checkpoints.mark(self._point(step, position))
-        if step % config.save_every == 0:
-            self._save(f"{step:07d}_adapters.safetensors")
-        if step % config.checkpoint_every == 0:
-            self._checkpoints.save()
+        saves, checkpoints = (
+            step % every == 0 for every in (config.save_every, config.checkpoint_every)
+        )
+        if (saves or checkpoints) and self._is_worth_keeping(step):
+            if saves:
+                self._save(f"{step:07d}_adapters.safetensors")
+            if checkpoints:
+                self._checkpoints.save()
         self._checkpoints.report()
 
     def _step(self, step: int, share: Share) -> None:
@@ -238,16 +248,18 @@ class Trainer:
             self._engine.recorder.span(Span.UPDATE, "optimizer"),
         ):
             updater.apply(scale)
+        self._soundness.count(made=True)
 
     def _pass_over(self, step: int) -> None:
         """Forget the gradients, or end the run: a loss or a gradient is not finite."""
         found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
         _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
         if self._config.on_nonfinite == "stop":
-            kept = self._keep()
-            self._save(None)
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
-            raise AgreedFailure(f"step {step}: {what}: {kept}; {advice}")
+            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
+        self._soundness.count(made=False)
+        if self._soundness.is_lost:
+            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {_TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._engine.forget_gradients()
         self._report.pass_over(self._config.grad_accumulation_steps)
@@ -273,12 +285,39 @@ class Trainer:
         state = {} if self._batches is None else {"report": self._report.state(), **position}
         return Point(step, state, self._report.mine())
 
+    def _is_worth_keeping(self, step: int) -> bool:
+        """Return whether what is trained by now may replace what was saved; if not, say why."""
+        fault = self._soundness.fault()
+        if fault is not None:
+            self._reporter.warn(f"step {step}: {fault}: nothing is saved, what was before stays")
+        return fault is None
+
+    def _save_last(self) -> None:
+        """Save the run at its last step, unless its weights should replace nothing."""
+        config = self._config
+        fault = self._soundness.fault()
+        if fault is not None:
+            raise AgreedFailure(f"step {config.iters}: {self._keep()}; {_TAMER}")
+        saved_at = config.iters - config.iters % config.save_every
+        if saved_at != config.iters or self._start == config.iters:
+            self._save(None)
+        self._checkpoints.save()
+        self._checkpoints.finish()
+
     def _keep(self) -> str:
-        """Save the last update, and return a sentence that says where it is."""
+        """Save the last update if it is worth it, and return a sentence that says where it is."""
+        output = self._config.adapter_path
+        fault = self._soundness.fault()
+        if fault is None and not self._soundness.has_trained:
+            fault = "no update was made yet"
+        if fault is not None:
+            self._checkpoints.finish()
+            return f"{fault}: nothing more is saved, what was in {output} stays"
         step = self._checkpoints.save()
         self._checkpoints.finish()
+        self._save(None)
         if step is None:
-            return f"what was trained before is in {self._config.adapter_path}"
+            return f"what was trained before is in {output}"
         place = self._job.resumption.place
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
@@ -287,7 +326,6 @@ class Trainer:
         """Save everything, then end in order."""
         self._reporter.say(f"{signal.Signals(number).name}: saving, then leaving")
         kept = self._keep()
-        self._save(None)
         self._meter.write_trace()
         raise Stopped(number, f"stopped by {signal.Signals(number).name}: {kept}")
 
@@ -328,10 +366,10 @@ class Trainer:
 
     def _save(self, copy_as: str | None) -> None:
         """Write what was trained so far, under its final name and, for adapters, as a copy."""
-        directory, rank = Path(self._config.adapter_path), self._transport.rank
+        config, directory = self._config, Path(self._config.adapter_path)
         # A rank waits until rank 0 has written what comes before.
         with self._transport.longer_timeout(SETUP_SECONDS):
-            if self._config.fine_tune_type == "full":
-                save_model(self._collector, self._job.model_path, directory, rank)
+            if config.fine_tune_type == "full":
+                save_model(self._collector, self._job.model_path, directory)
             else:
-                save_adapters(self._collector, directory, copy_as, rank)
+                save_adapters(self._collector, directory, config.to_adapter_config(), copy_as)

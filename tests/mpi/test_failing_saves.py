@@ -1,8 +1,9 @@
-"""A checkpoint that cannot be finished: the one before it stays, and the job ends by name."""
+"""What cannot be saved: that of the save before stays, and the job ends by name."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from shardmlx.checkpoint.store import Store
 from tests.helpers.jobs import PROGRAMS, Running
-from tests.helpers.mpirun import mpirun, train
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import mpirun, train, train_well
 
 
 @pytest.fixture
@@ -105,3 +108,70 @@ def test_saving_at_every_step_waits_for_itself(flags: list[str | Path], tmp_path
     job = train(2, *flags, "--checkpoint-every", "1")
     assert job.returncode == 0, job.output
     assert sound_steps(store) == list(range(1, 10))
+
+
+FULL = (
+    r"shardmlx: failed: rank 0 on \S+, saving {path}: the disk is full \(\S+ [MK]iB are to be "
+    r"written, and \S+ [KM]?i?B are free\): free some of it, or name another --adapter-path; what "
+    "was there before is unchanged"
+)
+
+
+def test_adapters_that_find_the_disk_full(flags: list[str | Path], small_disk: Path) -> None:
+    """Every step leaves a copy. The last of them are whole, and nothing stands half beside them."""
+    out = small_disk / "out"
+    job = train(2, *flags, "--iters", "1000", "--save-every", "1", "--adapter-path", out)
+    assert job.returncode == 1
+    (line,) = job.error_lines
+    assert re.fullmatch(FULL.format(path=rf"{out}/(\d{{7}}_)?adapters.safetensors"), line)
+    copies = sorted(out.glob("0*_adapters.safetensors"))
+    assert len(copies) > 5
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_config.json",
+        "adapters.safetensors",
+        *(path.name for path in copies),
+    }
+    whole = load_weights(out).keys()
+    assert all(mx.load(str(path)).keys() == whole for path in copies)  # type: ignore[union-attr]
+    # With room the next run saves there.
+    copies[0].unlink()
+    train_well(2, *flags, "--iters", "1", "--adapter-path", out)
+
+
+def test_a_model_that_finds_the_disk_full(flags: list[str | Path], small_disk: Path) -> None:
+    """There is room for one and a half: the second is written beside the first."""
+    out = small_disk / "out"
+    flags += ["--fine-tune-type", "full", "--adapter-path", out]
+    train_well(2, *flags, "--iters", "1")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "config.json" in before
+    nbytes = sum(map(len, before.values()))
+    room = shutil.disk_usage(small_disk).free
+    (small_disk / "other").write_bytes(bytes(room - nbytes // 2))
+    job = train(2, *flags, "--iters", "1", "--seed", "1")
+    assert job.returncode == 1
+    (line,) = job.error_lines
+    assert re.fullmatch(FULL.format(path=rf"{out}/\S+"), line)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_adapters_on_a_disk_that_becomes_read_only(
+    flags: list[str | Path], small_disk: Path
+) -> None:
+    """As Linux does to one that fails."""
+    out = small_disk / "out"
+    flags += ["--iters", "100000", "--save-every", "50", "--adapter-path", out]
+    with Running.ranks(2, "-m", "shardmlx.train", *flags) as running:
+        first = out / "0000050_adapters.safetensors"
+        end = time.monotonic() + 60
+        while not first.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        assert running.wait(60) == 1
+        (line,) = running.job().error_lines
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank 0 on \S+, saving {out}/adapter_config.json: Read-only file "
+        "system: make it writable, or name another --adapter-path; what was there before is "
+        "unchanged",
+        line,
+    )

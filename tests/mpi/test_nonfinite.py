@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, mpirun, train
+from tests.helpers.mpirun import events, mpirun, train, train_well
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     return [*flags, "--checkpoint-dir", tmp_path / "checkpoints"]
 
 
-def overflow(n: int, flags: list[str | Path], *more: str) -> Job:
-    return mpirun(n, PROGRAMS / "nonfinite_rank.py", *flags, *more)
+def overflow(n: int, flags: list[str | Path], *more: str, step: int = 3) -> Job:
+    return mpirun(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
 
 
 @pytest.mark.parametrize("layout", [["--pipeline-stages", "2"], ["--pipeline-stages", "1"]])
@@ -68,3 +68,67 @@ def test_a_loss_that_is_not_finite_names_its_micro_batch(
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert re.search(r"failed: step \d: the loss of micro-batch \d is (nan|inf) on rank 1", line)
+
+
+def digest(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.fixture
+def earlier(flags: list[str | Path], tmp_path: Path) -> dict[str, bytes]:
+    """The adapters that an earlier run has left where the next will write."""
+    directory = tmp_path / "out"
+    train_well(2, *flags, "--iters", "1", "--checkpoint-dir", tmp_path / "other")
+    (directory / "0000005_adapters.safetensors").write_bytes(b"of an earlier run")
+    return digest(directory)
+
+
+@pytest.mark.parametrize(("iters", "step", "of"), [("50", 7, 7), ("4", 4, 4)])
+def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
+    flags: list[str | Path],
+    earlier: dict[str, bytes],
+    tmp_path: Path,
+    iters: str,
+    step: int,
+    of: int,
+) -> None:
+    """Its first update makes weights of 1e30, with which no other can be made."""
+    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", iters]
+    job = train(2, *flags, *much, "--save-every", "3", "--checkpoint-every", "3")
+    assert job.returncode == 1, job.output
+    (line,) = job.error_lines
+    assert f"failed: step {step}: " in line
+    assert line.endswith(
+        f"{of - 1} of the last {of} updates were skipped: nothing more is saved, what was in "
+        f"{tmp_path}/out stays; lower --learning-rate, or give --dtype float32"
+    )
+    assert "warning: step 3: 2 of the last 3 updates were skipped: nothing is saved" in job.stdout
+    assert digest(tmp_path / "out") == earlier
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_weights_that_are_not_finite_replace_nothing(
+    flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Of the last update there is no next step that would show it."""
+    much = ["--learning-rate", "3e38", "--iters", "1"]
+    job = train(2, *flags, *much)
+    assert job.returncode == 1, job.output
+    (line,) = job.error_lines
+    assert re.search(
+        r"failed: step 1: the weight model\.layers\.\d\.\S+ is not finite on rank [01] on \S+, "
+        r"stage [01]: nothing more is saved, what was in \S+/out stays; lower --learning-rate, or "
+        r"give --dtype float32$",
+        line,
+    )
+    assert digest(tmp_path / "out") == earlier
+
+
+def test_a_run_that_stops_at_its_first_step_leaves_what_was_there(
+    flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Its own adapters are those that it began with."""
+    job = overflow(2, flags, step=1)
+    assert job.returncode == 1, job.output
+    assert f"no update was made yet: nothing more is saved, what was in {tmp_path}" in job.output
+    assert digest(tmp_path / "out") == earlier

@@ -1,5 +1,5 @@
-"""``nonfinite_rank.py ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
-gradients of its third step."""
+"""``nonfinite_rank.py STEP ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
+gradients of one step."""
 
 import shardmlx.common.prepared
 
@@ -12,18 +12,18 @@ from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.train import main
 
 norm = GradientReducer.norm
-calls = 0
+step, calls = int(sys.argv[1]), 0
 
 
 def overflow(self: GradientReducer, what: Callable[[], str], spoiled: bool = False) -> float:
     global calls
     calls += 1
     for stage in self._stages:
-        if calls == 3 and stage.part.is_last:
+        if calls == step and stage.part.is_last:
             name = stage.names[0]
             stage.gradients[name] = mx.full(stage.part[name].shape, mx.inf)
     return norm(self, what, spoiled)
 
 
 GradientReducer.norm = overflow  # type: ignore[method-assign]
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[2:]))

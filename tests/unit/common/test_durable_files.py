@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardmlx.common.durable_files import (
+    NewFiles,
     flush_directory,
     flush_to_disk,
     replace_durably,
+    why_not_written,
     write_durably,
 )
 
@@ -84,3 +87,70 @@ def test_a_disk_that_cannot_flush_directories_is_no_error_but_one_that_fails_is(
             flush_directory(tmp_path)
     else:
         flush_directory(tmp_path)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_new_files_get_their_names_together_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    files = NewFiles(tmp_path)
+    files.write("b", [b"12", memoryview(b"34")])
+    files.write("a", iter([b"new"]))
+    assert content(tmp_path) == {"a": b"old", "partial-b": b"1234", "partial-a": b"new"}
+    renamed = []
+    replace = os.replace
+
+    def spy(source: Path, target: Path) -> None:
+        renamed.append(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    files.publish()
+    assert renamed == ["b", "a"]
+    assert content(tmp_path) == {"a": b"new", "b": b"1234"}
+
+
+def test_new_files_are_flushed_before_they_get_a_name(tmp_path: Path, flushed: list[str]) -> None:
+    files = NewFiles(tmp_path)
+    files.write("a", [b"12345"])
+    assert flushed == ["partial-a: 5"]
+    files.publish()
+    assert flushed == ["partial-a: 5", tmp_path.name]
+
+
+def test_discarded_files_leave_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    files = NewFiles(tmp_path)
+    files.write("b", [b"1"])
+    with pytest.raises(OSError, match="No such file"):
+        files.write("no/such", [b"1"])
+    assert files.at_work_on == tmp_path / "no/such"
+    assert files.discard()
+    assert content(tmp_path) == {"a": b"old"}
+
+
+def test_files_that_have_their_names_are_not_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = NewFiles(tmp_path)
+    for name in ("a", "b"):
+        files.write(name, [b"new"])
+    (tmp_path / "b").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.publish()
+    assert not files.discard()
+    assert (tmp_path / "partial-b").read_bytes() == b"new"
+
+
+def test_a_full_disk_is_told_with_its_space(tmp_path: Path) -> None:
+    def why(number: int) -> str:
+        return why_not_written(OSError(number, os.strerror(number)), tmp_path, 3 << 20)
+
+    full = r"\(3\.0 MiB are to be written, and \S+ [GMK]iB are free\): free some of it"
+    assert re.fullmatch(f"the disk is full {full}", why(errno.ENOSPC))
+    assert re.fullmatch(f"your disk quota is used up {full}", why(errno.EDQUOT))
+    assert why(errno.EROFS) == "Read-only file system: make it writable"

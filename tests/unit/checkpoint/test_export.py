@@ -1,0 +1,200 @@
+"""Adapters and models on disk: those of the last save are whole, whatever becomes of this one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, cast
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.checkpoint.export import Collector, SaveError, save_adapters, save_model
+from shardmlx.common import durable_files
+from shardmlx.common.durable_files import flush_to_disk
+from shardmlx.distributed.local_transport import LocalTransport
+from shardmlx.distributed.messages import TransportError
+from shardmlx.pipeline.mesh import Mesh
+from tests.helpers.checkpoints import as_bytes, on_ranks, tensors_of, whole
+
+CONFIG = {"num_layers": 2}
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+class Part(dict[str, mx.array]):
+    """A slice of a model, as far as it is saved: one that trains all it has."""
+
+    @property
+    def trainable(self) -> list[str]:
+        return list(self)
+
+    def parameters(self) -> dict[str, mx.array]:
+        return self
+
+
+def on_two_ranks(directory: Path, seed: int, save: Callable[[Collector], None]) -> None:
+    def work(transport: LocalTransport, store: Any) -> None:
+        plan = cast(Any, SimpleNamespace(mesh=Mesh(dp=1, pp=2)))
+        part = cast(Any, Part(tensors_of(transport.rank, seed)))
+        save(Collector(plan, transport, [part]))
+
+    on_ranks([directory, directory], work)
+
+
+def adapters(directory: Path, seed: int = 0, copy_as: str | None = None) -> None:
+    on_two_ranks(directory, seed, lambda each: save_adapters(each, directory, CONFIG, copy_as))
+
+
+def model(directory: Path, seed: int = 0) -> None:
+    source = directory.parent / "source"
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text(f"of {seed}")
+    on_two_ranks(directory, seed, lambda each: save_model(each, source, directory))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def load(*paths: Path) -> Mapping[str, Any]:
+    arrays: dict[str, mx.array] = {}
+    for path in paths:
+        loaded = mx.load(str(path))
+        assert isinstance(loaded, dict)
+        arrays.update(loaded)
+    return as_bytes(arrays)
+
+
+def fail(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Let one file not come to the disk."""
+
+    def flush(file: IO[bytes]) -> None:
+        if Path(file.name).name == f"partial-{name}":
+            raise OSError(number, os.strerror(number))
+        flush_to_disk(file)
+
+    patch.setattr(durable_files, "flush_to_disk", flush)
+
+
+def test_adapters_are_what_all_ranks_trained(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    adapters(out, copy_as="0000004_adapters.safetensors")
+    assert load(out / "adapters.safetensors") == whole(2)
+    assert sorted(content(out)) == [
+        "0000004_adapters.safetensors",
+        "adapter_config.json",
+        "adapters.safetensors",
+    ]
+    first, _, last = content(out).values()
+    assert first == last
+
+
+def test_a_model_is_what_all_ranks_have(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model(out)
+    assert load(*(out / name for name in SHARDS)) == whole(2)
+    assert sorted(content(out)) == [
+        "config.json",
+        *SHARDS,
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+
+
+FULL = (
+    r"rank 0 on \S+, saving {path}: the disk is full \(\S+ [KM]?i?B are to be written, and \S+ GiB "
+    r"are free\): free some of it, or name another --adapter-path; what was there before is "
+    "unchanged"
+)
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
+def test_a_full_disk_leaves_the_adapters_that_were_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / "out"
+    adapters(out)
+    before = content(out)
+    fail(monkeypatch, name, errno.ENOSPC)
+    with pytest.raises(SaveError, match=FULL.format(path=out / name)):
+        adapters(out, seed=1)
+    assert content(out) == before
+
+
+def test_where_only_the_copy_does_not_fit_the_new_adapters_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    adapters(out)
+    fail(monkeypatch, "copy", errno.ENOSPC)
+    with pytest.raises(SaveError, match=FULL.format(path=out / "copy")):
+        adapters(out, seed=1, copy_as="copy")
+    assert load(out / "adapters.safetensors") == whole(2, seed=1)
+    assert sorted(content(out)) == ["adapter_config.json", "adapters.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", [*SHARDS, "tokenizer.json", "model.safetensors.index.json", "config.json"]
+)
+def test_a_full_disk_leaves_the_model_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / "out"
+    model(out)
+    before = content(out)
+    fail(monkeypatch, name, errno.ENOSPC)
+    with pytest.raises(SaveError, match=FULL.format(path=out / name)):
+        model(out, seed=1)
+    assert content(out) == before
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
+def test_any_other_error_is_told_as_the_system_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    out = tmp_path / "out"
+    fail(monkeypatch, "adapters.safetensors", number)
+    reason = f"adapters.safetensors: {os.strerror(number)}: make it writable, or name another"
+    with pytest.raises(SaveError, match=reason):
+        adapters(out)
+    assert content(out) == {}
+
+
+def test_a_model_that_cannot_take_its_names_is_none_and_its_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is half of one model and half of another has no config.json."""
+    out = tmp_path / "out"
+    model(out)
+    replace = os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if target.name == SHARDS[1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(SaveError, match="new files that are not in their place yet are called"):
+        model(out, seed=1)
+    names = content(out).keys()
+    assert "config.json" not in names
+    assert {f"partial-{name}" for name in (SHARDS[1], "config.json")} <= names
+    assert load(out / SHARDS[0], out / f"partial-{SHARDS[1]}") == whole(2, seed=1)
+
+
+def test_a_rank_that_is_lost_leaves_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def lost(collector: Collector, *source: Any) -> Any:
+        raise TransportError("rank 1 died")
+
+    monkeypatch.setattr(Collector, "tensors", lost)
+    with pytest.raises(TransportError):
+        adapters(out)
+    assert not out.exists() or content(out) == {}
