@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -81,6 +83,9 @@ def run_ranks(
     ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
     Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
     """
+    # Else Python, when it ends, looks for cycles among a million objects: it takes a second, and
+    # several where ranks share a core, in which the job seems to hang.
+    atexit.register(gc.freeze)
     rank = launched_rank()
     try:
         options = read_options(rank)

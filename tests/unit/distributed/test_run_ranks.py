@@ -45,3 +45,25 @@ def test_mpi_starts_when_all_else_has_been_imported(command: str, program: str) 
     )
     assert done.returncode == 7, done.stderr
     assert {program, "mlx_lm", "mlx.core"} <= set(done.stdout.split())
+
+
+_END = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 10_000))
+from shardmlx.distributed.run_ranks import run_ranks
+
+def load():
+    import mlx_lm  # many objects
+    return lambda options, transport, blas: None
+
+sys.exit(run_ranks(lambda rank: None, lambda options: 9.0, load, alike=False))
+"""
+
+
+def test_a_process_ends_without_a_look_at_all_its_objects() -> None:
+    """It takes Python a second, and several where ranks share a core."""
+    done = subprocess.run(
+        [sys.executable, "-c", _END], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True True"
