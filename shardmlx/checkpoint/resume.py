@@ -11,11 +11,11 @@ from typing import IO, Any
 from shardmlx.checkpoint.placement import Storage, choose_storage
 from shardmlx.checkpoint.reader import Found, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
-from shardmlx.checkpoint.store import Store, name_of, step_of
+from shardmlx.checkpoint.store import MARKER, Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import CheckpointOptions
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
-from shardmlx.distributed.shared_disks import find_disks
+from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 
@@ -81,6 +81,9 @@ def prepare_resumption(
         _refuse_mixture(options, transport, place)
         store = Store(resume.parent)
         disks = find_disks(transport, resume.parent, make=False)
+    _warn_of_unfinished(
+        transport, reporter, store, disks, is_own=place is not None and store is place.store
+    )
     if options.resume == "never":
         _refuse_mixture(options, transport, place)
         return Resumption(place)
@@ -106,6 +109,24 @@ def prepare_resumption(
     if place is not None and store is place.store:
         _set_aside(transport, place, found.manifest.step, search.faults)
     return Resumption(place, found)
+
+
+def _warn_of_unfinished(
+    transport: Transport, reporter: Reporter, store: Store, disks: Disks, is_own: bool
+) -> None:
+    """Name what is called a checkpoint and is not complete, on every disk.
+
+    ``is_own`` is whether the run saves in that place.
+    """
+    leads = disks.leader(transport.rank) == transport.rank
+    mine = [(str(path), step_of(path.name)) for path in (store.unfinished() if leads else ())]
+    for rank, theirs in enumerate(transport.all_gather(mine, "looking for unfinished checkpoints")):
+        for path, step in theirs:
+            fate = f" unless this run saves step {step} in its place" if is_own else ""
+            reporter.warn(
+                f"{path} on {transport.hosts[rank]} is passed over: it has no {MARKER}, so it is "
+                f"not complete; it stays as it is{fate}"
+            )
 
 
 def _is_same(a: Path, b: Path) -> bool:
@@ -164,7 +185,10 @@ def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str])
             "restore the file, or name another --checkpoint-dir to start anew",
         )
     if options.resume != "auto":
-        raise AgreedError(f"--resume {options.resume}: there is no complete checkpoint")
+        raise AgreedError(
+            f"--resume {options.resume}: there is no complete checkpoint",
+            f"name a directory that holds {MARKER}, or give auto",
+        )
 
 
 def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -344,7 +345,10 @@ def test_an_unfinished_checkpoint_is_none(saved: tuple[list[str], Result]) -> No
     assert "there is no complete checkpoint" in job.error_lines[0]
     job = train(2, *flags)
     assert job.returncode == 0, job.output
+    warning = f"warning: {newest} on \\S+ is passed over: it has no COMMITTED"
+    assert len(re.findall(warning, job.stdout)) == 1, job.stdout
     assert "step-0000005: 7 of 12 steps are left" in job.stdout
+    assert (newest / "COMMITTED").exists(), "saved in its place"
 
 
 @pytest.mark.parametrize(

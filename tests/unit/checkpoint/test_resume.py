@@ -103,6 +103,30 @@ def test_a_damaged_one_is_passed_over_named_and_set_aside(tmp_path: Path) -> Non
     assert names(directories[0]) == ["damaged-step-0000200", "step-0000100"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "never", "step-0000100"])
+def test_what_is_called_a_checkpoint_and_lacks_its_marker_is_named_once(
+    tmp_path: Path, choice: str
+) -> None:
+    """Of each disk; it is no checkpoint, and nothing is done to it."""
+    directories, elsewhere = hosts(tmp_path, "ab"), hosts(tmp_path, "xx")
+    save(directories, "neighbour", 2, [100] if choice.startswith("step") else [])
+    for directory in directories:
+        (directory / "step-0000200").mkdir(parents=True)
+        (directory / "step-0000200" / "weights-00.safetensors").write_bytes(b"half")
+    before = names(directories[0])
+    step, warnings = resume(directories, choice)
+    assert step == (100 if choice.startswith("step") else 0)
+    assert warnings == [
+        f"{directory}/step-0000200 on localhost is passed over: it has no COMMITTED, so it is not "
+        "complete; it stays as it is unless this run saves step 200 in its place"
+        for directory in directories
+    ]
+    assert names(directories[0]) == before
+    if choice.startswith("step"):
+        _, warnings = resume(directories, choice, save_to=elsewhere)
+        assert [text.rpartition("; ")[2] for text in warnings] == ["it stays as it is"] * 2
+
+
 def test_where_none_is_sound_nothing_is_begun_in_its_place(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
