@@ -1,27 +1,23 @@
-"""Count the arrays that one decoder layer makes of a micro-batch, by name. No MLX, no MPI.
+"""Count the arrays that one decoder layer keeps of a micro-batch, by name. No MLX, no MPI.
 
 ``layer_arrays`` is the table: of each array its name, when it is alive, its elements and their
-bytes. Arrays of two kinds stand in it:
-
-- those that outlive an action, one by one: what the graph of ``mx.vjp`` refers to. They were
-  counted on real stages in float32 and bfloat16 on the CPU, of llama, mistral, qwen2, qwen3 and
-  mixtral; the other families are built alike.
-- those that pass while an action runs, by their width: MLX frees nothing before it has run, so that
-  several of them exist at a time. How many is ``FROZEN``, ``FORWARD``, ``RECOMPUTED`` and
-  ``INPUT_GRADIENT``: fitted to peaks of the same stages (MLX 0.32, CPU, float32 and bfloat16, full,
-  LoRA and DoRA), which the sums meet within a fifth. tests/unit/costmodel/test_memory_measured.py
-  measures them again wherever it runs.
+bytes. These outlive an action: the graph of ``mx.vjp`` refers to them. They were counted on real
+stages in float32 and bfloat16 on the CPU, of llama, mistral, qwen2, qwen3 and mixtral; the other
+families are built alike. What passes while an action runs is in ``costmodel.passing``, by the sizes
+that ``layer_memory`` gives. tests/unit/costmodel/test_memory_measured.py measures both again
+wherever it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
+from shardmlx.costmodel.passing import BACKWARD, FORWARD, Counts
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
@@ -106,39 +102,37 @@ class Alive(Enum):
     F_TO_I = "from the forward to the gradient for the input"
     F_TO_W = "from the forward to the gradients for the weights"
     I_TO_W = "from the gradient for the input to the gradients for the weights"
-    IN_FROZEN_F = "during the forward of a layer that has no backward"
-    IN_F = "during the forward"
-    IN_RECOMPUTED_F = "during the forward under gradient checkpointing"
-    IN_I = "during the gradient for the input"
 
 
 class Array(NamedTuple):
-    """An array, or several alike, of ``elements`` of ``itemsize`` bytes, fractions where fitted."""
+    """An array, or several alike, of ``elements`` of ``itemsize`` bytes."""
 
     name: str
     alive: Alive
-    elements: float
-    itemsize: float
+    elements: int
+    itemsize: int
 
     @property
-    def nbytes(self) -> float:
+    def nbytes(self) -> int:
         """Bytes of all elements."""
         return self.elements * self.itemsize
 
 
 class LayerMemory(NamedTuple):
-    """The trained parameters of a layer in number, and bytes of its arrays by when they exist.
+    """The trained parameters of a layer in number, and bytes of its arrays.
 
-    What exists during an action comes on top of what is held.
+    ``forward`` and ``backward`` are the worst moments of F, and of I or W; ``forward_sizes`` and
+    ``backward_sizes`` the bytes of one array of each kind then. What the stage adds is 0 in these:
+    logits, and gradients where W comes along.
     """
 
     parameters: int
-    after_forward: float
-    after_input: float
-    during_frozen: float
-    during_forward: float
-    during_checkpoint: float
-    during_input: float
+    after_forward: int
+    after_input: int
+    forward: Sequence[Counts]
+    backward: Sequence[Counts]
+    forward_sizes: Counts
+    backward_sizes: Counts
 
 
 class _Widths(NamedTuple):
@@ -162,46 +156,6 @@ class _Widths(NamedTuple):
         )
 
 
-class Passing(NamedTuple):
-    """Number of arrays of each width that exist at a time while a layer runs; fitted.
-
-    ``hidden``: residual stream and norms. ``queries``, ``keys``: projections, rotary embedding and
-    transposition. ``mlp``: gate, up and their product. ``scores``: attention's, one for each head
-    and position.
-    """
-
-    hidden: float
-    mlp: float
-    queries: float = 0.0
-    keys: float = 0.0
-    scores: float = 0.0
-
-    def elements(self, widths: _Widths) -> float:
-        """Return the elements for a token, without the scores."""
-        return (
-            self.hidden * widths.hidden
-            + self.mlp * widths.mlp
-            + self.queries * widths.queries
-            + self.keys * widths.keys
-        )
-
-
-FROZEN = Passing(hidden=7, mlp=2, queries=7, keys=4, scores=1)
-"""Arrays that pass in a layer of which only the forward is asked: none is kept for a gradient."""
-
-FORWARD = {
-    "adapters": Passing(hidden=4, mlp=2, queries=2),
-    "weights": Passing(hidden=2, mlp=0, queries=5, keys=1),
-}
-"""Arrays that pass in a forward, beside those kept for the gradients, by what is trained."""
-
-RECOMPUTED = {"adapters": Passing(hidden=2, mlp=3), "weights": Passing(hidden=2, mlp=1)}
-"""Arrays beyond ``FROZEN`` in a forward whose arrays are to be computed again."""
-
-INPUT_GRADIENT = Passing(hidden=10, mlp=3, queries=6, keys=4, scores=1.5)
-"""Arrays that pass in the gradient for the input: gradients, and what they are computed from."""
-
-
 class _Linear(NamedTuple):
     """A linear layer: ``source`` names its input, which it may share with others.
 
@@ -218,25 +172,28 @@ class _Linear(NamedTuple):
 @lru_cache(maxsize=64)
 def layer_memory(setup: TrainingSetup) -> LayerMemory:
     """Return what a decoder layer of the model takes: all of them are alike."""
-    nbytes = dict.fromkeys(Alive, 0.0)
+    nbytes = dict.fromkeys(Alive, 0)
     for array in layer_arrays(setup):
         nbytes[array.alive] += array.nbytes
+    forward_sizes, backward_sizes = _sizes(setup)
+    forward, backward = _moments(setup)
     return LayerMemory(
         parameters=_trained_parameters(setup),
         after_forward=nbytes[Alive.F_TO_I] + nbytes[Alive.F_TO_W],
         after_input=nbytes[Alive.F_TO_W] + nbytes[Alive.I_TO_W],
-        during_frozen=nbytes[Alive.IN_FROZEN_F],
-        during_forward=nbytes[Alive.IN_F],
-        during_checkpoint=nbytes[Alive.IN_FROZEN_F] + nbytes[Alive.IN_RECOMPUTED_F],
-        during_input=nbytes[Alive.IN_I],
+        forward=forward,
+        backward=backward,
+        forward_sizes=forward_sizes,
+        backward_sizes=backward_sizes,
     )
 
 
 def layer_arrays(setup: TrainingSetup) -> list[Array]:
-    """Return every array that a micro-batch makes in a trained layer."""
+    """Return every array that a micro-batch leaves behind in a trained layer."""
     counted = [*_norms(setup), *_attention_and_mlp(setup), *_trained_linears(setup)]
-    mask = Array("causal mask", Alive.F_TO_I, setup.length**2, 1)
-    return [*counted, mask, *_passing(setup)]
+    # Layers of packed rows share masks instead, which the stage counts.
+    mask = Array("causal mask", Alive.F_TO_I, 0 if setup.masks else setup.length**2, 1)
+    return [*counted, mask]
 
 
 def _norms(setup: TrainingSetup) -> Iterator[Array]:
@@ -308,23 +265,46 @@ def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
         yield Array("gradients of the scaled outputs", Alive.I_TO_W, outputs, size)
 
 
-def _passing(setup: TrainingSetup) -> Iterator[Array]:
-    """Yield the arrays that exist only while an action runs: see ``Passing``."""
-    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup.shape, setup.length)
-    trains = "adapters" if setup.has_adapters else "weights"
-    # An adapter's output is in float32, then cast; so is its gradient, and inside norms on a CPU.
-    if setup.has_adapters:
-        forward, backward = size if size == FLOAT32 else size + FLOAT32, float(FLOAT32)
+def _moments(setup: TrainingSetup) -> tuple[Sequence[Counts], Sequence[Counts]]:
+    """Return the worst moments of F, and of I or W."""
+    if not setup.has_adapters:
+        trains = "weights"
+    elif setup.dtype_bytes < FLOAT32:
+        trains = "adapters of half precision"
+    elif setup.dropout:
+        trains = "adapters with dropout"
+    elif all(each.source in ("attention", "values") for each in _trained(setup)):
+        trains = "attention adapters"
     else:
-        forward, backward = size, (size + FLOAT32) / 2 if setup.backend == "cpu" else size
-    for name, alive, passing, itemsize in (
-        ("frozen layer", Alive.IN_FROZEN_F, FROZEN, size),
-        ("forward", Alive.IN_F, FORWARD[trains], forward),
-        ("recomputed forward", Alive.IN_RECOMPUTED_F, RECOMPUTED[trains], forward),
-        ("input gradient", Alive.IN_I, INPUT_GRADIENT, backward),
-    ):
-        yield Array(name, alive, tokens * passing.elements(widths), itemsize)
-        yield Array(f"{name}: scores", alive, passing.scores * tokens * widths.scores, size)
+        trains = "adapters"
+    forward, backward = FORWARD[trains], BACKWARD[trains]
+    if setup.grad_checkpoint:
+        return forward.recomputed, backward.recomputed
+    return forward.held, backward.held
+
+
+def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:
+    """Return the bytes of one array of each kind that passes in F, and in I or W."""
+    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup.shape, setup.length)
+    # Norms on a CPU compute in float32, between a cast there and one back. So do adapters, which
+    # have numbers of their own for that.
+    hidden = (size, size)
+    if size < FLOAT32 and setup.backend == "cpu" and not setup.has_adapters:
+        hidden = (FLOAT32 + 2 * size, FLOAT32)
+    matrix = max((each.inputs * each.outputs for each in _trained(setup)), default=0)
+    forward, backward = (
+        Counts(
+            hidden=tokens * widths.hidden * of_hidden,
+            mlp=tokens * widths.mlp * size,
+            queries=tokens * widths.queries * size,
+            keys=tokens * widths.keys * size,
+            scores=tokens * widths.scores * size,
+            mask=0 if setup.masks else setup.length**2,
+            matrices=FLOAT32 * matrix * (setup.fine_tune_type == "dora"),
+        )
+        for of_hidden in hidden
+    )
+    return forward, backward
 
 
 def _trained(setup: TrainingSetup) -> list[_Linear]:

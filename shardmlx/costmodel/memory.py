@@ -2,8 +2,11 @@
 
 Three kinds of arrays. Resident: parameters and the optimizer's state. Held: what a micro-batch
 leaves behind at F for its I, and at I for its W. Passing: what exists only while an action runs.
-``costmodel.layer_memory`` has the table of those of a layer, and where they were measured; here
-come the ends of the model, messages, gradients and the order of actions.
+``costmodel.layer_memory`` has the table of what a layer holds, ``costmodel.passing`` that of what
+passes, and where they were measured; here come the ends of the model, messages, gradients and the
+order of actions.
+
+The peak is an upper bound: that of a scheduling thread that runs as far ahead as MLX lets it.
 
 "metal" differs from the CPU in what MLX's source says: there RMSNorm is one kernel, which keeps its
 input alone. Attention computes its scores on both: in training MLX does not use its fused kernel.
@@ -13,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.layer_memory import FLOAT32, TrainingSetup, layer_memory
+from shardmlx.costmodel.passing import FROZEN
 from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED
 from shardmlx.pipeline.actions import Action, Kind
 
@@ -56,15 +59,6 @@ class StageMemory:
     def resident(self) -> int:
         """Bytes that stay for the whole run."""
         return self.weights + self.optimizer
-
-
-class _MicroBatch(NamedTuple):
-    """Bytes that a micro-batch holds after F and after I, and that pass in them."""
-
-    after_forward: float
-    after_input: float
-    during_forward: float
-    during_input: float
 
 
 @dataclass(frozen=True)
@@ -136,18 +130,19 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     weights = sum(setup.weight_sizes.layers[start:stop]) + sum(stage.ends)
     if setup.has_adapters:
         weights += FLOAT32 * parameters
-    held = _micro_batch(stage)
+    after_forward, after_input = _held(stage)
+    during_forward, during_input = _passing(stage, after_forward)
     return StageMemory(
         weights=round(weights),
         optimizer=_states(setup)
         * parameters
         * (FLOAT32 if setup.has_adapters else setup.dtype_bytes),
         gradients=FLOAT32 * parameters,
-        after_forward=round(held.after_forward),
-        after_input=round(held.after_input) if stage.has_input_gradient else 0,
-        during_forward=round(held.during_forward),
-        during_input=round(held.during_input),
-        during_weight=round(_during_weight(stage, held.during_input, parameters, largest)),
+        after_forward=after_forward,
+        after_input=after_input if stage.has_input_gradient else 0,
+        during_forward=round(during_forward),
+        during_input=round(during_input),
+        during_weight=round(_during_weight(stage, during_input, parameters, largest)),
         during_update=OPTIMIZERS[setup.optimizer].passing * largest,
         message=setup.message,
         tied=round(stage.tied),
@@ -161,50 +156,53 @@ def _states(setup: TrainingSetup) -> int:
     return OPTIMIZERS[setup.optimizer].states + has_moment
 
 
-def _micro_batch(stage: _Stage) -> _MicroBatch:
-    """Return what a micro-batch holds and needs in a stage: its layers, message and logits."""
-    setup, message = stage.setup, stage.setup.message
-    logits = 0
-    if stage.is_last:
-        logits = setup.dtype_bytes * setup.tokens * setup.shape.vocab_size
-    layers = _checkpointed_layers(stage) if setup.grad_checkpoint else _layers(stage)
-    after_forward, after_input, during_forward, during_input = layers
-    if stage.num_backward_layers or stage.trained:
-        # The input of the last norm; elsewhere the buffer for the gradient that is to come.
-        after_forward += logits + message
-        after_input += 0 if stage.is_last else message
+def _logits(stage: _Stage) -> int:
+    setup = stage.setup
+    return setup.dtype_bytes * setup.tokens * setup.shape.vocab_size if stage.is_last else 0
+
+
+def _held(stage: _Stage) -> tuple[int, int]:
+    """Return the bytes that a micro-batch holds from F to I, and from I to W."""
+    setup, message, live = stage.setup, stage.setup.message, stage.num_backward_layers
+    layer, logits = layer_memory(setup), _logits(stage)
+    if not live and not stage.trained:
+        return 0, 0
+    # Beyond the layers: the input of the last norm; elsewhere the buffer for the gradient to come.
+    after_forward, after_input = logits + message, 0 if stage.is_last else message
+    if live:
+        after_forward += setup.masks * setup.length**2
+    if not setup.grad_checkpoint:
+        after_forward += live * layer.after_forward
+        after_input += live * layer.after_input
+    elif live:
+        # The inputs of layers, and their last output, which on the last stage is the norm's input.
+        after_forward += message * (live + (not stage.is_last))
     if stage.is_last and setup.unfreeze_all:
         after_forward += 2 * message
         after_input += logits + 3 * message
-    if setup.grad_checkpoint:
-        # What a layer computes again comes after the logits have gone.
-        during_forward, during_input = max(logits, during_forward), max(logits, during_input)
-    else:
-        during_forward, during_input = logits + during_forward, logits + during_input
-    return _MicroBatch(after_forward, after_input, during_forward, during_input)
+    return after_forward, after_input
 
 
-def _layers(stage: _Stage) -> _MicroBatch:
-    """Return what the layers of a stage hold and need."""
-    layer, live = layer_memory(stage.setup), stage.num_backward_layers
-    held = live * layer.after_forward
-    during_forward = layer.during_forward if live else 0.0
+def _passing(stage: _Stage, held: int) -> tuple[float, float]:
+    """Return the bytes that pass in F, and in I or in W where there is no I.
+
+    ``held`` are those that F leaves behind.
+    """
+    setup, live, layer = stage.setup, stage.num_backward_layers, layer_memory(stage.setup)
+    logits = _logits(stage)
+    sizes = layer.forward_sizes._replace(logits=logits)
+    if not live:
+        return max(moment.nbytes(sizes) for moment in FROZEN), 0.0
+    forward = max(moment.nbytes(sizes) for moment in layer.forward)
     if live < stage.stop - stage.start:
         # Layers without a backward run before anything is held.
-        during_forward = max(during_forward, layer.during_frozen - held)
-    return _MicroBatch(held, live * layer.after_input, during_forward, layer.during_input)
-
-
-def _checkpointed_layers(stage: _Stage) -> _MicroBatch:
-    """Return the same with gradient checkpointing.
-
-    The inputs of layers and the last output are held. In I a layer computes the rest again, and its
-    W comes along.
-    """
-    setup, layer, live = stage.setup, layer_memory(stage.setup), stage.num_backward_layers
-    inputs = setup.message * (live + 1) + setup.masks * setup.length**2 if live else 0
-    again = layer.after_forward + FLOAT32 * layer.parameters
-    return _MicroBatch(inputs, 0.0, layer.during_checkpoint, layer.during_input + again)
+        forward = max(forward, FROZEN[0].nbytes(sizes) - held)
+    with_weights = setup.grad_checkpoint or not stage.has_input_gradient
+    sizes = layer.backward_sizes._replace(
+        logits=logits, gradients=FLOAT32 * layer.parameters * with_weights
+    )
+    again = layer.after_forward if setup.grad_checkpoint else 0
+    return forward, again + max(moment.nbytes(sizes) for moment in layer.backward)
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
@@ -260,8 +258,8 @@ def rank_peak(
                 sent = True
         buffers = (min(PREPOSTED, to_receive) + sent) * setup.message
         summed = sum(sums.values())
-        if action.kind is Kind.W:
-            sums[action.stage] = stage.gradients
+        if action.kind is Kind.W or (action.kind is Kind.I and setup.grad_checkpoint):
+            sums[action.stage] = stage.gradients  # with gradient checkpointing W comes with I
         total -= held.get(key, 0)
         most = total + max(summed + before, sum(sums.values()) + left)
         peak = max(peak, resident + most + passing + buffers)
