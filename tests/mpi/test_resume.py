@@ -51,14 +51,18 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "fine_tune_type": "full",
             "unfreeze_all": True,
-            "optimizer": "muon",
+            "optimizer": "sgd",
+            "optimizer_config": {"sgd": {"momentum": 0.9}},
+            "learning_rate": 0.05,
             "max_grad_norm": 0.5,
             "grad_accumulation_steps": 3,
             "checkpoint_every": 4,
         },
     ),
+    "muon": ("small", {"optimizer": "muon", "checkpoint_every": 5}),
 }
-SAVED_AT = {"lora": 5, "full, tied, accumulated": 3}
+ADAM, SGD = "lora", "full, tied, accumulated"
+SAVED_AT = {ADAM: 5, SGD: 3, "muon": 5}
 """Steps of the first checkpoints. With accumulation step 4 is in the middle of an update."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -70,6 +74,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "two by two": (4, ["--pipeline-stages", "2", "--schedule", "zb-h1"]),
 }
 SAME = "two stages"
+OTHERS = [layout for layout in LAYOUTS if layout != SAME]
+
+EVALUATED = 1e-6
+"""Relative difference of two losses of the same weights, whose sums were made in another order."""
+
+ROUNDED = 2e-6
+"""The same of two gradients, in their norm: a thousand terms of float32, 2**-24 * sqrt(1000)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,41 @@ class Result:
             for name in ("train", "val")
             for event in events(self.metrics, name)
         }
+
+
+def adam_may_differ(whole: Result, resumed_at: int) -> dict[int, float]:
+    """Return by how much losses with Adam may differ after each step, if only sums differ.
+
+    A step moves a weight by lr m / sqrt(v), where m and v are running means of its gradient g and
+    of g^2, with the weights b = 0.9 and c = 0.999. By Cauchy-Schwarz |m| <= 7.3 sqrt(v), whatever
+    the gradients were: a step moves a weight by at most 7.3 lr. Where g is as small as the
+    rounding of its sums, that is what two layouts may differ by in that weight; but its loss feels
+    little of it.
+
+    Let r be the difference of g in two layouts. It changes m, k steps later, by (1 - b) b^k r, and
+    v by 2 (1 - c) c^k g r; and v >= (1 - c) c^k g^2. So after n steps it has moved the weight by
+
+        lr |r| sum_k ((1 - b) b^k / sqrt(v) + |m| (1 - c) c^k |g| / v^(3/2))
+          <= lr |r| / |g| ((1 - b) / sqrt(1 - c) sum_k (b / sqrt(c))^k + 7.3 n)
+          <= lr |r| / |g| (32 + 7.3 n),
+
+    and the loss, to first order, by |g| times that: lr |r| (32 + 7.3 n), however small g is. Over
+    N weights sum |r| <= sqrt(N) ||r|| <= sqrt(N) ROUNDED ||g||, if all errors add up. They do not:
+    that leaves room for what is left out, batches whose gradients differ, and the next order. It
+    holds while training is stable; where it is not, any rounding grows.
+    """
+    weights = sum(array.size for array in load_weights(whole.output).values())
+    steps = {event["step"]: event for event in events(whole.metrics, "train")}
+    lr = max(event["learning_rate"] for event in steps.values())
+    return {
+        last: EVALUATED * steps[last]["loss"]
+        + sum(
+            lr * (32 + 7.3 * (last - step)) * ROUNDED * weights**0.5 * steps[step]["grad_norm"]
+            for step in range(resumed_at + 1, last)
+        )
+        for last in steps
+        if last > resumed_at
+    }
 
 
 def arguments(
@@ -132,6 +178,8 @@ def results(
         train_well(2, *flags)
         results[run, "whole"] = whole
         for layout, (n, extra) in LAYOUTS.items():
+            if run == "muon" and layout != SAME:
+                continue
             flags, result = arguments(run, root / run / layout, models, pirate)
             interrupt(whole, result, SAVED_AT[run])
             train_well(n, *flags, *extra)
@@ -150,22 +198,55 @@ def test_the_same_layout_goes_on_to_the_bit(results: Results, run: str) -> None:
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != SAME])
-@pytest.mark.parametrize("run", RUNS)
-def test_any_other_layout_goes_on_with_the_same_losses(
-    results: Results, run: str, layout: str
-) -> None:
-    whole, resumed = results[run, "whole"].losses(), results[run, layout].losses()
-    assert len(resumed) == sum(step > SAVED_AT[run] for _, step in whole)
+@pytest.mark.parametrize("layout", OTHERS)
+def test_any_other_layout_goes_on_with_the_losses_of_sgd(results: Results, layout: str) -> None:
+    whole, resumed = results[SGD, "whole"].losses(), results[SGD, layout].losses()
+    assert len(resumed) == sum(step > SAVED_AT[SGD] for _, step in whole)
     for key, loss in resumed.items():
-        assert loss == pytest.approx(whole[key], rel=1e-5), key
+        assert loss == pytest.approx(whole[key], rel=EVALUATED), key
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_any_other_layout_goes_on_with_the_losses_of_adam(results: Results, layout: str) -> None:
+    agree_with_adam(results[ADAM, "whole"], results[ADAM, layout])
+
+
+def agree_with_adam(whole: Result, resumed: Result) -> None:
+    """Assert that a resumed run has the losses of the whole one, as far as Adam can."""
+    expected, losses = whole.losses(), resumed.losses()
+    may_differ = adam_may_differ(whole, SAVED_AT[ADAM])
+    assert max(may_differ.values()) < 2e-5 * expected["train", 12], "it says something"
+    assert len(losses) == sum(step > SAVED_AT[ADAM] for _, step in expected)
+    for (name, step), loss in losses.items():
+        # A validation before the update of its step.
+        assert abs(loss - expected[name, step]) <= may_differ[step], (name, step)
+
+
+def test_a_learning_rate_that_is_off_by_a_hundredth_is_seen(
+    results: Results, small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """The bound for Adam is no wider than what it is to find."""
+    flags, result = arguments(ADAM, tmp_path, {"small": small}, pirate)
+    config = Path(flags[1])
+    config.write_text(config.read_text().replace("- 0.001\n", "- 0.00101\n"))
+    train_well(2, *flags)
+    whole = results[ADAM, "whole"]
+    may_differ = adam_may_differ(whole, SAVED_AT[ADAM])
+    off = [
+        step
+        for (name, step), loss in result.losses().items()
+        if name == "train"
+        and step in may_differ
+        and abs(loss - whole.losses()[name, step]) > may_differ[step]
+    ]
+    assert len(off) >= 5, off
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_what_the_metrics_tell(results: Results, run: str) -> None:
     whole, resumed = results[run, "whole"], results[run, SAME]
     saved = [event["step"] for event in events(whole.metrics, "checkpoint")]
-    assert saved == {"lora": [5, 10, 12], "full, tied, accumulated": [3, 6, 12]}[run]
+    assert saved == {ADAM: [5, 10, 12], SGD: [3, 6, 12], "muon": [5, 10, 12]}[run]
     for event in events(whole.metrics, "checkpoint"):
         name = f"step-{event['step']:07d}"
         files = (whole.checkpoints / name).glob("*.safetensors")
@@ -231,11 +312,7 @@ def test_without_a_shared_disk(
     result.metrics.unlink()
     job = apart([homes[0], homes[2]], flags)
     assert job.returncode == 0, job.output
-    whole = results["lora", "whole"].losses()
-    resumed = result.losses()
-    assert len(resumed) == sum(step > 5 for _, step in whole)
-    for key, loss in resumed.items():
-        assert loss == pytest.approx(whole[key], rel=1e-5), key
+    agree_with_adam(results[ADAM, "whole"], result)
 
 
 def test_shared_storage_on_disks_that_are_not_shared_is_refused(
