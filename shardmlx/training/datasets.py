@@ -135,7 +135,8 @@ def _find_sets(
     for name in set(needed) - {"valid"}:
         if found[name].is_empty:
             raise UserError(
-                f"{found[name].where(None)} is missing or empty: --data {options.data} must hold it"
+                f"{found[name].where(None)} is missing or empty",
+                f"--data {options.data} must hold it",
             )
     return {name: found[name] for name in needed if not found[name].is_empty}
 
@@ -170,7 +171,9 @@ def _read_file(
                     line = line.removeprefix(codecs.BOM_UTF8)
                 rows.append(_parse(line, f"{path}:{number}"))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}", "give a file that you may read"
+        ) from None
     if not rows:
         return _Found(where)
     return _Found(where, _create(rows, str(path), options, tokenizer()), digest.hexdigest())
@@ -220,13 +223,14 @@ def _read_from_hub(options: DataOptions, tokenizer: GetTokenizer) -> dict[str, A
         train, valid, test = load_dataset(options, own)
     except ImportError:
         raise UserError(
-            f"--data {options.data}: there is no such directory; to read it from Hugging Face, "
-            "pip install datasets"
+            f"--data {options.data}: there is no such directory",
+            "name another, or, to read it from Hugging Face, pip install datasets",
         ) from None
     except Exception as error:
         raise UserError(
             f"--data {options.data}: there is no such directory, and Hugging Face does not give "
-            f"it: {one_line(error)}"
+            f"it: {one_line(error)}",
+            "name another",
         ) from None
     return {"train": train, "valid": valid, "test": test}
 

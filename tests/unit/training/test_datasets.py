@@ -294,7 +294,9 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
 
 def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").mkdir()
-    assert error_of(str(tmp_path)) == f"cannot read {tmp_path}/train.jsonl: Is a directory"
+    assert error_of(str(tmp_path)) == (
+        f"cannot read {tmp_path}/train.jsonl: Is a directory: give a file that you may read"
+    )
 
 
 def test_rows_of_no_known_format(tmp_path: Path) -> None:
@@ -390,7 +392,7 @@ def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
     assert error_of("someone/something") == (
         "--data someone/something: there is no such directory, and Hugging Face does not give "
-        "it: Not found Hugging Face dataset"
+        "it: Not found Hugging Face dataset: name another"
     )
 
 
@@ -400,6 +402,6 @@ def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
     assert error_of("no/such/directory") == (
-        "--data no/such/directory: there is no such directory; to read it from Hugging Face, "
-        "pip install datasets"
+        "--data no/such/directory: there is no such directory: name another, or, to read it from "
+        "Hugging Face, pip install datasets"
     )
