@@ -1,11 +1,14 @@
 """How far predictions are from what is measured: memory of every rank, and time of a step.
 
-    python scripts/bench/prediction.py [--only WORD ...] [--json FILE]
+    python scripts/bench/prediction.py [--peaks] [--only WORD ...] [--json FILE]
 
 Real runs of ``mpirun -n 2 python -m shardmlx.train``: SmolLM2 and an 8-layer, 512-wide model, LoRA
 and full, every schedule. ``shardmlx.profile`` measures each model and kind of training first, on
 both ranks at once. The prediction is that of ``train`` itself, from its metrics file. Run it on a
 machine that does nothing else: about 25 minutes on two cores.
+
+``--peaks`` measures memory alone: the 8-layer model in equal halves, 1F1B, by length, vocabulary
+and gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from _compare import mpirun, run
@@ -38,6 +42,9 @@ class Work:
     length: int
     batch_size: int
     micro_batch_size: int
+    vocabulary: int = 0
+    """Size of the vocabulary, where it is not the model's own."""
+    grad_checkpoint: bool = False
 
     def flags(self, path: Path) -> list[str]:
         return [
@@ -45,6 +52,7 @@ class Work:
             "--batch-size", str(self.batch_size), "--micro-batch-size", str(self.micro_batch_size),
             # One token more: the last is a target only.
             "--max-seq-length", str(self.length + 1), "--data", str(path),
+            *["--grad-checkpoint"] * self.grad_checkpoint,
         ]  # fmt: skip
 
 
@@ -68,20 +76,28 @@ WORKS = [
     Work("wide", "full", 256, 16, 2),
 ]
 
+PEAKS = [
+    Work("wide", tune, length, 4, 1, vocabulary, again)
+    for length, vocabulary, tune, again in product(
+        (256, 512, 1024, 2048), (1024, 49152), ("lora", "full"), (False, True)
+    )
+] + [Work("wide", "full", 4096, 4, 1, 1024, True)]
+
 
 def run_ranks(arguments: Sequence[object]) -> None:
     run(mpirun(2, "-m", *arguments))
 
 
-def measure(work: Work, schedule: str, model: Path, data: Path, directory: Path) -> Result:
+def measure(
+    work: Work, schedule: str, model: Path, data: Path, directory: Path, *more: object
+) -> Result:
     """One run, and what it predicted of itself."""
     metrics = directory / "metrics.jsonl"
     run_ranks(
         [
             "shardmlx.train", "--model", model, *work.flags(data), "--schedule", schedule,
             "--iters", STEPS, "--steps-per-report", WINDOW, "--val-batches", 0,
-            "--partitioner", "profiled", "--profile", directory / "profile.json",
-            "--adapter-path", directory / "out", "--metrics-file", metrics,
+            "--adapter-path", directory / "out", "--metrics-file", metrics, *more,
         ]
     )  # fmt: skip
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -111,55 +127,99 @@ def line(result: Result) -> tuple[str, ...]:
         f"{seconds:.3f} s",
         f"{100 * (predicted / seconds - 1):+.1f}%",
     ]
-    for peak, expected in zip(result.peaks, result.predicted_peaks, strict=True):
-        cells += [
+    return (*cells, *peak_cells(result))
+
+
+def peak_cells(result: Result) -> list[str]:
+    """Return the columns of both ranks' peaks."""
+    return [
+        cell
+        for peak, expected in zip(result.peaks, result.predicted_peaks, strict=True)
+        for cell in (
             f"{expected / MIB:.0f} MiB",
             f"{peak / MIB:.0f} MiB",
             f"{100 * (expected / peak - 1):+.1f}%",
-        ]
-    return tuple(cells)
+        )
+    ]
 
 
-HEADER = (
-    "work", "schedule", "layers", "step predicted", "measured", "error",
+def peak_line(result: Result) -> tuple[str, ...]:
+    """One row of the table of ``--peaks``."""
+    work = result.work
+    again = "yes" if work.grad_checkpoint else "-"
+    return (str(work.length), str(work.vocabulary), work.fine_tune_type, again, *peak_cells(result))
+
+
+HEADER_OF_PEAKS = (
     "rank 0 predicted", "measured", "error", "rank 1 predicted", "measured", "error",
 )  # fmt: skip
+HEADER = (
+    "work", "schedule", "layers", "step predicted", "measured", "error", *HEADER_OF_PEAKS,
+)  # fmt: skip
+HEADER_OF_LENGTHS = ("tokens", "vocabulary", "tuning", "again", *HEADER_OF_PEAKS)
+
+
+def compare_all(only: Sequence[str], data: Path, directory: Path) -> list[Result]:
+    """Run every work in every schedule, each work after its profile."""
+    results = []
+    models = {"smollm2": SMOLLM2, "wide": make_wide(directory / "wide")}
+    for work in WORKS:
+        named = f"{work.model} {work.fine_tune_type}"
+        schedules = [each for each in SCHEDULES if has_words(f"{named} {each}", only)]
+        if not schedules:
+            continue
+        model, profile = models[work.model], directory / "profile.json"
+        print(f"profile of {work.model}, {work.fine_tune_type} ...", flush=True)
+        run_ranks(
+            [
+                "shardmlx.profile", model, *work.flags(data), "-o", profile,
+                "--rows", work.micro_batch_size,
+                "--lengths", f"{work.length // 2},{work.length}",
+            ]
+        )  # fmt: skip
+        more = ("--partitioner", "profiled", "--profile", profile)
+        for schedule in schedules:
+            results.append(measure(work, schedule, model, data, directory, *more))
+            print("  ".join(line(results[-1])), flush=True)
+    return results
+
+
+def compare_peaks(only: Sequence[str], data: Path, directory: Path) -> list[Result]:
+    """Run the work of ``PEAKS``."""
+    results = []
+    for work in PEAKS:
+        again = "again" if work.grad_checkpoint else "held"
+        named = f"T{work.length} V{work.vocabulary} {work.fine_tune_type} {again}"
+        if has_words(named, only):
+            model = directory / f"wide-{work.vocabulary}"
+            if not model.exists():
+                make_wide(model, vocab_size=work.vocabulary)
+            even = ("--partitioner", "uniform")
+            results.append(measure(work, "1f1b", model, data, directory, *even))
+            print("  ".join(peak_line(results[-1])), flush=True)
+    return results
+
+
+def has_words(named: str, words: Sequence[str]) -> bool:
+    """Return whether every word is one of the name's."""
+    return set(words) <= set(named.split())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peaks", action="store_true", help="memory by length and vocabulary")
     parser.add_argument("--only", nargs="*", default=[], help="words that a row must contain")
     parser.add_argument("--json", help="write the numbers here")
     options = parser.parse_args()
     check_prepared()
-    results = []
+    compare: Callable[[Sequence[str], Path, Path], list[Result]]
+    compare, header, cells = compare_all, HEADER, line
+    if options.peaks:
+        compare, header, cells = compare_peaks, HEADER_OF_LENGTHS, peak_line
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        models = {"smollm2": SMOLLM2, "wide": make_wide(directory / "wide")}
-        data = make_long_rows(directory / "data")
-        for work in WORKS:
-            schedules = [
-                each
-                for each in SCHEDULES
-                if all(
-                    word in f"{work.model} {work.fine_tune_type} {each}" for word in options.only
-                )
-            ]
-            if not schedules:
-                continue
-            model = models[work.model]
-            print(f"profile of {work.model}, {work.fine_tune_type} ...", flush=True)
-            run_ranks(
-                [
-                    "shardmlx.profile", model, *work.flags(data), "-o", directory / "profile.json",
-                    "--rows", work.micro_batch_size,
-                    "--lengths", f"{work.length // 2},{work.length}",
-                ]
-            )  # fmt: skip
-            for schedule in schedules:
-                results.append(measure(work, schedule, model, data, directory))
-                print("  ".join(line(results[-1])), flush=True)
-    print("\n" + columns(HEADER, [line(result) for result in results]))
+        results = compare(options.only, make_long_rows(directory / "data"), directory)
+    print("\n" + columns(header, [cells(result) for result in results]))
     if options.json:
         Path(options.json).write_text(json.dumps(list(map(asdict, results)), indent=1) + "\n")
 

@@ -24,11 +24,16 @@ from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.models_and_batches import build, tiny_config
 
 LAYERS, ROWS, LENGTH = 4, 2, 96
-WITHIN = 0.1
-MEASUREMENTS = 5
-"""At most. MLX computes on a thread of its own, and an array goes when that thread lets go of it:
-the peak of one step varies by 6%, more beside other work. A prediction must be reached, not always
-be reached."""
+MICRO_BATCHES = 2
+HELD_WITHIN = 0.05
+"""Part by which what is held between two actions may differ from the prediction: nothing is left to
+chance there, but for small arrays that are not counted."""
+ABOVE, BELOW = 0.03, 0.05
+"""Parts by which a peak may lie above and below the prediction."""
+MEASUREMENTS = 30
+"""At most. How far MLX's scheduling thread gets ahead of the computing one is left to the system:
+the predicted peak is that of a thread as far ahead as it may be. On a free machine nearly every
+measurement reaches it, beside other work every second or third. None may pass it."""
 BACKEND = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
@@ -44,11 +49,13 @@ class Case:
     checkpoint: bool = False
     dtype_bytes: int = 4
     packed: bool = False
+    length: int = LENGTH
     config: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         special = [key for key, _ in (*self.lora, *self.config)] + ["checkpoint"] * self.checkpoint
         special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
+        special += [str(self.length)] * (self.length != LENGTH)
         return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
 
     @property
@@ -90,7 +97,7 @@ class Case:
             weight_sizes=sizes,
             dtype_bytes=self.dtype_bytes,
             rows=1 if self.packed else ROWS,
-            length=ROWS * LENGTH if self.packed else LENGTH,
+            length=ROWS * self.length if self.packed else self.length,
             fine_tune_type=self.mode,
             lora_keys=None if keys is None else tuple(keys),
             dropout=self.lora_parameters["dropout"] > 0,
@@ -126,15 +133,20 @@ def weight_sizes(model: nn.Module) -> LayerCosts:
     )
 
 
-def microbatch(seed: int, packed: bool = False) -> MicroBatch:
-    tokens = np.random.RandomState(seed).randint(1, 1000, size=(ROWS, LENGTH + 1))
-    spans = np.array([[0, LENGTH + 1]] * ROWS, np.int32)
+def microbatch(seed: int, case: Case) -> MicroBatch:
+    tokens = np.random.RandomState(seed).randint(1, 1000, size=(ROWS, case.length + 1))
+    spans = np.array([[0, case.length + 1]] * ROWS, np.int32)
     padded = MicroBatch(tokens.astype(np.int32), spans, 0)
-    return pack(padded, 1)[0] if packed else padded
+    return pack(padded, 1)[0] if case.packed else padded
+
+
+def keep_computing_thread_busy() -> None:
+    """Give the scheduling thread some milliseconds to get ahead; takes no memory."""
+    mx.async_eval(mx.broadcast_to(mx.array(1.0), (3000, 1000)).sum())  # type: ignore[no-untyped-call]
 
 
 def measure(case: Case) -> tuple[Measured, LayerCosts]:
-    """One training step of three micro-batches, after a step that made the optimizer's state."""
+    """A step of two micro-batches, after a step of one that made the optimizer's state."""
     model = case.model()
     sizes = weight_sizes(model)
     part = Slice(model, case.start, case.stop)
@@ -144,19 +156,20 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     after_forward: list[int] = []
     after_input: list[int] = []
     outside = 0
-    for _ in range(2):
+    for microbatches in (1, MICRO_BATCHES):
         gc.collect()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        for j in range(3):
+        for j in range(microbatches):
             now = mx.get_active_memory()
-            x, given = None, microbatch(j, case.packed)
+            x, given = None, microbatch(j, case)
             if case.start > 0:
                 x = mx.random.normal((*given.shape, part.hidden_size)).astype(part.dtype)
                 mx.eval(x)
             stage.forward(j, given, x, scale=1e-3)
             del x
             after_forward.append(mx.get_active_memory() - now)
+            keep_computing_thread_busy()
             if case.start > 0:
                 stage.backward_input(j)
                 after_input.append(mx.get_active_memory() - now)
@@ -180,7 +193,13 @@ CASES = [
     Case("full", 1, 3, family="mixtral"),
     Case("full", 1, 3, family="qwen2"),
     Case("lora", 1, 3, family="qwen3"),
+    Case("lora", 0, 2, checkpoint=True),
+    Case("lora", 1, 3, checkpoint=True),
+    Case("lora", 1, 3, checkpoint=True, length=256),
+    Case("lora", 2, 4, checkpoint=True, config=(("vocab_size", 5000),)),
+    Case("lora", 1, 3, checkpoint=True, dtype_bytes=2),
     Case("full", 1, 3, checkpoint=True),
+    Case("full", 2, 4, checkpoint=True, config=(("vocab_size", 5000),)),
     *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
     Case("full", 1, 3, packed=True, checkpoint=True),
 ]
@@ -188,23 +207,25 @@ CASES = [
 
 def test_mlx_has_no_gradient_for_packed_weights() -> None:
     """Why a ``TrainingSetup`` refuses to train them."""
-    model = Case("full", 0, 2, config=(("quantization", {"group_size": 32, "bits": 4}),)).model()
-    stage = Stage(0, Slice(model, 0, 2), needs_input_gradient=False)
+    case = Case("full", 0, 2, config=(("quantization", {"group_size": 32, "bits": 4}),))
+    stage = Stage(0, Slice(case.model(), 0, 2), needs_input_gradient=False)
     with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
-        stage.forward(0, microbatch(0), None, scale=1e-3)
+        stage.forward(0, microbatch(0, case), None, scale=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_real_stage_holds_what_is_predicted(case: Case) -> None:
-    (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(3)))
+def test_a_real_stage_reaches_and_never_passes_what_is_predicted(case: Case) -> None:
+    (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(MICRO_BATCHES)))
     for _ in range(MEASUREMENTS):
         measured, sizes = measure(case)
         stage, setup = case.predicted(sizes)
+        assert stage.weights == measured.weights
+        assert stage.after_forward == pytest.approx(measured.after_forward, rel=HELD_WITHIN)
+        if case.start > 0:
+            held = pytest.approx(measured.after_input, rel=HELD_WITHIN, abs=64)
+            assert stage.after_input == held
         peak = rank_peak(own, {1: stage}, setup)
-        if peak <= (1 + WITHIN) * measured.peak:
-            break
-    assert stage.weights == measured.weights
-    assert stage.after_forward == pytest.approx(measured.after_forward, rel=WITHIN)
-    if case.start > 0:
-        assert stage.after_input == pytest.approx(measured.after_input, rel=WITHIN)
-    assert peak == pytest.approx(measured.peak, rel=WITHIN)
+        assert measured.peak <= (1 + ABOVE) * peak
+        if measured.peak >= (1 - BELOW) * peak:
+            return
+    pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
