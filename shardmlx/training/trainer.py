@@ -104,6 +104,7 @@ class Trainer:
         self._start = 0
         self._grad_norm: float | None = None
         self._spoiled = False
+        self._last_share: Share | None = None
 
     def train(self) -> None:
         """Run all iterations that are left, with validation, reports and saving in between."""
@@ -224,6 +225,7 @@ class Trainer:
             key=(config.seed, step),
             reduce=last_of_update,
         )
+        self._last_share = share
         self._report.count(share.microbatches, losses, share.valid_tokens)
         self._spoiled |= not all(map(math.isfinite, losses.values()))
         if last_of_update:
@@ -285,9 +287,31 @@ class Trainer:
         state = {} if self._batches is None else {"report": self._report.state(), **position}
         return Point(step, state, self._report.mine())
 
+    def _fault(self) -> str | None:
+        """Return why the present weights should replace nothing; None if they may.
+
+        Where steps may be skipped, the last batch is tried with them: a run with weights that give
+        no finite loss any more would go on, and save them, until it has skipped most of its steps.
+        """
+        fault = self._soundness.fault()
+        share = self._last_share
+        if fault is not None or self._config.on_nonfinite == "stop" or share is None:
+            return fault
+        self._set_training(False)
+        losses = self._engine.evaluate(share.microbatches)
+        self._set_training(True)
+        is_finite = all(map(math.isfinite, losses.values()))
+        if all(self._transport.all_gather(is_finite, "trying the weights")):
+            return None
+        return "with its weights the loss of the last batch is not finite"
+
+    def _set_training(self, mode: bool) -> None:
+        for stage in self._job.stages:
+            stage.part.train(mode)
+
     def _is_worth_keeping(self, step: int) -> bool:
         """Return whether what is trained by now may replace what was saved; if not, say why."""
-        fault = self._soundness.fault()
+        fault = self._fault()
         if fault is not None:
             self._reporter.warn(f"step {step}: {fault}: nothing is saved, what was before stays")
         return fault is None
@@ -295,7 +319,7 @@ class Trainer:
     def _save_last(self) -> None:
         """Save the run at its last step, unless its weights should replace nothing."""
         config = self._config
-        fault = self._soundness.fault()
+        fault = self._fault()
         if fault is not None:
             raise AgreedFailure(f"step {config.iters}: {self._keep()}; {_TAMER}")
         saved_at = config.iters - config.iters % config.save_every
@@ -307,7 +331,7 @@ class Trainer:
     def _keep(self) -> str:
         """Save the last update if it is worth it, and return a sentence that says where it is."""
         output = self._config.adapter_path
-        fault = self._soundness.fault()
+        fault = self._fault()
         if fault is None and not self._soundness.has_trained:
             fault = "no update was made yet"
         if fault is not None:
@@ -348,8 +372,7 @@ class Trainer:
         feed = self._feed(self._open(name, loop=False), remaining)
         total, tokens = 0.0, 0
         self._transport.activity.begin(description)
-        for stage in self._job.stages:
-            stage.part.train(False)
+        self._set_training(False)
         with self._reporter.bar(description, remaining) as bar, feed:
             while shares := feed.take(at_once):
                 feed.send_ahead(at_once)
@@ -359,8 +382,7 @@ class Trainer:
                 total += sum(losses.values())
                 tokens += sum(share.valid_tokens for share in shares)
                 bar.advance(len(shares))
-        for stage in self._job.stages:
-            stage.part.train()
+        self._set_training(True)
         totals = self._transport.gather(total, what=description)
         return None if totals is None else sum(totals) / max(1, tokens)
 

@@ -94,7 +94,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
     much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", iters]
-    job = train(2, *flags, *much, "--save-every", "3", "--checkpoint-every", "3")
+    job = train(2, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert f"failed: step {step}: " in line
@@ -102,6 +102,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
         f"{of - 1} of the last {of} updates were skipped: nothing more is saved, what was in "
         f"{tmp_path}/out stays; lower --learning-rate, or give --dtype float32"
     )
+    assert "warning: step 1: with its weights the loss of the last batch is not" in job.stdout
     assert "warning: step 3: 2 of the last 3 updates were skipped: nothing is saved" in job.stdout
     assert digest(tmp_path / "out") == earlier
     assert not list((tmp_path / "checkpoints").glob("step-*"))
@@ -111,8 +112,7 @@ def test_weights_that_are_not_finite_replace_nothing(
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Of the last update there is no next step that would show it."""
-    much = ["--learning-rate", "3e38", "--iters", "1"]
-    job = train(2, *flags, *much)
+    job = train(2, *flags, "--learning-rate", "3e38", "--iters", "1")
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert re.search(
@@ -131,4 +131,16 @@ def test_a_run_that_stops_at_its_first_step_leaves_what_was_there(
     job = overflow(2, flags, step=1)
     assert job.returncode == 1, job.output
     assert f"no update was made yet: nothing more is saved, what was in {tmp_path}" in job.output
+    assert digest(tmp_path / "out") == earlier
+
+
+def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_skipped(
+    flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One of two updates was made, and no weight is infinite."""
+    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", "2"]
+    job = train(2, *flags, *much)
+    assert job.returncode == 1, job.output
+    (line,) = job.error_lines
+    assert "failed: step 2: with its weights the loss of the last batch is not finite: " in line
     assert digest(tmp_path / "out") == earlier
