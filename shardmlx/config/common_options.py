@@ -32,17 +32,31 @@ def stage_map_option(group: str) -> Any:
     return option(None, "YAML file that divides the layers; wins over --partitioner", group=group)
 
 
+AUTO = "auto"
+"""The value of an option that is left to the run."""
+
+SIMPLEST = "1f1b"
+"""The schedule of a run that does not know better."""
+
+FASTEST, SMALLEST = "balanced", "memory"
+"""The partitioner that ``auto`` asks first, and the one that it asks where that does not fit."""
+
+
 def partitioner_option(group: str) -> Any:
     return option(
-        "balanced", "how the layers are divided", choices=partitioner_names(), group=group
+        AUTO,
+        f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
+        choices=(AUTO, *partitioner_names()),
+        group=group,
     )
 
 
 def memory_limit_option(group: str) -> Any:
     return option(
         None,
-        "memory that each rank may use for MLX's arrays, like 12GiB (default: three quarters of "
-        "its share of the machine, or what macOS wires)",
+        "memory that the process of each rank may take, like 12GiB (default: the least of three "
+        "quarters of its share of the machine, or what macOS wires, and of what a memory cgroup "
+        "or ulimit allows)",
         above=0,
         parse=parse_bytes,
         group=group,

@@ -6,9 +6,11 @@ Each part is made of a command's options by name: ``FineTune.of(config)``. No ML
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
+
+from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +72,19 @@ class FineTune(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions(Spec):
-    """The batch of a step, and how a stage takes it."""
+    """The batch of a step, and how a stage takes it; None is left to the run."""
 
     batch_size: int
     micro_batch_size: int | None
     max_seq_length: int
-    pack: bool
+    pack: bool | None
     grad_accumulation_steps: int
-    grad_checkpoint: bool
+    grad_checkpoint: bool | None
+
+    @property
+    def first(self) -> Self:
+        """The same with what mlx_lm.lora does in the place of what is left to the run."""
+        return replace(self, pack=bool(self.pack), grad_checkpoint=bool(self.grad_checkpoint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,15 @@ class LayoutOptions(Spec):
     virtual_stages: int | None
     partitioner: str
     schedule: str
+
+    @property
+    def first(self) -> Self:
+        """The same with the simplest choices in the place of what is left to the run."""
+        return replace(
+            self,
+            partitioner=FASTEST if self.partitioner == AUTO else self.partitioner,
+            schedule=SIMPLEST if self.schedule == AUTO else self.schedule,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +151,11 @@ class RunSpec:
     batch: BatchOptions
     layout: LayoutOptions
     machines: MachineOptions
+
+    @property
+    def first(self) -> RunSpec:
+        """The same with the simplest choices in the place of what is left to the run."""
+        return replace(self, batch=self.batch.first, layout=self.layout.first)
 
     @classmethod
     def of(cls, options: Any) -> RunSpec:

@@ -18,6 +18,7 @@ from shardmlx.config.checks import (
     check_optimizer_config,
 )
 from shardmlx.config.common_options import (
+    AUTO,
     dtype_option,
     memory_limit_option,
     partitioner_option,
@@ -119,8 +120,10 @@ class TrainConfig:
     grad_accumulation_steps: int = option(
         1, "steps whose gradients make one optimizer update", minimum=1, group=_TRAINING
     )
-    grad_checkpoint: bool = option(
-        False, "recompute activations in backward, to save memory", group=_TRAINING
+    grad_checkpoint: bool | None = option(
+        None,
+        "recompute activations in backward, to save memory (default: where nothing else fits)",
+        group=_TRAINING,
     )
     clear_cache_threshold: int = option(
         0,
@@ -168,14 +171,19 @@ class TrainConfig:
         group=_PIPELINE,
     )
     schedule: str = option(
-        "1f1b", "order of forward and backward", choices=tuple(SCHEDULES), group=_PIPELINE
+        AUTO,
+        "order of forward and backward; auto: the one that is predicted to be the fastest of those "
+        "that fit",
+        choices=(AUTO, *SCHEDULES),
+        group=_PIPELINE,
     )
     micro_batch_size: int | None = option(
         None, "sequences a micro-batch (default: chosen)", minimum=1, group=_PIPELINE
     )
-    pack: bool = option(
-        False,
-        "texts of a micro-batch one after the other in one row, none padded; the loss is the same",
+    pack: bool | None = option(
+        None,
+        "texts of a micro-batch one after the other in one row, none padded; the loss is the same "
+        "(default: where that is predicted to be faster)",
         group=_PIPELINE,
     )
     max_grad_norm: float | None = option(
@@ -264,7 +272,7 @@ class TrainConfig:
             raise OptionError(
                 "unfreeze_all", f"is set with fine_tune_type {self.fine_tune_type}", "use full"
             )
-        allowed = get_schedule(self.schedule).virtual_choices
+        allowed = () if self.schedule == AUTO else get_schedule(self.schedule).virtual_choices
         if allowed and self.virtual_stages and self.virtual_stages not in allowed:
             fitting = " or ".join(map(str, allowed))
             raise OptionError(

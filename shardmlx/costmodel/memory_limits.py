@@ -1,4 +1,8 @@
-"""Derive MLX's memory limits of each rank from the plan and the machine. No MLX, no MPI.
+"""Derive the memory that each rank may have, and MLX's limits, from plan and machine.
+
+No MLX, no MPI. A rank's process takes more than MLX's arrays: the interpreter, libraries, tokenizer
+and data, MPI. That part is measured before weights are loaded, and what is left of the process's
+limit is for the arrays.
 
 What MLX does with them (0.32, ``allocator.cpp`` of each backend, ``resident.cpp``,
 ``transforms.cpp``); each array is *active* until it is freed, then its buffer is *cached*:
@@ -20,13 +24,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmlx.common.formatting import gibibytes
-from shardmlx.common.units import GIB, MIB, parse_bytes
+from shardmlx.common.process_memory import MemoryBound
+from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.errors import UserError
 
 LEAST_CACHE = 32 << 20
 """Bytes that MLX caches on a CPU by default. They are enough there: glibc keeps freed memory too,
 and can divide it. A cache of all that a step frees made steps no faster (measured)."""
+
+BOUND_FRACTION = 0.97
+"""Share of a memory cgroup, or of RLIMIT_AS, on which plans count: beyond it a process is killed at
+once, or refused memory. The rest is for mpirun and for page tables."""
+
+FRAGMENTED = 0.06
+"""Part of what a step frees that the C library keeps in pieces. Measured on Linux: 0.03 to 0.08."""
 
 CACHE_MARGIN = 1.25
 """Factor on what a step frees. Measured with SmolLM2: 1.01 times; the plan is within a fifth."""
@@ -45,11 +56,22 @@ class PlannedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """Bytes that a rank may use, and the ``reason``; ``inf`` where the machine is not known.
+class ProcessMemory:
+    """The process of a rank: bytes that it takes ``outside`` MLX's arrays, and what limits it
+    beside the size of the machine."""
 
-    ``most`` is its whole share of the machine, ``wirable`` the part that macOS lets the GPU wire,
-    None where nothing is wired.
+    outside: int = 0
+    bounds: tuple[MemoryBound, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes of MLX's arrays that a rank may have; ``inf`` where the machine is not known, below 0
+    where the rest of the process has no room.
+
+    Its process takes ``outside`` bytes more; both together are limited for the ``reason``, and by
+    ``most`` whatever the user says. ``wirable`` are the bytes that macOS lets the GPU wire, None
+    where nothing is wired.
     """
 
     host: str
@@ -57,23 +79,47 @@ class MemoryBudget:
     reason: str
     most: float
     wirable: int | None = None
+    outside: int = 0
+
+    @property
+    def process(self) -> float:
+        """Bytes that the whole process may take."""
+        return self.nbytes + self.outside
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Limits of a rank, in bytes, each with a reason; ``wired`` is None if nothing is wired."""
+    """Limits of MLX on a rank, in bytes, each with a reason; ``wired`` is None if nothing is wired.
+
+    The process takes ``outside`` bytes beside what MLX holds.
+    """
 
     planned: PlannedMemory
     memory: int
     cache: int
     wired: int | None
     reasons: tuple[str, str, str]
+    outside: int = 0
+
+    @property
+    def process(self) -> int:
+        """Bytes that the whole process may take."""
+        return self.memory + self.outside
+
+    def process_peak(self, peak: int) -> int:
+        """Return the bytes that the whole process takes when the arrays are at their ``peak``."""
+        passing = max(0, peak - self.planned.resident)
+        # On a CPU what MLX caches, and what the C library keeps, is not there for other arrays.
+        kept = min(self.cache, passing) + FRAGMENTED * passing if self.wired is None else 0
+        return round(peak + self.outside + kept)
 
     def as_json(self) -> dict[str, Any]:
         """Return the limits for the metrics."""
         return {
             "planned_peak_bytes": self.planned.peak,
+            "planned_process_bytes": self.process_peak(self.planned.peak),
             "memory_limit_bytes": self.memory,
+            "process_limit_bytes": self.process,
             "cache_limit_bytes": self.cache,
             "wired_limit_bytes": self.wired,
             "reasons": dict(zip(("memory", "cache", "wired"), self.reasons, strict=True)),
@@ -84,34 +130,55 @@ def budgets_of(
     cluster: Cluster,
     limit: int | None = None,
     working_sets: Sequence[int | None] = (),
+    processes: Sequence[ProcessMemory] = (),
 ) -> tuple[MemoryBudget, ...]:
     """Return what each world rank may use.
 
-    That is ``limit``, if one is given, but no more than its share of the machine; else the part of
-    that share on which plans count, or more where macOS wires more.
+    Its process may take the least of: ``limit``, if one is given, else the part of the machine's
+    memory on which plans count; and what bounds the process, shared with the other ranks of its
+    host that it bounds too. Where Metal's working set is known, it bounds the arrays instead of
+    that part of the machine.
 
     ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
+    ``processes`` are the ranks'; without them nothing is known but the machines.
     """
-    ranks = Counter(machine.host for machine in cluster.machines)
+    processes = processes or (ProcessMemory(),) * cluster.size
+    hosts = [machine.host for machine in cluster.machines]
+    ranks = Counter(hosts)
+    sharing = Counter(
+        (host, bound.name)
+        for host, process in zip(hosts, processes, strict=True)
+        for bound in process.bounds
+    )
     budgets = []
-    for rank, machine in enumerate(cluster.machines):
+    for rank, (machine, process) in enumerate(zip(cluster.machines, processes, strict=True)):
         count = ranks[machine.host]
-        most = math.inf if machine.memory is None else float(machine.memory)
         working_set = working_sets[rank] if working_sets else None
         wirable = None if working_set is None else working_set // count
-        usable = 0.0 if wirable is None else min(wirable, most)
-        shared = f", shared by {count} ranks" if count > 1 else ""
+        memory = math.inf if machine.memory is None else float(machine.memory)
+        bounds = [
+            (bound.nbytes * BOUND_FRACTION / each, bound.what + _shared(each))
+            for bound in process.bounds
+            for each in [sharing[machine.host, bound.name]]
+        ]
+        most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
+        part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{_shared(count)}"
         if limit is not None:
-            nbytes, reason = float(limit), "--memory-limit"
+            total, reason = float(limit), "--memory-limit"
             if limit > most:
-                nbytes, reason = most, f"all that there is{shared}; --memory-limit is more"
-        elif usable > cluster.capacity(rank):
-            nbytes, reason = usable, f"what macOS wires for the GPU{shared}"
+                total, reason = most, f"{why}; --memory-limit is more"
+        elif wirable is None:
+            total, reason = min([(cluster.capacity(rank), part), *bounds])
         else:
-            nbytes = cluster.capacity(rank)
-            reason = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{shared}"
-        budgets.append(MemoryBudget(machine.host, nbytes, reason, most, wirable))
+            metal = f"what macOS wires for the GPU{_shared(count)}"
+            total, reason = min([(float(wirable + process.outside), metal), (most, why)])
+        nbytes = total - process.outside
+        budgets.append(MemoryBudget(machine.host, nbytes, reason, most, wirable, process.outside))
     return tuple(budgets)
+
+
+def _shared(count: int) -> str:
+    return f", shared by {count} ranks" if count > 1 else ""
 
 
 def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
@@ -128,29 +195,34 @@ def limited(cluster: Cluster, limit: int | None) -> Cluster:
     return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
-def check_budgets(
-    budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], remedy: str
-) -> None:
-    """Raise ``UserError`` for the first rank whose plan does not fit, with ``remedy``."""
+def overfull(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> str | None:
+    """Return how the first rank whose plan does not fit fails, None where all fit."""
     for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True)):
         if plan.peak > budget.nbytes:
-            raise UserError(
-                f"rank {rank} ({budget.host}) would hold {gibibytes(plan.peak)} of its "
-                f"{gibibytes(budget.nbytes)} ({budget.reason})",
-                f"{how_to_allow(budget, plan.peak)}{remedy}",
-            )
+            return f"rank {rank} ({budget.host}) would take {in_process(budget, plan.peak)}"
+    return None
 
 
-def how_to_allow(budget: MemoryBudget, nbytes: int) -> str:
-    """Return the remedy that names a limit which is enough, if the machine has that."""
-    if parse_bytes(limit_for(nbytes)) > budget.most:
+def in_process(budget: MemoryBudget, nbytes: int) -> str:
+    """Return how much a process with ``nbytes`` of arrays takes, and of how much."""
+    beside = f", {gibibytes(budget.outside)} of it outside MLX," if budget.outside else ""
+    return (
+        f"{gibibytes(nbytes + budget.outside)}{beside} of its {gibibytes(budget.process)} "
+        f"({budget.reason})"
+    )
+
+
+def how_to_allow(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> str:
+    """Return the remedy that names a limit which is enough, if all machines have that."""
+    needed = [plan.peak + budget.outside for budget, plan in zip(budgets, planned, strict=True)]
+    if any(each > budget.most for each, budget in zip(needed, budgets, strict=True)):
         return ""
-    return f"give --memory-limit {limit_for(nbytes)} or more, "
+    return f"give --memory-limit {limit_for(max(needed))} or more, "
 
 
 def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str:
     """Return the remedy to raise the limit, where it is not known how much would be enough."""
-    can_be_raised = limit is not None and any(budget.nbytes < budget.most for budget in budgets)
+    can_be_raised = limit is not None and any(budget.process < budget.most for budget in budgets)
     return "raise --memory-limit, " * can_be_raised
 
 
@@ -162,7 +234,7 @@ def limit_for(nbytes: int) -> str:
 
 
 def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
-    """Return the limits of a rank whose plan fits: see ``check_budgets``.
+    """Return the limits of a rank whose plan fits: see ``overfull``.
 
     On a CPU nothing gives way, so that cache and plan together stay within the budget. On Metal MLX
     sees to that, and the cache has room for what a step frees, so that none of it is allocated
@@ -180,7 +252,8 @@ def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) ->
         if cache > memory - planned.resident:
             cache, why_cache = max(0, memory - planned.resident), "what the weights leave"
         wired, why_wired = _wired(budget, min(memory, planned.peak + cache))
-    return MemoryLimits(planned, memory, cache, wired, (budget.reason, why_cache, why_wired))
+    reasons = budget.reason, why_cache, why_wired
+    return MemoryLimits(planned, memory, cache, wired, reasons, budget.outside)
 
 
 def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
@@ -205,11 +278,14 @@ def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -
 def exceeded(
     limits: Sequence[MemoryLimits], hosts: Sequence[str], peaks: Sequence[int]
 ) -> tuple[str, ...]:
-    """Return a warning for each rank that took more than its limit, which MLX does not enforce."""
+    """Return a warning for each rank whose arrays took more than its limit.
+
+    MLX does not enforce it.
+    """
     return tuple(
-        f"rank {rank} ({host}) held {gibibytes(peak)} at its peak, more than its limit of "
-        f"{gibibytes(each.memory)} ({each.reasons[0]}), and {gibibytes(each.planned.peak)} were "
-        "planned"
+        f"rank {rank} ({host}) held {gibibytes(peak)} in MLX's arrays at its peak, more than its "
+        f"limit of {gibibytes(each.memory)} ({each.reasons[0]}), and "
+        f"{gibibytes(each.planned.peak)} were planned"
         for rank, (each, host, peak) in enumerate(zip(limits, hosts, peaks, strict=True))
         if peak > each.memory
     )

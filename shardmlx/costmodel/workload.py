@@ -66,7 +66,7 @@ class Workload(ModelSizes):
         """Return the work of a run on a model of which the headers are known."""
         sizes = model_sizes(files, fine_tune.dtype)
         known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
-        return cls(**known, fine_tune=fine_tune, batch=batch)
+        return cls(**known, fine_tune=fine_tune, batch=batch.first)
 
     def __post_init__(self) -> None:
         if self.fine_tune.num_layers > self.shape.num_layers:
@@ -127,7 +127,7 @@ class Workload(ModelSizes):
             optimizer=tune.optimizer,
             first_moment=_has_first_moment(tune),
             grad_checkpoint=checkpoint,
-            masks=(1 + any(self.shape.windows)) * self.batch.pack,
+            masks=(1 + any(self.shape.windows)) * bool(self.batch.pack),
             dp=dp,
             backend=backend,
         )

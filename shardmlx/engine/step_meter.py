@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.trace import Event, RankTimes, Recorder, clock, rank_times, write_chrome_trace
 
@@ -21,11 +22,15 @@ CLOCK_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The report of one rank: its mean step since the last report, and its peak memory so far."""
+    """The report of one rank: its mean step since the last report, and its peak memory so far.
+
+    ``peak_memory_bytes`` are of MLX's arrays, ``process_peak_bytes`` of the whole process.
+    """
 
     rank: int
     times: RankTimes
     peak_memory_bytes: int
+    process_peak_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """Return the rank's part of the metrics."""
@@ -36,6 +41,7 @@ class RankReport:
             "idle_seconds": round(self.times.idle_seconds, 6),
             "bubble": round(self.times.bubble, 4),
             "peak_memory_bytes": self.peak_memory_bytes,
+            "process_peak_bytes": self.process_peak_bytes,
         }
 
 
@@ -56,7 +62,7 @@ class Meter:
     _last_step: int = 0
     _reported_step: int = 0
     _total: list[RankTimes] = field(default_factory=list)
-    _peaks: list[int] = field(default_factory=list)
+    _peaks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._offset = clock_offset(self.transport)
@@ -85,7 +91,8 @@ class Meter:
         window, self._window = self._window, []
         steps, self._reported_step = self._last_step - self._reported_step, self._last_step
         gathered = self.transport.gather(
-            (window, self._offset, mx.get_peak_memory(), extra), what="report"
+            (window, self._offset, (mx.get_peak_memory(), peak_resident_bytes()), extra),
+            what="report",
         )
         if gathered is None:
             return None
@@ -115,9 +122,11 @@ class Meter:
             )
 
 
-def _reports(times: Sequence[RankTimes], peaks: Sequence[int], steps: int) -> list[RankReport]:
+def _reports(
+    times: Sequence[RankTimes], peaks: Sequence[tuple[int, int]], steps: int
+) -> list[RankReport]:
     return [
-        RankReport(rank, each.mean(steps), peak)
+        RankReport(rank, each.mean(steps), *peak)
         for rank, (each, peak) in enumerate(zip(times, peaks, strict=True))
     ]
 

@@ -39,16 +39,15 @@ class DegradedLayout:
 def plan_again(
     options: Sequence[str],
     run: RunSpec,
-    given: frozenset[str],
     machines: Sequence[Machine],
     file: str | None = None,
 ) -> DegradedLayout:
     """Return the layout for ``machines``, one a rank: the user's, else the planner's, else train's
     own.
 
-    ``run`` is what ``options`` and the YAML ``file`` say, and ``given`` names the options that the
-    user gave. The batch size stays. Raises ``DoesNotFitError`` where the planner knows that the
-    machines are too small, ``UserError`` where the user's file settles what has to be changed.
+    ``run`` is what ``options`` and the YAML ``file`` say. The batch size stays. Raises
+    ``DoesNotFitError`` where the planner knows that the machines are too small, ``UserError`` where
+    the user's file settles what has to be changed.
     """
     workload = _workload(run)
     layers = None if workload is None else workload.shape.num_layers
@@ -67,7 +66,7 @@ def plan_again(
         )
     cluster = _cluster(run.machines, machines)
     if workload is not None and cluster is not None:
-        planned = _planned(cleared, run.layout, given, workload, cluster)
+        planned = _planned(cleared, run.layout, run.batch, workload, cluster)
         if planned is not None:
             return planned
     return _default(cleared, run, stage_map, machines, layers)
@@ -83,7 +82,7 @@ def fits(
     """Tell whether the options can be used as they are on these machines, one a rank."""
     ranks = len(machines)
     pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
-    schedule = get_schedule(layout.schedule)
+    schedule = get_schedule(layout.first.schedule)
     try:
         mesh = Mesh.for_world(ranks, pp)
         rows, size = divide_batch(batch, mesh)
@@ -126,12 +125,12 @@ def _cluster(known: MachineOptions, machines: Sequence[Machine]) -> Cluster | No
 def _planned(
     options: Sequence[str],
     layout: LayoutOptions,
-    given: frozenset[str],
+    batch: BatchOptions,
     workload: Workload,
     cluster: Cluster,
 ) -> DegradedLayout | None:
     """Return the planner's choice for all machines, or for as many as there is work for."""
-    limits = settled(layout, workload.batch, given)
+    limits = settled(layout, batch)
     for ranks in range(cluster.size, 0, -1):
         some = replace(cluster, machines=cluster.machines[:ranks])
         try:
@@ -143,7 +142,7 @@ def _planned(
         except UserError:
             return None
         new = _changes(layout, choice, workload, some, limits)
-        again = _again(workload.batch, choice)
+        again = _again(batch, choice)
         text = shlex.join(replaced((), **new) + again)
         return DegradedLayout(
             ranks,
@@ -177,7 +176,7 @@ def _changes(
 def _again(batch: BatchOptions, choice: ChosenPlan) -> tuple[str, ...]:
     """Return the switch of gradient checkpointing, where it has to change."""
     wanted = choice.candidate.checkpoint
-    if wanted == batch.grad_checkpoint:
+    if wanted == batch.first.grad_checkpoint:
         return ()
     return ("--grad-checkpoint",) if wanted else ("--no-grad-checkpoint",)
 

@@ -54,7 +54,8 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
         for link in examination.links
         if host.name in (link.first, link.second) and link.speed is not None
     ]
-    memory, flops = host.facts.memory, host.flops.get("bf16") or host.flops.get("fp32")
+    memory = host.facts.memory_limit or host.facts.memory
+    flops = host.flops.get("bf16") or host.flops.get("fp32")
     kind = kind_key(host.facts.chip or "")
     return replace(
         machine,

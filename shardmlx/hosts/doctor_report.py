@@ -16,6 +16,7 @@ from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
 from shardmlx.hosts.doctor_ssh import Asked, Visit
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
+from shardmlx.hosts.host_facts import HostFacts
 
 UNKNOWN = "unknown"
 
@@ -167,6 +168,7 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
         *(row(f"matmul {dtype}", _speed_of(dtype)) for dtype in dtypes),
         row("memory", lambda host: _bytes(host.facts.memory)),
         row("free memory", lambda host: _bytes(host.facts.memory_free)),
+        row("memory limit", lambda host: _limit(host.facts)),
         row("wired limit", _wired_limit),
         row("free disk", lambda host: _bytes(host.facts.disk_free)),
         row("arrays to MPI", lambda host: host.copies or copied),
@@ -177,6 +179,12 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
 
 def _bytes(count: int | None) -> str | None:
     return None if count is None else gibibytes(count)
+
+
+def _limit(facts: HostFacts) -> str:
+    if facts.memory_limit is None:
+        return "the machine's"
+    return f"{gibibytes(facts.memory_limit)}, {facts.memory_limit_reason}"
 
 
 def _speed_of(dtype: str) -> Callable[[Host], str | None]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from shardmlx.common.process_memory import memory_bounds
 from shardmlx.common.units import MIB
 from shardmlx.hosts.probe_script import versions
 from shardmlx.hosts.system_parsers import (
@@ -50,7 +51,8 @@ class HostFacts:
     """A machine, as one of its processes sees it.
 
     ``node`` is its name as mpirun writes it. Memory and disk are in bytes; ``disk_free`` is where
-    the process works. ``wired_limit`` is macOS's setting: 0 where the system decides.
+    the process works. ``memory_limit`` is what the process may have of the memory, and why, where
+    that is less. ``wired_limit`` is macOS's setting: 0 where the system decides.
     """
 
     node: str | None
@@ -67,6 +69,8 @@ class HostFacts:
     disk_free: int | None
     firewall: str | None
     interfaces: tuple[Interface, ...]
+    memory_limit: int | None = None
+    memory_limit_reason: str | None = None
 
 
 def collect() -> HostFacts:
@@ -76,6 +80,8 @@ def collect() -> HostFacts:
     limit = values.get(_WIRED_LIMIT, "")
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
+    bounds = [bound for bound in memory_bounds() if bound.nbytes < memory.total]
+    bound = min(bounds, key=lambda each: each.nbytes, default=None)
     return HostFacts(
         node=os.environ.get("PMIX_HOSTNAME"),
         system=_system(),
@@ -91,6 +97,8 @@ def collect() -> HostFacts:
         disk_free=disk_free,
         firewall=firewall_state(_said(_FIREWALL, "--getglobalstate") or "") if is_mac else None,
         interfaces=_interfaces(_media_of_mac() if is_mac else medium_on_linux),
+        memory_limit=None if bound is None else bound.nbytes,
+        memory_limit_reason=None if bound is None else bound.what,
     )
 
 

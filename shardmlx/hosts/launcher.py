@@ -158,9 +158,7 @@ class Launcher:
             machines = [machine for machine in launch.machines if machine.host in left]
             each = machine_of_each_rank(machines)[: launch.ranks]
             try:
-                layout = plan_again(
-                    launch.options, RunSpec.of(config), launch.given, each, config.config
-                )
+                layout = plan_again(launch.options, RunSpec.of(config), each, config.config)
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(layout.line)

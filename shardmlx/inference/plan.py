@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 from shardmlx.common.digests import text_digest
 from shardmlx.common.formatting import gibibytes
+from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.generation_memory import (
@@ -19,6 +21,7 @@ from shardmlx.costmodel.memory_limits import (
     PlannedMemory,
     how_to_allow,
     how_to_allow_more,
+    in_process,
     within,
 )
 from shardmlx.costmodel.workload import ModelSizes
@@ -93,23 +96,26 @@ def plan_inference(
     groups = most if limit is not None else min(size, most)
     chunk = config.chunk(size)
     memory = _GenerationMemory(sizes, load, most, chunk, limit, cluster.backend)
-    can_divide = given is None and size > 1 and config.partitioner != "memory"
-    needing_less = _how_to_need_less(memory, can_divide)
+    is_open = given is None and size > 1
+    needing_less = _how_to_need_less(memory, is_open and config.partitioner not in (AUTO, SMALLEST))
     cluster = within(cluster, budgets)
     if given is not None:
         _check_map(given, config, sizes, cluster)
+    name = FASTEST if config.partitioner == AUTO else config.partitioner
+    divide = partial(
+        _divided, rows=-(-most // groups), load=load, sizes=sizes, cluster=cluster, memory=memory
+    )
     try:
-        stage_map = given or _divided(
-            config.partitioner, -(-most // groups), load, sizes, cluster, memory
-        )
+        stage_map = given or divide(name)
+        if config.partitioner == AUTO and is_open and not _fits(stage_map, budgets, memory):
+            stage_map = divide(SMALLEST)
     except DoesNotFitError as error:
         more = how_to_allow_more(config.memory_limit, budgets)
         raise UserError(error.fact, more + needing_less) from None
-    for rank, (start, stop) in enumerate(stage_map.partition.ranges):
-        needed = memory.total(start, stop)
-        if needed > budgets[rank].nbytes:
-            problem = _overfull(rank, budgets[rank], memory, start, stop)
-            raise UserError(problem, how_to_allow(budgets[rank], needed) + needing_less)
+    if not _fits(stage_map, budgets, memory):
+        ranges = stage_map.partition.ranges
+        allowed = how_to_allow(budgets, [memory.planned(*layers) for layers in ranges])
+        raise UserError(_overfull(stage_map, budgets, memory), allowed + needing_less)
     return InferencePlan(stage_map, load, groups, most, chunk, limit, model)
 
 
@@ -232,14 +238,26 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
     return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
+def _fits(stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _GenerationMemory) -> bool:
+    return all(
+        memory.total(start, stop) <= budgets[rank].nbytes
+        for rank, (start, stop) in enumerate(stage_map.partition.ranges)
+    )
+
+
 def _overfull(
-    rank: int, budget: MemoryBudget, memory: _GenerationMemory, start: int, stop: int
+    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _GenerationMemory
 ) -> str:
-    needed, caches = memory.total(start, stop), memory.caches(start, stop)
+    """Return how the first rank that does not fit fails."""
+    rank, (start, stop) = next(
+        (rank, (start, stop))
+        for rank, (start, stop) in enumerate(stage_map.partition.ranges)
+        if memory.total(start, stop) > budgets[rank].nbytes
+    )
     return (
-        f"rank {rank} ({budget.host}) would hold {gibibytes(needed)} of its "
-        f"{gibibytes(budget.nbytes)} ({budget.reason}) for layers {start}-{stop - 1}, "
-        f"{gibibytes(caches)} of it for the KV cache of {_sequences(memory)}"
+        f"rank {rank} ({budgets[rank].host}) would take "
+        f"{in_process(budgets[rank], memory.total(start, stop))} for layers {start}-{stop - 1}, "
+        f"{gibibytes(memory.caches(start, stop))} for the KV cache of {_sequences(memory)}"
     )
 
 

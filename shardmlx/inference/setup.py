@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gibibytes, percent
+from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
@@ -277,14 +278,16 @@ def _begins_with_space(tokenizer: TokenizerWrapper, token: int) -> bool:
 def report_memory(prepared: Prepared, reporter: Reporter) -> None:
     """Print a table of the layers and the memory of each rank. All ranks must call it."""
     transport, plan = prepared.transport, prepared.plan
-    mine = (prepared.part.nbytes, mx.get_peak_memory())
+    mine = (prepared.part.nbytes, mx.get_peak_memory(), peak_resident_bytes())
     everyone = transport.gather(mine, what="memory")
     if everyone is None:
         return
-    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak in everyone))}")
+    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak, _ in everyone))}")
     predicted = [limits.planned.peak for limits in prepared.limits]
+    processes = [limits.process_peak(limits.planned.peak) for limits in prepared.limits]
+    memory = ("peak memory", "predicted", "", "of the process", "predicted", "")
     reporter.table(
-        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
+        ("rank", "host", "layers", "weights", *memory),
         [
             (
                 str(rank),
@@ -294,11 +297,14 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
                 gibibytes(peak),
                 gibibytes(predicted[rank]),
                 percent(peak, predicted[rank]),
+                gibibytes(process),
+                gibibytes(processes[rank]),
+                percent(process, processes[rank]),
             )
-            for rank, ((weights, peak), (start, stop)) in enumerate(
+            for rank, ((weights, peak, process), (start, stop)) in enumerate(
                 zip(everyone, plan.stage_map.partition.ranges, strict=True)
             )
         ],
     )
-    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
+    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak, _ in everyone]):
         reporter.warn(warning)

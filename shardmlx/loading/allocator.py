@@ -6,17 +6,23 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from shardmlx.common.process_memory import memory_bounds, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
     MemoryLimits,
     PlannedMemory,
+    ProcessMemory,
     budgets_of,
     memory_limits,
     unwired,
 )
 from shardmlx.distributed.transport import Transport
+
+GROWTH = 8 << 20
+"""Bytes that a process takes outside MLX after it is set up: buffers of MPI and of BLAS, modules
+that are imported late. Measured."""
 
 
 def find_budgets(
@@ -24,9 +30,17 @@ def find_budgets(
 ) -> tuple[MemoryBudget, ...]:
     """Return what each rank may use, ``limit`` being the user's; the same on all ranks.
 
-    All ranks must call it.
+    To be called when a process has all but its weights. All ranks must call it.
     """
-    return budgets_of(cluster, limit, transport.all_gather(working_set(), "comparing memory"))
+    mine = working_set(), process_memory()
+    sets, processes = zip(*transport.all_gather(mine, "comparing memory"), strict=True)
+    return budgets_of(cluster, limit, sets, processes)
+
+
+def process_memory() -> ProcessMemory:
+    """Return what this process takes beside MLX's arrays, and what limits it."""
+    outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
+    return ProcessMemory(max(0, outside) + GROWTH, memory_bounds())
 
 
 def working_set() -> int | None:

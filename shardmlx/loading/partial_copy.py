@@ -21,6 +21,7 @@ from shardmlx.common.durable_files import flush_directory
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
+from shardmlx.loading.page_cache import drop
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.modelfiles.sources import RECORD
 
@@ -133,6 +134,11 @@ class PartialCopy:
     def check(self, names: Iterable[str]) -> None:
         """Raise ``RuntimeError`` for a tensor that is not there: its place is a hole."""
         check_present(names, self._complete, self._tensors, self.directory)
+
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the files."""
+        for descriptor in self._files.values():
+            drop(descriptor)
 
     def close(self) -> None:
         """Let go of the files; those who have opened them may read on."""

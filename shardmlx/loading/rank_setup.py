@@ -98,14 +98,15 @@ Sizes = TypeVar("Sizes", bound=ModelSizes)
 class PlanInputs(Generic[Sizes]):
     """The facts that a run is planned from; the same on all ranks.
 
-    ``sizes`` are those of the model, ``cluster`` the machines with no more memory than their
-    ``budgets``, and ``stage_map`` is the user's, if there is one.
+    ``sizes`` are those of the model, ``machines`` what there is, ``cluster`` the same with no more
+    memory than their ``budgets``, and ``stage_map`` is the user's, if there is one.
     """
 
     sizes: Sizes
     cluster: Cluster
     budgets: tuple[MemoryBudget, ...]
     stage_map: StageMap | None
+    machines: Cluster
 
 
 def gather_plan_inputs(
@@ -125,12 +126,23 @@ def gather_plan_inputs(
         # A profile of other work or other machines is found before anything is loaded.
         on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
     given = _read_given_map(transport, stage_map)
-    return PlanInputs(sizes, within(cluster, budgets), budgets, given)
+    return PlanInputs(sizes, within(cluster, budgets), budgets, given, cluster)
+
+
+def measure_again(
+    transport: Transport, inputs: PlanInputs[Sizes], machines: MachineOptions
+) -> PlanInputs[Sizes]:
+    """Measure what the processes take, now that rank 0 holds tokenizer and data.
+
+    All ranks must call it.
+    """
+    budgets = find_budgets(transport, inputs.machines, machines.memory_limit)
+    return replace(inputs, cluster=within(inputs.machines, budgets), budgets=budgets)
 
 
 def _check_profile(workload: Workload, cluster: Cluster) -> None:
     for rank in range(cluster.size):
-        cluster.clock(rank, workload, workload.batch.grad_checkpoint)
+        cluster.clock(rank, workload, bool(workload.batch.grad_checkpoint))
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:

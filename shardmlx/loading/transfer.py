@@ -23,6 +23,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.loading.chains import Read, send_tensors
 from shardmlx.loading.hub_download import download
 from shardmlx.loading.manifest import ModelManifest, is_needed, plan_transfers
+from shardmlx.loading.page_cache import PageCache, drop_files
 from shardmlx.loading.partial_copy import PartialCopy, check_present, read_exactly
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import PlacedTensor
@@ -141,6 +142,13 @@ class Bundle:
         self._present = mine
         self._say(moved, time.monotonic() - started, reporter, what)
 
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the files."""
+        if self._copy is not None:
+            self._copy.drop_page_cache()
+        elif self._directory.is_dir():
+            drop_files(self._directory.glob("*.safetensors"))
+
     def close(self) -> None:
         """Remove what is temporary, also where loading failed. May be called again."""
         self._unname()
@@ -190,8 +198,9 @@ class Bundle:
         through_me = [transfer.name for transfer in transfers if me in transfer.chain]
         with ExitStack() as stack:
             bar = stack.enter_context(_bar(reporter, what, _nbytes(through_me, tensors)))
+            advance = _Progress(bar, PageCache(self.drop_page_cache))
             moved.received = send_tensors(
-                transport, transfers, tensors, self._reader(stack), self._copy, _Progress(bar)
+                transport, transfers, tensors, self._reader(stack), self._copy, advance
             )
         if self._copy is not None:
             self._copy.flush()
@@ -217,7 +226,8 @@ class Bundle:
         if self._repository is None or self._copy is None or not missing:
             return
         with _bar(reporter, what, _nbytes(missing, tensors)) as bar:
-            download(self._repository, self._copy, missing, tensors, _Progress(bar))
+            advance = _Progress(bar, PageCache(self.drop_page_cache))
+            download(self._repository, self._copy, missing, tensors, advance)
 
     def _reader(self, stack: ExitStack) -> Read:
         """Return what reads this rank's own files, of which each is opened once."""
@@ -264,15 +274,17 @@ def _bar(reporter: Reporter, what: str, nbytes: int) -> AbstractContextManager[B
 
 
 class _Progress:
-    """A function of bytes that come, which tells a bar in megabytes."""
+    """A function of bytes that come, which tells a bar in megabytes, and the page cache."""
 
-    def __init__(self, bar: Bar | None) -> None:
+    def __init__(self, bar: Bar | None, page_cache: PageCache) -> None:
         self._bar = bar
+        self._page_cache = page_cache
         self._nbytes = 0
 
     def __call__(self, nbytes: int) -> None:
         before = self._nbytes // _MEGABYTE
         self._nbytes += nbytes
+        self._page_cache.count(nbytes)
         if self._bar is not None and self._nbytes // _MEGABYTE > before:
             self._bar.advance(self._nbytes // _MEGABYTE - before)
 
@@ -295,11 +307,17 @@ class Weights:
         stages = [(part.start, part.stop) for part in parts]
         for what, bundle in self._bundles.items():
             bundle.fill(stages, shape, reporter, what)
+        page_cache = PageCache(self._drop_page_cache)
         for part in parts:
             for bundle in self._bundles.values():
                 bundle.check(part.start, part.stop, shape)
-            part.load()
+            part.load(page_cache.count)
+        page_cache.clear()
         self.close()
+
+    def _drop_page_cache(self) -> None:
+        for bundle in self._bundles.values():
+            bundle.drop_page_cache()
 
     def close(self) -> None:
         """Close model and adapters. May be called again."""

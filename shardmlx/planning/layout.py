@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import BatchOptions, LayoutOptions
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
@@ -39,28 +40,31 @@ def make_stage_map(
         given.check_model(model, workload.shape.num_layers)
         return given
     batch = workload.batch
+    layout, batch = layout.first, batch.first
     pp = layout.pipeline_stages or cluster.size
     schedule = get_schedule(layout.schedule)
     virtual = layout.virtual_stages or schedule.default_virtual
     schedule.check(pp, 1, virtual)
     mesh = Mesh.for_world(cluster.size, pp)
     rows, micro_batch_size = divide_batch(batch, mesh)
-    way = Candidate(mesh, layout.schedule, virtual, rows, micro_batch_size, batch.grad_checkpoint)
+    way = Candidate(
+        mesh, layout.schedule, virtual, rows, micro_batch_size, bool(batch.grad_checkpoint)
+    )
     length = min(batch.max_seq_length, TYPICAL_LENGTH)
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     return get_partitioner(layout.partitioner)(problem)
 
 
-def settled(layout: LayoutOptions, batch: BatchOptions, given: frozenset[str]) -> Limits:
-    """Return what the planner must leave as it is: what of the options was ``given``."""
+def settled(layout: LayoutOptions, batch: BatchOptions) -> Limits:
+    """Return what the planner must leave as it is: what the options do not leave to the run."""
     return Limits(
         batch_size=batch.batch_size,
         length=batch.max_seq_length,
-        schedule=layout.schedule if "schedule" in given else None,
+        schedule=None if layout.schedule == AUTO else layout.schedule,
         virtual=layout.virtual_stages,
         micro_batch_size=batch.micro_batch_size,
-        checkpoint=batch.grad_checkpoint if "grad_checkpoint" in given else None,
-        partitioner=layout.partitioner if "partitioner" in given else None,
+        checkpoint=batch.grad_checkpoint,
+        partitioner=None if layout.partitioner == AUTO else layout.partitioner,
     )
 
 

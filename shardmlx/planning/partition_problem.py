@@ -58,7 +58,7 @@ def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
         rows=way.rows,
         micro_batch_size=way.micro_batch_size,
         trainable=trainable_stages(workload, stage_map),
-        pack=workload.batch.pack,
+        pack=bool(workload.batch.pack),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardmlx.common.cli import OneLineParser
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import RunSpec
-from shardmlx.config.train import load_given_config
+from shardmlx.config.train import load_config
 from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.layer_memory import BACKENDS
@@ -44,13 +44,11 @@ _PLANNED = (
 class PlanOptions:
     """The options of the command: its own flags, and a training run's.
 
-    ``given`` names those of training that were given, by flag or file; ``train_options`` are
-    the flags that the planner leaves as they were.
+    ``train_options`` are the flags that the planner leaves as they were.
     """
 
     flags: argparse.Namespace
     run: RunSpec
-    given: frozenset[str]
     train_options: tuple[str, ...]
 
 
@@ -74,7 +72,6 @@ def run(argv: Sequence[str]) -> int:
         planned = plan_training(
             run,
             read_hostfile(flags.hosts),
-            given=options.given,
             data_parallel=flags.data_parallel,
             memory_fraction=flags.memory_fraction,
             efficiency=flags.efficiency,
@@ -109,17 +106,11 @@ def read_options(argv: Sequence[str]) -> PlanOptions:
     """Read the flags of this command, and any of ``shardmlx.train``'s. Raises ``UserError``."""
     parser = _parser()
     flags, rest = parser.parse_known_args(argv)
-    schedule = [] if flags.schedule in (None, AUTO) else ["--schedule", flags.schedule]
-    config, given = load_given_config(
-        ["--model", flags.model, "--hosts", flags.hosts, *rest, *schedule]
-    )
+    schedule = [] if flags.schedule is None else ["--schedule", flags.schedule]
+    config = load_config(["--model", flags.model, "--hosts", flags.hosts, *rest, *schedule])
     if not config.train:
         raise UserError("--test alone trains nothing", "plan the training, without it")
-    if flags.schedule == AUTO:
-        given -= {"schedule"}
-    return PlanOptions(
-        flags, RunSpec.of(config), given, ("--model", flags.model, *_left_alone(rest))
-    )
+    return PlanOptions(flags, RunSpec.of(config), ("--model", flags.model, *_left_alone(rest)))
 
 
 def _left_alone(options: Sequence[str]) -> Iterator[str]:

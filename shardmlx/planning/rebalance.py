@@ -61,7 +61,7 @@ def rebalanced(
     ``partitioner`` is asked, and the most even division that fits; the fastest map wins, which is
     the present one if none is faster. None where nothing was measured of some rank.
     """
-    longest, checkpoint = workload.batch.max_seq_length, workload.batch.grad_checkpoint
+    longest, checkpoint = workload.batch.max_seq_length, bool(workload.batch.grad_checkpoint)
     expected = compute_of_ranks(plan, workload, cluster, length, checkpoint=checkpoint)
     if not all(each > 0 for each in (*measured, *expected)):
         return None
@@ -103,7 +103,7 @@ def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> P
         stage_map.virtual,
         plan.rows,
         plan.micro_batch_size,
-        batch.grad_checkpoint,
+        bool(batch.grad_checkpoint),
     )
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     # The map may number the ranks in another order than the schedule.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,6 @@ def plan_training(
     config: TrainConfig | RunSpec,
     machines: Sequence[Machine],
     *,
-    given: Iterable[str] = (),
     data_parallel: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
     efficiency: float = EFFICIENCY,
@@ -57,11 +56,10 @@ def plan_training(
 ) -> TrainingPlan:
     """Choose stages, schedule, micro-batches and gradient checkpointing for ``machines``.
 
-    The fastest plan that fits is chosen, from the model's headers alone. ``given`` names options of
-    ``config`` that have a default and are settled all the same: "schedule", "grad_checkpoint",
-    "partitioner". Options that have none are settled where they are set: stage map, pipeline
-    stages, micro-batch size. MLX may use ``memory_fraction`` of a machine's memory, and training
-    reaches ``efficiency`` of its FLOPs, unless the machines or a profile say more. ``advance`` is
+    The fastest plan that fits is chosen, from the model's headers alone, among those that
+    ``config`` leaves open: "auto" and None leave a choice. MLX may use ``memory_fraction`` of a
+    machine's memory, and training reaches ``efficiency`` of its FLOPs, unless the machines or a
+    profile say more. ``advance`` is
     told how many plans of how many were looked at. Raises ``UserError``: where nothing fits, its
     remedy says what would.
     """
@@ -80,14 +78,14 @@ def plan_training(
     cluster = limited(cluster, run.machines.memory_limit)
     cluster.check_speeds()
     workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
-    limits = _limits(run, frozenset(given), data_parallel, cluster.size)
+    limits = _limits(run, data_parallel, cluster.size)
     if limits.stage_map is not None:
         limits.stage_map.check_layers(workload.shape.num_layers)
     choice = _choose(workload, cluster, limits, advance)
     return TrainingPlan(choice=choice, cluster=cluster, limits=limits)
 
 
-def _limits(run: RunSpec, given: frozenset[str], data_parallel: int | None, ranks: int) -> Limits:
+def _limits(run: RunSpec, data_parallel: int | None, ranks: int) -> Limits:
     layout = run.layout
     stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
     if stage_map is not None:
@@ -95,9 +93,7 @@ def _limits(run: RunSpec, given: frozenset[str], data_parallel: int | None, rank
     pp = layout.pipeline_stages if stage_map is None else stage_map.pp
     if data_parallel is None and pp is not None:
         data_parallel = Mesh.for_world(ranks, pp).dp
-    return replace(
-        settled(layout, run.batch, given), data_parallel=data_parallel, stage_map=stage_map
-    )
+    return replace(settled(layout, run.batch), data_parallel=data_parallel, stage_map=stage_map)
 
 
 def _choose(

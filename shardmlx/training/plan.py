@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
 
 from shardmlx.config.specs import RunSpec
-from shardmlx.costmodel.memory_limits import PlannedMemory, check_budgets, how_to_allow_more
+from shardmlx.costmodel.memory_limits import (
+    PlannedMemory,
+    how_to_allow,
+    how_to_allow_more,
+    overfull,
+)
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import OpenedModel, PlanInputs
@@ -16,7 +22,10 @@ from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map
+from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map, settled
+from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.planning.suggestions import remedies
+from shardmlx.training.choice import Choice, SequenceLengths, choose
 from shardmlx.training.predicted import planned_memory
 
 
@@ -25,12 +34,36 @@ def make_plan(
 ) -> tuple[Plan, list[Slice]]:
     """Return the plan, and all stages' slices of ``model``: unread, so that knowing them costs
     nothing. Raises ``UserError`` where the run cannot be laid out so."""
+    if run.batch.pack and not can_pack(opened.config):
+        raise UserError(
+            "--pack: the model's rotary embeddings are of type dynamic, and change with the length "
+            "of the row",
+            "train without --pack",
+        )
     stage_map = _stage_map(run, inputs)
-    _check_pack(run.batch.pack, opened.config)
     budgets = inputs.budgets
     mesh = make_mesh(stage_map, len(budgets), [budget.host for budget in budgets])
     rows, micro_batch_size = divide_batch(run.batch, mesh)
-    slices = [Slice(model, start, stop) for start, stop in stage_map.partition.ranges]
+    plan = Plan(
+        mesh=mesh,
+        stage_map=stage_map,
+        schedule=run.layout.schedule,
+        rows=rows,
+        micro_batch_size=micro_batch_size,
+        trainable=trainable_stages(inputs.sizes, stage_map),
+        pack=bool(run.batch.pack),
+    )
+    return of_model(plan, run, opened, model)
+
+
+def of_model(
+    plan: Plan, run: RunSpec, opened: OpenedModel, model: nn.Module
+) -> tuple[Plan, list[Slice]]:
+    """Return the plan for this very model, and all stages' slices of it.
+
+    Raises ``UserError`` where nothing of it is left to train.
+    """
+    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
     tune = run.fine_tune
     if tune.train and not any(part.trainable for part in slices):
         raise UserError(
@@ -38,67 +71,79 @@ def make_plan(
             f"lora_parameters {dict(tune.lora_parameters)}",
             "its keys must name modules of this model; quantised weights train with lora only",
         )
-    plan = Plan(
-        mesh=mesh,
-        stage_map=stage_map,
-        schedule=run.layout.schedule,
-        rows=rows,
-        micro_batch_size=micro_batch_size,
-        trainable=tuple(bool(part.trainable) for part in slices),
-        model=opened.digest,
-        pack=run.batch.pack,
-    )
-    return plan, slices
+    trainable = tuple(bool(part.trainable) for part in slices)
+    return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
 def _stage_map(run: RunSpec, inputs: PlanInputs[Workload]) -> StageMap:
-    limit = run.machines.memory_limit
     try:
         return make_stage_map(run.model, run.layout, inputs.stage_map, inputs.sizes, inputs.cluster)
     except DoesNotFitError as error:
-        if limit is None:
-            raise
-        way = how_to_allow_more(limit, inputs.budgets)
-        raise UserError(error.fact, f"{way}lower --max-seq-length, or use more machines") from None
+        way = how_to_allow_more(run.machines.memory_limit, inputs.budgets)
+        ways = what_would_fit(run, inputs, run.batch.max_seq_length - 1)
+        raise UserError(error.fact, f"{way}{ways}") from None
 
 
-def _check_pack(pack: bool, model_config: Mapping[str, Any]) -> None:
-    """Refuse rotary embeddings that depend on the length of the row: packed they would be
-    others."""
+def can_pack(model_config: Mapping[str, Any]) -> bool:
+    """Tell whether packed rows have the same loss: not where rotary embeddings depend on the length
+    of the row."""
     rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    if pack and "dynamic" in (rope.get("type"), rope.get("rope_type")):
-        raise UserError(
-            "--pack: the model's rotary embeddings are of type dynamic, and change with the length "
-            "of the row",
-            "train without --pack",
-        )
+    return "dynamic" not in (rope.get("type"), rope.get("rope_type"))
 
 
-def plan_memory(
-    run: RunSpec, plan: Plan, inputs: PlanInputs[Workload], lengths: tuple[int, int]
-) -> tuple[PlannedMemory, ...]:
-    """Return what the plan expects of every rank's memory, for the longest sequences.
+def choose_plan(
+    run: RunSpec,
+    inputs: PlanInputs[Workload],
+    opened: OpenedModel,
+    model: nn.Module,
+    lengths: SequenceLengths,
+) -> Choice:
+    """Return the way to train that is taken, with the plan of this very model.
 
-    ``lengths`` are those of a step, and of sequences that only pass forward. Raises ``UserError``
-    where a rank has no room for it.
+    Raises ``UserError`` where no way that the options leave open fits in the memory of all ranks.
     """
-    planned = planned_memory(plan, inputs.sizes, inputs.cluster, lengths, run.batch.grad_checkpoint)
-    check_budgets(inputs.budgets, planned, _how_to_need_less(run, plan))
-    return planned
+    choice = choose(
+        *(run, inputs.sizes, inputs.stage_map, inputs.cluster, inputs.budgets, lengths),
+        can_pack=can_pack(opened.config),
+    )
+    if choice is None:
+        # The way that needs the least, of those that are left open.
+        checkpoint, rows = run.batch.grad_checkpoint is not False, run.batch.micro_batch_size or 1
+        least = replace(run.batch, grad_checkpoint=checkpoint, micro_batch_size=rows)
+        tightest = replace(run, batch=least).first
+        plan, _ = make_plan(tightest, inputs, opened, model)
+        planned = memory_of(tightest, plan, inputs, lengths)
+        allowed = how_to_allow(inputs.budgets, planned)
+        raise UserError(
+            overfull(inputs.budgets, planned) or "the model does not fit",
+            f"{allowed}{what_would_fit(run, inputs, lengths.longest[0])}",
+        )
+    plan, _ = of_model(choice.plan, choice.run, opened, model)
+    return replace(choice, plan=plan)
 
 
-def _how_to_need_less(run: RunSpec, plan: Plan) -> str:
-    layout = run.layout
-    ways = {
-        "lower --micro-batch-size": plan.micro_batch_size > 1,
-        "lower --max-seq-length": True,
-        "add --grad-checkpoint": run.fine_tune.train and not run.batch.grad_checkpoint,
-        "try --partitioner memory": layout.stage_map is None
-        and plan.mesh.pp > 1
-        and layout.partitioner != "memory",
-        "give that rank fewer layers": layout.stage_map is not None and plan.mesh.pp > 1,
-    }
-    return ", ".join([*(way for way, is_open in ways.items() if is_open), "or use more machines"])
+def memory_of(
+    run: RunSpec, plan: Plan, inputs: PlanInputs[Workload], lengths: SequenceLengths
+) -> tuple[PlannedMemory, ...]:
+    """Return what the plan expects of every rank's memory, for the longest sequences."""
+    workload = replace(inputs.sizes, batch=run.batch)
+    checkpoint = bool(run.batch.grad_checkpoint)
+    return planned_memory(plan, workload, inputs.cluster, lengths.longest, checkpoint)
+
+
+def what_would_fit(run: RunSpec, inputs: PlanInputs[Workload], length: int) -> str:
+    """Return the changes of which each was found to make the run fit, with sequences of
+    ``length``."""
+    given, size = inputs.stage_map, inputs.cluster.size
+    pp = given.pp if given is not None else run.layout.pipeline_stages or size
+    limits = replace(
+        settled(run.layout, run.batch),
+        length=max(1, length),
+        data_parallel=max(1, size // pp),
+        stage_map=given,
+    )
+    found = remedies(inputs.sizes, inputs.cluster, limits)
+    return "; or ".join(found) or "use more machines, or machines with more memory"
 
 
 def headline(run: RunSpec, plan: Plan) -> str:

@@ -192,7 +192,7 @@ class TrainingReport:
             job.workload,
             job.cluster,
             self._lengths.mean,
-            checkpoint=self._config.grad_checkpoint,
+            checkpoint=bool(self._config.grad_checkpoint),
         )
         for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
             self._reporter.warn(str(straggler))
@@ -243,6 +243,7 @@ class TrainingReport:
         for each in ranks:
             _, pipeline_rank = self._job.plan.mesh.coordinates(each.rank)
             predicted = expected.peaks[pipeline_rank]
+            process = self._job.limits[each.rank].process_peak(predicted)
             rows.append(
                 (
                     str(each.rank),
@@ -254,10 +255,14 @@ class TrainingReport:
                     gibibytes(each.peak_memory_bytes),
                     gibibytes(predicted),
                     percent(each.peak_memory_bytes, predicted),
+                    gibibytes(each.process_peak_bytes),
+                    gibibytes(process),
+                    percent(each.process_peak_bytes, process),
                 )
             )
         times = ("step", "compute", "exposed communication", "bubble")
-        self._reporter.table(("rank", "host", *times, "peak memory", "predicted", ""), rows)
+        memory = ("peak memory", "predicted", "", "of the process", "predicted", "")
+        self._reporter.table(("rank", "host", *times, *memory), rows)
 
     def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
         """Add the peak memory that was planned before the run, for its longest sequence."""
@@ -288,9 +293,8 @@ class TrainingReport:
     def _expected(self) -> Expected:
         """Predict the steps that were run."""
         job = self._job
-        return expect(
-            job.plan, job.workload, job.cluster, self._lengths, self._config.grad_checkpoint
-        )
+        checkpoint = bool(self._config.grad_checkpoint)
+        return expect(job.plan, job.workload, job.cluster, self._lengths, checkpoint)
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
@@ -43,14 +42,23 @@ from shardmlx.loading.rank_setup import (
     OpenedModel,
     compare_plans,
     gather_plan_inputs,
+    measure_again,
     open_on_all_ranks,
 )
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.pipeline.plan import Plan
+from shardmlx.training.choice import Choice, SequenceLengths, mean_lengths
 from shardmlx.training.datasets import DataSets, read_data
-from shardmlx.training.plan import headline, layers_of, make_plan, plan_memory
+from shardmlx.training.plan import (
+    choose_plan,
+    headline,
+    layers_of,
+    make_plan,
+    memory_of,
+    of_model,
+)
 from shardmlx.training.predicted import longest_inputs
 from shardmlx.training.token_cache import open_cache
 
@@ -110,32 +118,41 @@ def _prepare(
     inputs = gather_plan_inputs(
         transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
     )
-    plan, slices = on_all_ranks(
-        transport, "planning", partial(make_plan, run, inputs, opened, model)
-    )
-    compare_plans(transport, plan.digest)
+    # What the options get wrong is found before the data is read.
+    on_all_ranks(transport, "planning", partial(make_plan, run.first, inputs, opened, model))
     optimizer = on_all_ranks(
         transport, "building the optimizer", partial(optimizer_of, run.fine_tune)
     )
     on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
-    reporter.say(headline(run, plan))
-    if config.train:
-        reporter.say(_trainable(model))
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
             transport, "reading the data", partial(_read_data, config, opened, reporter)
         )
         sizes, lengths = transport.broadcast(
-            None if data is None else (data.sizes(), _longest(config, data)), what="data"
+            None if data is None else (data.sizes(), _lengths(config, data)), what="data"
         )
-        planned = on_all_ranks(
-            transport, "planning memory", partial(plan_memory, run, plan, inputs, lengths)
+        inputs = measure_again(transport, inputs, run.machines)
+        choice: Choice = on_all_ranks(
+            transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
         )
+        plan, slices = of_model(choice.plan, choice.run, opened, model)
+        compare_plans(transport, plan.digest)
+        is_open, run = choice.run != run, choice.run
+        config = _settled(config, run)
+        inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch))
+        reporter.say(headline(run, plan))
+        if is_open and config.train:
+            reporter.say(str(choice))
+        if config.train:
+            reporter.say(_trainable(model))
+        planned = memory_of(run, plan, inputs, lengths)
         limits = limit_memory(
             transport.rank, inputs.budgets, planned, inputs.cluster.backend, reporter
         )
         identity, resumption = _find_checkpoint(config, transport, reporter, opened, data, plan)
-        stages = _load(transport, reporter, plan, slices, opened, limits, config.grad_checkpoint)
+        stages = _load(
+            transport, reporter, plan, slices, opened, limits, bool(config.grad_checkpoint)
+        )
     return TrainingRun(
         config=config,
         transport=transport,
@@ -217,12 +234,26 @@ def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> 
     return data
 
 
-def _longest(config: TrainConfig, data: DataSets) -> tuple[int, int]:
-    """Return the longest of the sequences of a step, and of those that only pass forward."""
+def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
+    """Return the options with what was chosen in the place of what they left open."""
+    return replace(
+        config,
+        partitioner=run.layout.partitioner,
+        schedule=run.layout.schedule,
+        pack=run.batch.pack,
+        micro_batch_size=run.batch.micro_batch_size,
+        grad_checkpoint=run.batch.grad_checkpoint,
+    )
+
+
+def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
+    """Return the lengths of the sequences of a step, and of those that only pass forward."""
     sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.test
-    first, *others = (longest_inputs(each, config.max_seq_length) for each in sets if len(each))
-    return first, max(others, default=0)
+    used = [each for each in sets if len(each)]
+    first, *others = (longest_inputs(each, config.max_seq_length) for each in used)
+    means = mean_lengths(used[0], config.batch_size, config.max_seq_length)
+    return SequenceLengths((first, max(others, default=0)), *means)
 
 
 def _find_checkpoint(
@@ -271,14 +302,12 @@ def _load(
     stages = build_stages(slices, own, checkpoint=checkpoint)
     nbytes = sum(stage.part.nbytes for stage in stages)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
-    gathered = transport.gather(
-        (nbytes, trained, mx.get_active_memory(), time.monotonic() - start), what="loading"
-    )
+    gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")
     if gathered is not None:
         reporter.table(
             (
-                *("rank", "host", "stages", "weights", "trained", "memory", "loaded in"),
-                *("planned peak", "limit"),
+                *("rank", "host", "stages", "weights", "trained", "loaded in"),
+                *("planned peak", "limit", "which is"),
             ),
             [
                 (
@@ -287,12 +316,12 @@ def _load(
                     layers_of(plan, rank),
                     gibibytes(nbytes),
                     f"{trained / 1e6:.3f}M",
-                    gibibytes(memory),
                     f"{seconds:.1f} s",
-                    gibibytes(limits[rank].planned.peak),
-                    gibibytes(limits[rank].memory),
+                    gibibytes(limits[rank].process_peak(limits[rank].planned.peak)),
+                    gibibytes(limits[rank].process),
+                    limits[rank].reasons[0],
                 )
-                for rank, (nbytes, trained, memory, seconds) in enumerate(gathered)
+                for rank, (nbytes, trained, seconds) in enumerate(gathered)
             ],
         )
     return stages

@@ -13,7 +13,13 @@ own=$directory/$name
 hostname "$name"
 ip link set lo up
 mount --bind "$directory/hosts" /etc/hosts
+# The interfaces of this network are in a new sysfs; cgroups stay.
+mkdir "$own/cgroup"
+mount --rbind /sys/fs/cgroup "$own/cgroup"
 mount -t sysfs sysfs /sys
+mount --rbind "$own/cgroup" /sys/fs/cgroup
+umount -l "$own/cgroup"
+rmdir "$own/cgroup"
 mount -t tmpfs tmpfs /dev/shm
 
 mkdir "$own/home" "$own/mlx"

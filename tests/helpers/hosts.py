@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.cgroups import MemoryCgroup
 from tests.helpers.jobs import ROOT
 
 NETWORK = "10.77.0"
@@ -85,9 +86,16 @@ def require() -> None:
 class Lab:
     """Hosts ``mac1``, ``mac2``, ... that are up, on one network. Commands are those of ``mac1``."""
 
-    def __init__(self, directory: Path, holders: dict[str, subprocess.Popen[str]], slots: int):
+    def __init__(
+        self,
+        directory: Path,
+        holders: dict[str, subprocess.Popen[str]],
+        slots: int,
+        cgroups: Mapping[str, MemoryCgroup],
+    ) -> None:
         self._directory = directory
         self._holders = holders
+        self._cgroups = cgroups
         self.hosts = tuple(holders)
         self.agent = TMP / "agent"
         """A program that takes the place of ssh."""
@@ -150,11 +158,12 @@ class Lab:
                 os.kill(pid, signal.SIGKILL)
 
     def _enter(self, host: str) -> list[str]:
-        return [
+        enter = [
             *("nsenter", "--target", str(self._holders[host].pid), "--net", "--uts", "--mount"),
             *("env", *(f"--unset={name}" for name in _NOT_THERE)),
             *(f"--chdir={HOME}", f"HOME={HOME}", f"TMPDIR={TMP}"),
         ]
+        return self._cgroups[host].command(*enter) if host in self._cgroups else enter
 
     def _case(self, host: str) -> str:
         enter = shlex.join(self._enter(host))
@@ -162,10 +171,18 @@ class Lab:
 
 
 @contextmanager
-def hosts(directory: Path, count: int, *, slots: int = 1, rate: str | None = None) -> Iterator[Lab]:
+def hosts(
+    directory: Path,
+    count: int,
+    *,
+    slots: int = 1,
+    rate: str | None = None,
+    cgroups: Mapping[str, MemoryCgroup] | None = None,
+) -> Iterator[Lab]:
     """Yield a lab of ``count`` hosts on one switch, running; skip the test where there can be none.
 
-    ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``.
+    ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``. A host that
+    has one of the ``cgroups`` runs everything in it.
     """
     require()
     names = [f"mac{number}" for number in range(1, count + 1)]
@@ -187,7 +204,7 @@ def hosts(directory: Path, count: int, *, slots: int = 1, rate: str | None = Non
                 )
             )
             _connect(holders[name], switch, number, rate)
-        lab = Lab(directory, holders, slots)
+        lab = Lab(directory, holders, slots, cgroups or {})
         yield lab
 
 

@@ -91,7 +91,7 @@ def test_a_stage_map_that_the_schedule_cannot_run(model: Path, data: Path, tmp_p
 
 def test_an_unknown_schedule(model: Path, data: Path, tmp_path: Path) -> None:
     assert refused(tmp_path, 2, "--schedule", "2f2b", start=in_a_job_of_its_own) == (
-        "--schedule is '2f2b': choose from gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
+        "--schedule is '2f2b': choose from auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
     )
 
 
@@ -186,9 +186,9 @@ def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> 
 def test_a_memory_limit_below_what_the_plan_needs(model: Path, data: Path, tmp_path: Path) -> None:
     line = refused(tmp_path, 2, "--memory-limit", "0.6MiB")
     assert re.fullmatch(
-        r"rank 0 \(\S+\) would hold \S+ MiB of its 0\.6 MiB \(--memory-limit\): give "
-        r"--memory-limit \d+MiB or more, lower --max-seq-length, add --grad-checkpoint, try "
-        r"--partitioner memory, or use more machines",
+        r"rank 0 \(\S+\) would take (\S+ GiB), \1 of it outside MLX, of its 0\.6 MiB "
+        r"\(--memory-limit\): give --memory-limit \d+MiB or more, use more machines, or machines "
+        r"with more memory",
         line,
     )
 

@@ -23,6 +23,7 @@ from tests.helpers.mpirun import mpirun, train, train_well
 @pytest.fixture
 def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
+    flags += ["--schedule", "1f1b", "--no-pack"]
     flags += ["--iters", "9", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
     flags += ["--num-layers", "-1", "--timeout", "3", "--checkpoint-every", "3"]
     return [*flags, "--metrics-file", tmp_path / "metrics.jsonl"]

@@ -24,6 +24,7 @@ def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     return [
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--micro-batch-size", "1"),
         *("--adapter-path", tmp_path / "adapters", "--timeout", "3"),
+        *("--schedule", "1f1b", "--no-pack"),
     ]
 
 

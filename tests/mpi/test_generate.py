@@ -112,6 +112,8 @@ def test_what_it_says(small: Path) -> None:
         "weights",
         *("peak", "memory"),
         "predicted",
+        *("of", "the", "process"),
+        "predicted",
     ]
     assert [line.split()[0] for line in table[1:]] == ["0", "1"]
 

@@ -32,6 +32,8 @@ COMMON: dict[str, Any] = {
     "steps_per_report": 1,
     "steps_per_eval": 3,
     "val_batches": 1,
+    "pack": False,
+    "grad_checkpoint": False,
 }
 
 FULL = {"fine_tune_type": "full"}

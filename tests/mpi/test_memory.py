@@ -84,7 +84,8 @@ def test_a_rank_reads_and_holds_only_its_stages(
     for rank in range(ranks):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         seen += report["layers"]
-        assert report["limit"] == 700_000_000
+        # Of the limit of the process MLX has what the rest of it leaves.
+        assert 400_000_000 < report["limit"] < 640_000_000
         expected = model.bytes_of(report["layers"])
         assert expected < sum(model.sizes.values()) * (0.75 if ranks == 2 else 0.45)
         if report["loading"]:

@@ -17,6 +17,7 @@ from tests.helpers.mpirun import events, mpirun, train, train_well
 @pytest.fixture
 def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
+    flags += ["--schedule", "1f1b", "--no-pack"]
     flags += ["--iters", "5", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
     flags += ["--metrics-file", tmp_path / "metrics.jsonl", "--num-layers", "-1"]
     return [*flags, "--checkpoint-dir", tmp_path / "checkpoints"]

@@ -30,6 +30,8 @@ COMMON: dict[str, Any] = {
     "steps_per_eval": 5,
     "val_batches": 2,
     "save_every": 100,
+    "schedule": "1f1b",
+    "pack": False,
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": (

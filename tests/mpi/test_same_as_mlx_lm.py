@@ -25,10 +25,11 @@ TOLERANCE = 1e-5
 then leaves its own curve when the weights change in the seventh digit."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "two stages": (2, ["--schedule", "1f1b", "--micro-batch-size", "1"]),
+    "two ranks, as it chooses": (2, []),
+    "two stages": (2, ["--schedule", "1f1b", "--no-pack", "--micro-batch-size", "1"]),
     "two by two": (4, ["--pipeline-stages", "2", "--micro-batch-size", "1"]),
     "four stages": (4, ["--schedule", "gpipe", "--micro-batch-size", "2"]),
-    "four ranks in a V": (4, ["--schedule", "zb-v", "--micro-batch-size", "1"]),
+    "four ranks in a V": (4, ["--schedule", "zb-v", "--no-pack", "--micro-batch-size", "1"]),
     "two ranks, interleaved": (2, ["--schedule", "interleaved-1f1b", "--micro-batch-size", "1"]),
     "two ranks, zero bubble": (2, ["--schedule", "zb-h1", "--micro-batch-size", "2"]),
     "two stages, packed": (2, ["--pack", "--micro-batch-size", "2"]),
@@ -112,6 +113,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 RUNS = [
+    ("lora", "two ranks, as it chooses"),
     ("lora", "two stages"),
     ("lora", "two by two"),
     ("lora", "four ranks in a V"),

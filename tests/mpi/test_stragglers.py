@@ -11,6 +11,7 @@ from tests.helpers.mpirun import events, mpirun, train_well
 
 def flags(model: Path, data: Path, tmp_path: Path, steps: int) -> list[str | Path]:
     flags: list[str | Path] = ["--model", model, "--data", data, "--val-batches", "0"]
+    flags += ["--schedule", "1f1b", "--no-pack"]
     flags += ["--num-layers", "-1", "--micro-batch-size", "1", "--steps-per-report", "3"]
     flags += ["--iters", str(steps), "--adapter-path", tmp_path / "out"]
     return [*flags, "--metrics-file", tmp_path / "metrics.jsonl"]

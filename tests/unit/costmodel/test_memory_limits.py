@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from shardmlx.common.process_memory import MemoryBound
 from shardmlx.common.units import GIB, MIB, parse_bytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import BatchOptions, FineTune
@@ -17,15 +18,18 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import (
+    BOUND_FRACTION,
     LEAST_CACHE,
     MemoryBudget,
     MemoryLimits,
     PlannedMemory,
+    ProcessMemory,
     budgets_of,
-    check_budgets,
     exceeded,
+    how_to_allow,
     limit_for,
     memory_limits,
+    overfull,
     unwired,
     within,
 )
@@ -33,6 +37,7 @@ from shardmlx.costmodel.predict import predict_memory
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
+from shardmlx.loading import allocator
 from shardmlx.loading.allocator import find_budgets, set_limits, working_set
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
@@ -64,17 +69,58 @@ def test_a_rank_may_use_the_part_of_its_machine_that_plans_count_on() -> None:
 
 
 def test_ranks_on_one_machine_share_its_memory_and_what_it_wires() -> None:
-    budget, same = budgets_of(ONE_MAC, working_sets=(40 * GIB, 40 * GIB))
+    budget, same = budgets_of(ONE_MAC)
     assert budget == same
-    assert (budget.nbytes, budget.most, budget.wirable) == (24 * GIB, 32 * GIB, 20 * GIB)
+    assert (budget.nbytes, budget.most) == (24 * GIB, 32 * GIB)
     assert budget.reason == "75% of the machine's memory, shared by 2 ranks"
+    budget, same = budgets_of(ONE_MAC, working_sets=(40 * GIB, 40 * GIB))
+    assert (budget.nbytes, budget.most, budget.wirable) == (20 * GIB, 32 * GIB, 20 * GIB)
+    assert budget.reason == "what macOS wires for the GPU, shared by 2 ranks"
 
 
-def test_where_macos_was_told_to_wire_more_a_rank_may_use_more() -> None:
+def test_what_macos_wires_counts_instead_of_a_part_of_the_machine() -> None:
     # sudo sysctl iogpu.wired_limit_mb=56000
     budget, other = budgets_of(MACS, working_sets=(56 * GIB, 11 * GIB))
     assert (budget.nbytes, budget.reason) == (56 * GIB, "what macOS wires for the GPU")
-    assert (other.nbytes, other.wirable) == (12 * GIB, 11 * GIB)
+    assert (other.nbytes, other.wirable) == (11 * GIB, 11 * GIB)
+
+
+def in_cgroup(nbytes: int, name: str = "cgroup job", outside: int = 0) -> ProcessMemory:
+    return ProcessMemory(outside, (MemoryBound(name, nbytes, "the memory cgroup"),))
+
+
+def test_a_memory_cgroup_counts_if_it_is_the_least() -> None:
+    studio, mini = budgets_of(MACS, processes=(in_cgroup(2 * GIB), in_cgroup(99 * GIB)))
+    assert studio.nbytes == studio.most == BOUND_FRACTION * 2 * GIB
+    assert (studio.reason, mini.reason) == ("the memory cgroup", "75% of the machine's memory")
+    (studio, _) = budgets_of(MACS, 3 * GIB, processes=(in_cgroup(2 * GIB), ProcessMemory()))
+    assert studio.reason == "the memory cgroup; --memory-limit is more"
+
+
+def test_ranks_in_one_cgroup_of_a_host_share_it() -> None:
+    together = budgets_of(ONE_MAC, processes=(in_cgroup(4 * GIB), in_cgroup(4 * GIB)))
+    assert {budget.process for budget in together} == {BOUND_FRACTION * 2 * GIB}
+    assert together[0].reason == "the memory cgroup, shared by 2 ranks"
+    apart = budgets_of(ONE_MAC, processes=(in_cgroup(4 * GIB, "a"), in_cgroup(4 * GIB, "b")))
+    assert {budget.process for budget in apart} == {BOUND_FRACTION * 4 * GIB}
+    hosts = budgets_of(MACS, processes=(in_cgroup(4 * GIB), in_cgroup(4 * GIB)))
+    assert {budget.process for budget in hosts} == {BOUND_FRACTION * 4 * GIB}
+
+
+def test_of_the_limit_of_a_process_its_arrays_have_what_the_rest_of_it_leaves() -> None:
+    process = ProcessMemory(GIB // 2)
+    studio, mini = budgets_of(MACS, 8 * GIB, processes=(process, process))
+    assert (studio.nbytes, studio.process) == (7.5 * GIB, 8 * GIB)
+    assert mini.nbytes == 7.5 * GIB
+    # Metal's working set is of arrays alone.
+    (metal, _) = budgets_of(MACS, None, (40 * GIB, 11 * GIB), (process, process))
+    assert (metal.nbytes, metal.process) == (40 * GIB, 40.5 * GIB)
+    assert overfull((studio, mini), planned(1, 7.7)) == (
+        "rank 1 (mini) would take 8.20 GiB, 0.50 GiB of it outside MLX, of its 8.00 GiB "
+        "(--memory-limit)"
+    )
+    assert how_to_allow((studio, mini), planned(1, 7.7)) == "give --memory-limit 8.3GiB or more, "
+    assert memory_limits(mini, planned(1)[0], "cpu").process == 8 * GIB
 
 
 def test_no_rank_uses_more_than_the_hostfile_says_whatever_macos_wires() -> None:
@@ -113,32 +159,30 @@ def planned(*peaks: float) -> list[PlannedMemory]:
 
 
 def refusal(budgets: tuple[MemoryBudget, ...], *peaks: float) -> str:
-    with pytest.raises(UserError) as error:
-        check_budgets(budgets, planned(*peaks), "use more machines")
-    return str(error.value)
+    plans = planned(*peaks)
+    return f"{overfull(budgets, plans)}: {how_to_allow(budgets, plans)}"
 
 
 def test_a_plan_that_fits_exactly_is_not_refused() -> None:
-    check_budgets(ROOMS, planned(48, 12), "use more machines")
+    assert overfull(ROOMS, planned(48, 12)) is None
 
 
 def test_a_limit_below_the_plan_is_refused_with_numbers_and_the_limit_that_would_do() -> None:
     assert refusal(budgets_of(MACS, 8 * GIB), 7.9, 8.11) == (
-        "rank 1 (mini) would hold 8.11 GiB of its 8.00 GiB (--memory-limit): give --memory-limit "
-        "8.2GiB or more, use more machines"
+        "rank 1 (mini) would take 8.11 GiB of its 8.00 GiB (--memory-limit): give --memory-limit "
+        "8.2GiB or more, "
     )
-    check_budgets(budgets_of(MACS, 82 * GIB // 10), planned(7.9, 8.11), "")
+    assert overfull(budgets_of(MACS, 82 * GIB // 10), planned(7.9, 8.11)) is None
     assert "give --memory-limit 124MiB or more" in refusal(budgets_of(MACS, 100 * MIB), 0.1205, 0.1)
 
 
 def test_no_limit_is_recommended_that_the_machine_does_not_have() -> None:
     assert refusal(ROOMS, 40, 13) == (
-        "rank 1 (mini) would hold 13.00 GiB of its 12.00 GiB (75% of the machine's memory): give "
-        "--memory-limit 13GiB or more, use more machines"
+        "rank 1 (mini) would take 13.00 GiB of its 12.00 GiB (75% of the machine's memory): give "
+        "--memory-limit 40GiB or more, "
     )
     assert refusal(ROOMS, 40, 17) == (
-        "rank 1 (mini) would hold 17.00 GiB of its 12.00 GiB (75% of the machine's memory): use "
-        "more machines"
+        "rank 1 (mini) would take 17.00 GiB of its 12.00 GiB (75% of the machine's memory): "
     )
 
 
@@ -182,7 +226,7 @@ def test_cache_and_what_is_always_there_stay_within_the_limit() -> None:
 
 
 def test_together_the_ranks_of_a_machine_wire_no_more_than_it_can() -> None:
-    budgets = budgets_of(ONE_MAC, working_sets=(24 * GIB, 24 * GIB))
+    budgets = budgets_of(ONE_MAC, 16 * GIB, working_sets=(24 * GIB, 24 * GIB))
     wired = [limits(each).wired for each in budgets]
     assert wired == [12 * GIB, 12 * GIB]
     assert limits(budgets[0]).reasons[2] == "this rank's share of what macOS wires for the GPU"
@@ -202,7 +246,9 @@ def test_on_a_cpu_nothing_is_wired_and_plan_and_cache_stay_within_the_limit() ->
 def test_metrics_have_the_limits_with_their_reasons() -> None:
     assert limits(budget(20 * GIB)).as_json() == {
         "planned_peak_bytes": 10 * GIB,
+        "planned_process_bytes": 10 * GIB,
         "memory_limit_bytes": 20 * GIB,
+        "process_limit_bytes": 20 * GIB,
         "cache_limit_bytes": 5 * GIB,
         "wired_limit_bytes": 15 * GIB,
         "reasons": {
@@ -227,8 +273,8 @@ def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
     of_ranks = [limits(budget(20 * GIB)), limits(budget(11 * GIB))]
     assert exceeded(of_ranks, ("a", "b"), (20 * GIB, 11 * GIB)) == ()
     assert exceeded(of_ranks, ("a", "b"), (20 * GIB, 12 * GIB)) == (
-        "rank 1 (b) held 12.00 GiB at its peak, more than its limit of 11.00 GiB (--memory-limit), "
-        "and 10.00 GiB were planned",
+        "rank 1 (b) held 12.00 GiB in MLX's arrays at its peak, more than its limit of 11.00 GiB "
+        "(--memory-limit), and 10.00 GiB were planned",
     )
 
 
@@ -345,6 +391,7 @@ def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
 def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GIB})
     assert working_set() == 11 * GIB
+    monkeypatch.setattr(allocator, "process_memory", ProcessMemory)
     found = LocalNetwork(2).run(lambda transport: find_budgets(transport, ONE_MAC, None))
     assert found == [budgets_of(ONE_MAC, None, (11 * GIB, 11 * GIB))] * 2
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})

@@ -39,6 +39,7 @@ def test_a_mac() -> None:
         "matmul bf16": "21.00 TFLOP/s",
         "memory": "64.00 GiB",
         "free memory": "50.00 GiB",
+        "memory limit": "the machine's",
         "wired limit": "left to macOS",
         "free disk": "465.66 GiB",
         "arrays to MPI": "no copy",

@@ -93,10 +93,10 @@ def test_which_families_choose_their_caches(family: str) -> None:
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
     # Capacity is three quarters of the memory.
     with pytest.raises(UserError) as error:
-        plan(Load(8, 500, 100_000, 100_500), 64 * MB, 2000 * MB)
+        plan(Load(8, 500, 100_000, 100_500), 64 * MB, 2000 * MB, partitioner="balanced")
     assert str(error.value) == (
-        "rank 0 (mac0) would hold 0.39 GiB of its 48.0 MiB (75% of the machine's memory) "
-        "for layers 0-3, 0.38 GiB of it for the KV cache of 8 sequences of 100500 tokens: "
+        "rank 0 (mac0) would take 0.39 GiB of its 48.0 MiB (75% of the machine's memory) "
+        "for layers 0-3, 0.38 GiB for the KV cache of 8 sequences of 100500 tokens: "
         "lower --max-tokens or --batch-size, try --partitioner memory, or use more machines"
     )
     assert plan(ONE, 64 * MB, 2000 * MB).stage_map.num_stages == 2
@@ -105,14 +105,19 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
 def test_a_memory_limit_may_be_what_is_to_be_raised() -> None:
     too_long = Load(8, 500, 100_000, 100_500)
     with pytest.raises(
-        UserError, match=r": give --memory-limit 400MiB or more, lower --max-tokens"
+        UserError, match=r": give --memory-limit 401MiB or more, lower --max-tokens"
     ):
-        plan(too_long, 500 * MB, 2000 * MB, memory_limit=48 * MB)
+        plan(too_long, 500 * MB, 2000 * MB, memory_limit=48 * MB, partitioner="balanced")
     # Where the machine has as much.
     with pytest.raises(UserError, match=r": lower --max-tokens or --batch-size, try --partitioner"):
-        plan(too_long, 64 * MB, 2000 * MB, memory_limit=48 * MB)
+        plan(too_long, 64 * MB, 2000 * MB, memory_limit=48 * MB, partitioner="balanced")
     with pytest.raises(UserError, match=r"^the model does not fit: .*: raise --memory-limit, "):
         plan(too_long, 64 * MB, 64 * MB, memory_limit=48 * MB, partitioner="memory")
+
+
+def test_what_does_not_fit_when_divided_by_time_is_divided_by_memory() -> None:
+    sizes = plan(Load(8, 500, 20_000, 20_500), 100 * MB, 2000 * MB).stage_map.partition.sizes
+    assert sizes[0] < sizes[1]
 
 
 def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:

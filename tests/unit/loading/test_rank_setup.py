@@ -73,20 +73,23 @@ def test_a_bad_configuration_is_the_error_of_all_ranks(model: Path, text: str, f
 
 
 def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("localhost slots=2 # memory=1GiB\n")
+    (tmp_path / "hosts").write_text("localhost slots=2 # memory=8GiB\n")
     (tmp_path / "map.yaml").write_text("stages:\n- {num_layers: 1}\n- {num_layers: 1}\n")
     first, second = on_two_ranks(
         partial(
             inputs,
             model,
             hosts=str(tmp_path / "hosts"),
-            memory_limit=GIB // 4,
+            memory_limit=2 * GIB,
             stage_map=str(tmp_path / "map.yaml"),
         )
     )
     assert first == second
-    assert [budget.most for budget in first.budgets] == [GIB // 2] * 2
-    assert [first.cluster.capacity(rank) for rank in range(2)] == [GIB // 4] * 2
+    assert [budget.most for budget in first.budgets] == [4 * GIB] * 2
+    assert [budget.process for budget in first.budgets] == [2 * GIB] * 2
+    for rank, budget in enumerate(first.budgets):
+        assert 0 < budget.outside < GIB
+        assert first.cluster.capacity(rank) == 2 * GIB - budget.outside
     assert first.stage_map.partition.sizes == (1, 1)
     assert first.sizes.shape.num_layers == 2
 

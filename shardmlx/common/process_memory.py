@@ -1,0 +1,103 @@
+"""The memory of this process as the system counts it, and the most that it may have.
+
+No MLX, no MPI. Sources: Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst, and proc(5)
+of Linux; getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED = 1 << 60
+"""Bytes from which a limit is none: cgroup v1 writes the largest whole number of pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """Bytes that a process may have, together with all processes of its host that are bound by the
+    same ``name``; ``what`` says in words what limits them."""
+
+    name: str
+    nbytes: int
+    what: str
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory: its own, and files that it maps."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes that this process has had in memory since it began."""
+    # Linux hands the peak of getrusage on from the process that started this one.
+    for line in _text(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def memory_bounds() -> tuple[MemoryBound, ...]:
+    """Return what limits the memory of this process, beside the size of the machine."""
+    return (*cgroup_bounds(), *_address_space())
+
+
+def cgroup_bounds(proc: Path = Path("/proc/self")) -> Iterator[MemoryBound]:
+    """Yield the limits of the memory cgroups, v1 or v2, that the process of ``proc`` is in."""
+    mounts = dict(_memory_mounts(_text(proc / "mountinfo")))
+    for line in _text(proc / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        version = 2 if number == "0" else 1
+        if version not in mounts or (version == 1 and "memory" not in controllers.split(",")):
+            continue
+        root, mount = mounts[version]
+        # In a container that sees only its own part, the mount is of a directory below the root.
+        below = Path(os.path.relpath(path, root)) if path.startswith(root) else Path()
+        directory = mount / below
+        for each in (directory, *directory.parents):
+            if not each.is_relative_to(mount):
+                break
+            limit = _text(each / _LIMIT_FILES[version]).strip()
+            if limit.isdecimal() and int(limit) < _UNLIMITED:
+                name = str(each.relative_to(mount))
+                yield MemoryBound(f"cgroup {name}", int(limit), "the memory cgroup")
+
+
+_LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
+
+
+def _memory_mounts(mountinfo: str) -> Iterator[tuple[int, tuple[str, Path]]]:
+    """Yield, by the version of cgroups, the root of a mount and the place where it is mounted."""
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        root, place = mount.split()[3:5]
+        kind, _, options = source.split(" ", 2)
+        if kind == "cgroup2":
+            yield 2, (root, Path(place))
+        elif kind == "cgroup" and "memory" in options.split(","):
+            yield 1, (root, Path(place))
+
+
+def _address_space() -> Iterator[MemoryBound]:
+    """Yield the limit of ``ulimit -v``. What is mapped without being in memory counts there too."""
+    if sys.platform == "darwin":
+        return  # macOS does not enforce it
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        memory = psutil.Process().memory_info()
+        nbytes = max(1, limit - memory.vms + memory.rss)
+        yield MemoryBound(f"process {os.getpid()}", nbytes, "RLIMIT_AS (ulimit -v)")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

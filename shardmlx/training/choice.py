@@ -1,0 +1,197 @@
+"""Choose what the options leave open: the fastest way to train of which every rank has room.
+
+No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
+from shardmlx.config.specs import RunSpec
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
+from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.workload import Workload
+from shardmlx.engine.batches import PAD_TO, Sample
+from shardmlx.errors import UserError
+from shardmlx.pipeline.plan import Plan, suits
+from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map
+from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.training.predicted import planned_memory
+
+WORTH_IT = 0.99
+"""Seconds of a step, beside those of a simpler way, from which another one is not worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """The lengths of a run's sequences, in tokens of their inputs.
+
+    ``longest`` are those of a step, and of sequences that only pass forward; ``padded`` and
+    ``exact`` the means of a row as it is computed, and without its padding.
+    """
+
+    longest: tuple[int, int]
+    padded: int
+    exact: int
+
+
+def mean_lengths(
+    samples: Sequence[Sample], batch_size: int, max_seq_length: int
+) -> tuple[int, int]:
+    """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are."""
+    lengths = np.array([len(tokens) for tokens, _ in samples])
+    inputs = np.maximum(1, np.minimum(lengths, max_seq_length) - 1)
+    inputs = inputs[: max(1, len(inputs) // batch_size) * batch_size]
+    padded = np.minimum(PAD_TO * -(-(inputs + 1) // PAD_TO), max_seq_length)
+    return round(float(padded.mean())), round(float(inputs.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to train: options that leave nothing open, and its predicted step beside that of the
+    first way, which is the simplest. ``lacking`` says why the first does not fit, if so."""
+
+    run: RunSpec
+    plan: Plan
+    relative_seconds: float
+    lacking: str | None
+
+    def __str__(self) -> str:
+        parts = [
+            self.plan.schedule,
+            "packed" if self.plan.pack else "not packed",
+            f"micro-batches of {self.plan.micro_batch_size}",
+        ]
+        if self.run.batch.grad_checkpoint:
+            parts.append("with gradient checkpointing")
+        if self.run.layout.partitioner == SMALLEST:
+            sizes = " + ".join(map(str, self.plan.stage_map.partition.sizes))
+            parts.append(f"layers divided by memory, {sizes}")
+        worth = "as the simplest way"
+        if self.lacking is not None:
+            worth = f"the simplest way does not fit: {self.lacking}"
+        elif self.relative_seconds < 1:
+            worth = (
+                f"predicted {1 / self.relative_seconds:.2f} times as fast as {SIMPLEST} unpacked"
+            )
+        return f"chosen: {', '.join(parts)}: {worth}"
+
+
+def choose(
+    run: RunSpec,
+    sizes: Workload,
+    given: StageMap | None,
+    cluster: Cluster,
+    budgets: tuple[MemoryBudget, ...],
+    lengths: SequenceLengths,
+    can_pack: bool,
+) -> Choice | None:
+    """Return the fastest way that fits, None where none does.
+
+    ``given`` is the user's stage map, if there is one. Of ways that are predicted to take about
+    the same time, the simplest wins. Micro-batches of one row are the last resort: a prediction
+    from FLOPs does not know how much less a GPU does with them.
+    """
+    found = _fastest(run, sizes, given, cluster, budgets, lengths, can_pack)
+    if found is None and run.batch.micro_batch_size is None:
+        smaller = replace(run, batch=replace(run.batch, micro_batch_size=1))
+        found = _fastest(smaller, sizes, given, cluster, budgets, lengths, can_pack)
+    return found
+
+
+def _fastest(
+    run: RunSpec,
+    sizes: Workload,
+    given: StageMap | None,
+    cluster: Cluster,
+    budgets: tuple[MemoryBudget, ...],
+    lengths: SequenceLengths,
+    can_pack: bool,
+) -> Choice | None:
+    chosen: tuple[float, RunSpec, Plan] | None = None
+    first: float | None = None
+    lacking: str | None = None
+    for way in _ways(run, given, cluster, can_pack):
+        workload = replace(sizes, batch=way.batch)
+        checkpoint = bool(way.batch.grad_checkpoint)
+        length = lengths.exact if way.batch.pack else lengths.padded
+        try:
+            plan = _plan(way, workload, given, cluster, lengths.longest[0])
+            seconds = predict(plan, workload, cluster, length, checkpoint=checkpoint).step_seconds
+            planned = planned_memory(plan, workload, cluster, lengths.longest, checkpoint)
+        except UserError:
+            continue  # a schedule for more layers than there are, or no room for any division
+        fault = overfull(budgets, planned)
+        if first is None:
+            first, lacking = seconds, fault
+        if fault is None and (chosen is None or seconds < WORTH_IT * chosen[0]):
+            chosen = seconds, way, plan
+    if chosen is None or first is None:
+        return None
+    seconds, way, plan = chosen
+    return Choice(way, plan, seconds / first, lacking)
+
+
+def _ways(
+    run: RunSpec, given: StageMap | None, cluster: Cluster, can_pack: bool
+) -> Iterator[RunSpec]:
+    """Yield all that the options leave open, from the simplest on."""
+    layout, batch = run.layout, run.batch
+    pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
+    divided = given is None and pp > 1
+    for checkpoint, partitioner, pack, schedule in product(
+        (False, True) if batch.grad_checkpoint is None else (batch.grad_checkpoint,),
+        ((FASTEST, SMALLEST) if divided else (FASTEST,))
+        if layout.partitioner == AUTO
+        else (layout.partitioner,),
+        ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,),
+        _schedules(given, cluster, pp) if layout.schedule == AUTO else (layout.schedule,),
+    ):
+        yield replace(
+            run,
+            layout=replace(layout, partitioner=partitioner, schedule=schedule),
+            batch=replace(batch, grad_checkpoint=checkpoint, pack=pack),
+        )
+
+
+def _schedules(given: StageMap | None, cluster: Cluster, pp: int) -> list[str]:
+    """Return the schedules between which a prediction can decide, from the simplest on."""
+    if pp == 1:
+        return [SIMPLEST]
+    names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
+    if given is not None:
+        return [name for name in names if suits(given, get_schedule(name))] or [SIMPLEST]
+    hosts = {machine.host for machine in cluster.machines}
+    links = all(machine.link is not None for machine in cluster.machines)
+    if len(hosts) > 1 and not (links and cluster.unit == "seconds"):
+        return [SIMPLEST]  # the one with the fewest messages, where they cost who knows what
+    return names
+
+
+def _plan(
+    way: RunSpec, workload: Workload, given: StageMap | None, cluster: Cluster, longest: int
+) -> Plan:
+    # Memory is planned for the sequences that there are.
+    batch = replace(way.batch, max_seq_length=longest)
+    stage_map = make_stage_map(
+        way.model, way.layout, given, replace(workload, batch=batch), cluster
+    )
+    mesh = make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
+    rows, micro_batch_size = divide_batch(way.batch, mesh)
+    return Plan(
+        mesh=mesh,
+        stage_map=stage_map,
+        schedule=way.layout.schedule,
+        rows=rows,
+        micro_batch_size=micro_batch_size,
+        trainable=trainable_stages(workload, stage_map),
+        pack=bool(way.batch.pack),
+    )

@@ -1,0 +1,113 @@
+"""A model that fits in the memory of no host, as the kernel counts it, on two hosts together."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cgroups import MemoryCgroup, memory_cgroups
+from tests.helpers.hosts import Lab, hosts
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.mpirun import events, mpirun
+from tests.helpers.small_models import SMALL_VOCABULARY
+
+SHARE = 0.7
+"""The part of the model's weights that a host may have in memory."""
+
+LAYERS = 22
+
+
+@pytest.fixture(scope="module")
+def model(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1.2 GB of random weights."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "eos_token_id": 1}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": SMALL_VOCABULARY}
+    save_model_directory(path, tiny_config("mistral", layers=LAYERS, **sizes))
+    for file in small_tokenizer.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(model: Path) -> int:
+    return (model / "model.safetensors").stat().st_size
+
+
+@pytest.fixture(scope="module")
+def cgroups(weights: int) -> Iterator[dict[str, MemoryCgroup]]:
+    with memory_cgroups(("mac1", "mac2"), int(SHARE * weights)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lab(
+    model: Path,
+    pirate: Path,
+    cgroups: dict[str, MemoryCgroup],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Lab]:
+    """Two hosts, of which the first has model and data: the shortest conversations, since what is
+    to be large here are the weights."""
+    with hosts(tmp_path_factory.mktemp("hosts"), 2, cgroups=cgroups) as running:
+        home = running.home("mac1")
+        shutil.move(model, home / "model")
+        (home / "data").mkdir()
+        for name, count in (("train", 8), ("valid", 4)):
+            rows = sorted((pirate / f"{name}.jsonl").read_text().splitlines(), key=len)
+            (home / "data" / f"{name}.jsonl").write_text("\n".join(rows[:count]) + "\n")
+        yield running
+
+
+TRAIN = ("-m", "shardmlx.train", "--model", "model", "--data", "data")
+LENGTH = ("--iters", "2", "--val-batches", "1", "--steps-per-report", "1")
+"""How long the run is; all else is left to it."""
+
+
+def test_one_host_alone_is_refused_before_a_weight_is_read(
+    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup]
+) -> None:
+    job = mpirun(1, command=lab.mpirun(1, *TRAIN, *LENGTH))
+    assert (job.returncode, len(job.error_lines)) == (2, 1), job.output
+    (line,) = job.error_lines
+    assert re.search(
+        r"rank 0 \(mac1\) would take \d\.\d\d GiB, 0\.\d\d GiB of it outside MLX, of its "
+        r"0\.\d\d GiB \(the memory cgroup\): .* more machines? like mac1",
+        line,
+    ), line
+    assert cgroups["mac1"].peak < weights / 4
+
+
+def test_two_hosts_train_and_generate(
+    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup]
+) -> None:
+    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--metrics-file", "metrics"))
+    assert job.returncode == 0, job.output
+    assert "  the memory cgroup" in job.stdout
+    metrics = lab.home("mac1") / "metrics"
+    first, last = (event["loss"] for event in events(metrics, "train"))
+    assert first != last
+    (summary,) = events(metrics, "summary")
+    for limits, rank, cgroup in zip(
+        summary["memory_limits"], summary["ranks"], cgroups.values(), strict=True
+    ):
+        planned = limits["planned_process_bytes"]
+        assert planned <= SHARE * weights
+        assert rank["process_peak_bytes"] == pytest.approx(planned, rel=0.05)
+        # The kernel counts mpirun's daemon too, and nothing of what was read of the weights.
+        assert cgroup.peak == pytest.approx(planned, rel=0.05)
+        assert cgroup.peak <= SHARE * weights
+    job = mpirun(
+        2,
+        command=lab.mpirun(
+            *(2, "-m", "shardmlx.generate", "--model", "model", "--adapter-path", "adapters"),
+            *("--prompt", "Who sails?", "--max-tokens", "4"),
+        ),
+    )
+    assert job.returncode == 0, job.output
+    assert "Generation: 4 tokens" in job.stdout

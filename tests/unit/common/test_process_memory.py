@@ -1,0 +1,140 @@
+"""What limits the memory of a process: cgroups of both versions, and the address space."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmlx.common.process_memory import (
+    MemoryBound,
+    cgroup_bounds,
+    memory_bounds,
+    peak_resident_bytes,
+    resident_bytes,
+)
+from shardmlx.common.units import GIB, MIB
+from tests.helpers.jobs import ROOT
+
+V1 = Path("/sys/fs/cgroup/memory")
+
+
+class Proc:
+    """A /proc/self and cgroup file systems of our own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.mounts: list[str] = []
+
+    def mount(self, name: str, root: str, kind: str, options: str) -> Path:
+        place = self.path / name
+        place.mkdir()
+        self.mounts.append(f"30 24 0:26 {root} {place} rw,nosuid shared:9 - {kind} x {options}")
+        (self.path / "mountinfo").write_text("\n".join(self.mounts) + "\n")
+        return place
+
+    def bounds(self, cgroup: str) -> list[MemoryBound]:
+        (self.path / "cgroup").write_text(cgroup)
+        return list(cgroup_bounds(self.path))
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Proc:
+    return Proc(tmp_path)
+
+
+def limit(directory: Path, file: str, content: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / file).write_text(f"{content}\n")
+
+
+def found(bounds: list[MemoryBound]) -> dict[str, int]:
+    return {bound.name: bound.nbytes for bound in bounds}
+
+
+def test_version_1_counts_every_level_that_has_a_limit(proc: Proc) -> None:
+    place = proc.mount("memory", "/", "cgroup", "rw,memory")
+    proc.mount("cpu", "/", "cgroup", "rw,cpu")
+    limit(place, "memory.limit_in_bytes", "9223372036854771712")
+    limit(place / "jobs", "memory.limit_in_bytes", str(2 * GIB))
+    limit(place / "jobs" / "mine", "memory.limit_in_bytes", str(GIB))
+    bounds = proc.bounds("5:cpu,cpuacct:/jobs\n4:memory:/jobs/mine\n")
+    assert found(bounds) == {"cgroup jobs/mine": GIB, "cgroup jobs": 2 * GIB}
+    assert {bound.what for bound in bounds} == {"the memory cgroup"}
+
+
+def test_version_2_writes_max_where_there_is_none(proc: Proc) -> None:
+    place = proc.mount("unified", "/", "cgroup2", "rw")
+    limit(place / "a", "memory.max", str(3 * GIB))
+    limit(place / "a" / "b", "memory.max", "max")
+    assert found(proc.bounds("0::/a/b\n")) == {"cgroup a": 3 * GIB}
+
+
+def test_a_container_sees_its_own_part_only(proc: Proc) -> None:
+    """Its paths are those of the host, or begin at its own root."""
+    place = proc.mount("memory", "/docker/abc", "cgroup", "rw,memory")
+    limit(place, "memory.limit_in_bytes", str(GIB))
+    assert found(proc.bounds("4:memory:/docker/abc\n")) == {"cgroup .": GIB}
+    assert found(proc.bounds("4:memory:/\n")) == {"cgroup .": GIB}
+
+
+def test_a_system_without_cgroups_has_no_limits(tmp_path: Path) -> None:
+    assert list(cgroup_bounds(tmp_path)) == []
+
+
+def test_a_process_knows_what_it_takes() -> None:
+    before = resident_bytes()
+    assert MIB < before <= peak_resident_bytes()
+    held = bytearray(os.urandom(64 * MIB))
+    assert resident_bytes() > before + 60 * MIB
+    del held
+    assert peak_resident_bytes() > before + 60 * MIB
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS enforces no RLIMIT_AS")
+def test_ulimit_v_is_a_limit() -> None:
+    limit_kib = 4 << 20
+    code = (
+        "from shardmlx.common.process_memory import *;"
+        "bound = memory_bounds()[-1]; print(bound.what, bound.nbytes, resident_bytes())"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -v {limit_kib}; exec {sys.executable} -c '{code}'"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    what, nbytes, resident = done.stdout.rsplit(" ", 2)
+    assert what == "RLIMIT_AS (ulimit -v)"
+    # What is mapped and not in memory is gone from it.
+    assert int(resident) < int(nbytes) < limit_kib << 10
+
+
+@pytest.fixture
+def real_cgroup() -> Iterator[Path]:
+    path = V1 / "shardmlx-test"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(GIB))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made: {error}")
+    yield path
+    path.rmdir()
+
+
+def test_the_kernels_own_files_are_read(real_cgroup: Path) -> None:
+    code = "from shardmlx.common.process_memory import *; print(memory_bounds())"
+    done = subprocess.run(
+        ["sh", "-c", f"echo $$ > {real_cgroup}/cgroup.procs; exec {sys.executable} -c '{code}'"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"{real_cgroup.name}', nbytes={GIB}, what='the memory cgroup'" in done.stdout
+    assert not any(real_cgroup.name in bound.name for bound in memory_bounds())
