@@ -115,7 +115,8 @@ def test_an_answer_grows_as_it_is_made_and_says_what_it_cost(page: Page) -> None
     page.send("Ahoy")
     page.ended()
     lengths = page.run("return lengths")
-    assert len(set(lengths)) > 3
+    # The question, then parts of the answer: how many are shown apart depends on the machine.
+    assert len(set(lengths)) >= 3
     assert page.texts()[0] == "Ahoy"
     about = page.one(".answer .about").text
     assert re.match(r"tiny · 64 tokens · [\d.]+ tokens/s · \d+ prompt tokens", about)

@@ -99,8 +99,9 @@ def test_two_hosts_train_and_generate(
         planned = limits["planned_process_bytes"]
         assert planned <= SHARE * weights
         assert rank["process_peak_bytes"] == pytest.approx(planned, rel=0.05)
-        # The kernel counts mpirun's daemon too, and nothing of what was read of the weights.
-        assert cgroup.peak == pytest.approx(planned, rel=0.05)
+        # The kernel counts mpirun's daemon too, nothing of what was read of the weights, and pages
+        # of libraries only if no other process has brought them in before.
+        assert 0.85 * planned <= cgroup.peak <= 1.05 * planned
         assert cgroup.peak <= SHARE * weights
     job = mpirun(
         2,
