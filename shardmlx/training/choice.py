@@ -124,7 +124,9 @@ def _fastest(
         checkpoint = bool(way.batch.grad_checkpoint)
         length = lengths.exact if way.batch.pack else lengths.padded
         try:
-            plan = _plan(way, workload, given, cluster, lengths.longest[0])
+            # Memory is planned for the sequences that there are.
+            longest = replace(way.batch, max_seq_length=lengths.longest[0])
+            plan = lay_out(way, replace(workload, batch=longest), given, cluster)
             seconds = predict(plan, workload, cluster, length, checkpoint=checkpoint).step_seconds
             planned = planned_memory(plan, workload, cluster, lengths.longest, checkpoint)
         except UserError:
@@ -176,22 +178,20 @@ def _schedules(given: StageMap | None, cluster: Cluster, pp: int) -> list[str]:
     return names
 
 
-def _plan(
-    way: RunSpec, workload: Workload, given: StageMap | None, cluster: Cluster, longest: int
-) -> Plan:
-    # Memory is planned for the sequences that there are.
-    batch = replace(way.batch, max_seq_length=longest)
-    stage_map = make_stage_map(
-        way.model, way.layout, given, replace(workload, batch=batch), cluster
-    )
+def lay_out(run: RunSpec, workload: Workload, given: StageMap | None, cluster: Cluster) -> Plan:
+    """Return the plan of a run that leaves nothing open; ``given`` is the user's stage map.
+
+    Raises ``UserError`` where it cannot be laid out so.
+    """
+    stage_map = make_stage_map(run.model, run.layout, given, workload, cluster)
     mesh = make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
-    rows, micro_batch_size = divide_batch(way.batch, mesh)
+    rows, micro_batch_size = divide_batch(run.batch, mesh)
     return Plan(
         mesh=mesh,
         stage_map=stage_map,
-        schedule=way.layout.schedule,
+        schedule=run.layout.schedule,
         rows=rows,
         micro_batch_size=micro_batch_size,
         trainable=trainable_stages(workload, stage_map),
-        pack=bool(way.batch.pack),
+        pack=bool(run.batch.pack),
     )

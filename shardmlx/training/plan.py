@@ -21,11 +21,9 @@ from shardmlx.loading.rank_setup import OpenedModel, PlanInputs
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map, settled
-from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.planning.layout import settled
 from shardmlx.planning.suggestions import remedies
-from shardmlx.training.choice import Choice, SequenceLengths, choose
+from shardmlx.training.choice import Choice, SequenceLengths, choose, lay_out
 from shardmlx.training.predicted import planned_memory
 
 
@@ -40,19 +38,12 @@ def make_plan(
             "of the row",
             "train without --pack",
         )
-    stage_map = _stage_map(run, inputs)
-    budgets = inputs.budgets
-    mesh = make_mesh(stage_map, len(budgets), [budget.host for budget in budgets])
-    rows, micro_batch_size = divide_batch(run.batch, mesh)
-    plan = Plan(
-        mesh=mesh,
-        stage_map=stage_map,
-        schedule=run.layout.schedule,
-        rows=rows,
-        micro_batch_size=micro_batch_size,
-        trainable=trainable_stages(inputs.sizes, stage_map),
-        pack=bool(run.batch.pack),
-    )
+    try:
+        plan = lay_out(run, inputs.sizes, inputs.stage_map, inputs.cluster)
+    except DoesNotFitError as error:
+        way = how_to_allow_more(run.machines.memory_limit, inputs.budgets)
+        ways = what_would_fit(run, inputs, run.batch.max_seq_length - 1)
+        raise UserError(error.fact, f"{way}{ways}") from None
     return of_model(plan, run, opened, model)
 
 
@@ -75,15 +66,6 @@ def of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def _stage_map(run: RunSpec, inputs: PlanInputs[Workload]) -> StageMap:
-    try:
-        return make_stage_map(run.model, run.layout, inputs.stage_map, inputs.sizes, inputs.cluster)
-    except DoesNotFitError as error:
-        way = how_to_allow_more(run.machines.memory_limit, inputs.budgets)
-        ways = what_would_fit(run, inputs, run.batch.max_seq_length - 1)
-        raise UserError(error.fact, f"{way}{ways}") from None
-
-
 def can_pack(model_config: Mapping[str, Any]) -> bool:
     """Tell whether packed rows have the same loss: not where rotary embeddings depend on the length
     of the row."""
@@ -98,7 +80,7 @@ def choose_plan(
     model: nn.Module,
     lengths: SequenceLengths,
 ) -> Choice:
-    """Return the way to train that is taken, with the plan of this very model.
+    """Return the way to train that is taken.
 
     Raises ``UserError`` where no way that the options leave open fits in the memory of all ranks.
     """
@@ -118,8 +100,7 @@ def choose_plan(
             overfull(inputs.budgets, planned) or "the model does not fit",
             f"{allowed}{what_would_fit(run, inputs, lengths.longest[0])}",
         )
-    plan, _ = of_model(choice.plan, choice.run, opened, model)
-    return replace(choice, plan=plan)
+    return choice
 
 
 def memory_of(

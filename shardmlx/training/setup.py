@@ -135,7 +135,11 @@ def _prepare(
         choice: Choice = on_all_ranks(
             transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
         )
-        plan, slices = of_model(choice.plan, choice.run, opened, model)
+        plan, slices = on_all_ranks(
+            transport,
+            "planning",
+            partial(of_model, choice.plan, choice.run, opened, model),
+        )
         compare_plans(transport, plan.digest)
         is_open, run = choice.run != run, choice.run
         config = _settled(config, run)
