@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.markdown import anchors, links
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(
     r"(?<![\w./$~-])(?:\./)?((?:shardmlx|models|partitioners|scripts|hostfiles|tests|docs)/[\w./*<>-]+)"
 )
@@ -40,7 +40,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 STATIONS = re.findall(
     r"`(shardmlx/[\w/]+\.py)`: `([\w.]+)`",
-    (ROOT / "docs/architecture.md").read_text(encoding="utf-8"),
+    (ROOT / "docs/developers/architecture.md").read_text(encoding="utf-8"),
 )
 """What the tours name: a file, and a class, a method or a constant in it."""
 
@@ -64,4 +64,4 @@ def names_of(node: ast.stmt) -> set[str]:
 
 def test_some_pages_name_files() -> None:
     assert "scripts/demo.sh" in files(ROOT / "README.md")
-    assert "tests/unit/*/test_*.py" in files(ROOT / "docs" / "contributing.md")
+    assert "tests/unit/*/test_*.py" in files(ROOT / "docs/developers/contributing.md")

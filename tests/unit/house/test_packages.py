@@ -1,4 +1,4 @@
-"""Imports point down only, as docs/architecture.md has it; no part loads more than it says."""
+"""Imports point down only, as docs/developers/architecture.md says; no part loads more than needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MLX_OR_MPI = {"mlx", "mlx_lm", "mpi4py"}
 ROW = re.compile(r"^\| `?(\w+)`? \| (.+) \| ([\w, ]*)\|$", re.MULTILINE)
 
 TABLE = [
-    row for row in ROW.findall((ROOT / "docs/architecture.md").read_text()) if row[0] != "package"
+    row
+    for row in ROW.findall((ROOT / "docs/developers/architecture.md").read_text())
+    if row[0] != "package"
 ]
 PACKAGES = [name for name, _, _ in reversed(TABLE)]
 """From the bottom; ``commands`` are all modules at the top that have no row of their own."""
