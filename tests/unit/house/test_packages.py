@@ -1,4 +1,4 @@
-"""Imports point down only, as docs/developers/architecture.md says; no part loads more than needed."""
+"""Imports point down only, as docs/developers/architecture.md says; nothing loads too much."""
 
 from __future__ import annotations
 
