@@ -185,10 +185,15 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
 
 
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Check one Hugging Face data set, or a list of them, each with its ``path``."""
+    """Check one Hugging Face data set, or a list of them, each with its ``path`` and ``weight``."""
     for each in [dataset] if isinstance(dataset, Mapping) else dataset:
         if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):
             raise OptionError("hf_dataset", f"has {each!r}", "give a mapping with 'path: NAME'")
+        weight = each.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e6:
+            raise OptionError(
+                "hf_dataset", f"has {each['path']} with weight {weight!r}", "give a number above 0"
+            )
 
 
 def _require(name: str, key: str, value: Any, check: Check) -> None:

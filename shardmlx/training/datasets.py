@@ -5,24 +5,23 @@ Only rank 0 reads data; the other ranks get their batches from it.
 
 from __future__ import annotations
 
-import codecs
 import functools
-import hashlib
-import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 
-from shardmlx.common.digests import file_digest
+from shardmlx.common.digests import bytes_digest, file_digest
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
 from shardmlx.errors import UserError, one_line
+from shardmlx.training.data_files import find_data_file, parse_rows, row_name
 from shardmlx.training.data_rows import check_row
 from shardmlx.training.token_cache import DataCache, Tokenised
 
@@ -57,15 +56,13 @@ def read_data(
     """
     sets: dict[str, Samples] = {}
     warnings = []
-    for name, found in _find_sets(options, functools.cache(tokenizer), cache).items():
-        where, tokenised = found.where, found.tokenised
-        if tokenised is None:
-            indices = progress(f"tokenising {name}", range(len(found.rows)))
-            tokenised = Tokenised(_tokenise(found.rows, where, indices), _order(found.rows))
-            if cache is not None and found.digest is not None:
-                cache.keep(found.digest, tokenised)
-        samples = tokenised.samples
-        _check_lengths(samples, where, options, max_positions)
+    for name, parts in _find_sets(options, functools.cache(tokenizer), cache).items():
+        where = parts[0].where
+        tokenised = [_tokenised(name, part, progress, cache) for part in parts]
+        for part, each in zip(parts, tokenised, strict=True):
+            _check_lengths(each.samples, part.where, options, max_positions)
+        weights = [part.weight if name == "train" else 1 for part in parts]
+        samples = _mixed(tokenised, weights)
         too_long = int((samples.lengths > options.max_seq_length).sum())
         if too_long:
             warnings.append(
@@ -86,7 +83,7 @@ def read_data(
                 f"{options.batch_size}",
                 "lower the batch size or add data",
             )
-        sets[name] = samples[tokenised.order]
+        sets[name] = samples
     if options.train and "valid" not in sets:
         warnings.append(f"{options.data} has no validation set: training without validation")
     return DataSets(**sets, warnings=tuple(warnings))
@@ -100,13 +97,18 @@ GetTokenizer = Callable[[], TokenizerWrapper]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A set of the data: its rows, as mlx-lm's own data-set object, or what became of them in an
-    earlier run. ``digest`` is of the bytes of the rows, where they are those of a file."""
+    """A set of the data, or a part of it: its rows, as mlx-lm's own data-set object, or what became
+    of them in an earlier run.
+
+    ``digest`` is of the bytes of the rows, where they are those of a file. ``weight`` is how often
+    each row comes in training.
+    """
 
     where: Where
     rows: Any = ()
     digest: str | None = None
     tokenised: Tokenised | None = None
+    weight: float = 1
 
     @property
     def is_empty(self) -> bool:
@@ -115,34 +117,44 @@ class _Found:
 
 def _find_sets(
     options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
-) -> dict[str, _Found]:
-    """Find the data sets that the run needs and that exist."""
+) -> dict[str, list[_Found]]:
+    """Find the data sets that the run needs and that exist; a mixture has several parts."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
     directory = Path(options.data)
-    if options.hf_dataset is not None or not directory.exists():
-        rows = _read_from_hub(options, tokenizer)
-        found = {
-            name: _Found(functools.partial(_row_of_hub, options.data, name), rows[name])
-            for name in needed
-        }
+    if options.hf_dataset is not None:
+        given = options.hf_dataset
+        parts = [_read_mixed(each, options, tokenizer()) for each in _entries(given)]
+    elif not directory.exists():
+        parts = [_read_from_hub(options.data, options, tokenizer())]
     elif directory.is_dir():
-        found = {
-            name: _read_file(directory / f"{name}.jsonl", options, tokenizer, cache)
-            for name in needed
-        }
+        parts = [
+            {
+                name: _read_file(find_data_file(directory, name), options, tokenizer, cache)
+                for name in needed
+            }
+        ]
     else:
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
     for name in set(needed) - {"valid"}:
-        if found[name].is_empty:
-            raise UserError(
-                f"{found[name].where(None)} is missing or empty",
-                f"--data {options.data} must hold it",
-            )
-    return {name: found[name] for name in needed if not found[name].is_empty}
+        for part in parts:
+            if part[name].is_empty:
+                raise UserError(
+                    f"{part[name].where(None)} is missing or empty",
+                    f"--data {options.data} must hold it",
+                )
+    found = {name: [part[name] for part in parts if not part[name].is_empty] for name in needed}
+    for several in found.values():
+        if len(several) > 1:  # as mlx-lm orders the rows of all of them
+            several.sort(key=lambda part: len(part.rows[0]))
+    return {name: several for name, several in found.items() if several}
+
+
+def _entries(given: Mapping[str, Any] | Sequence[Any]) -> list[Mapping[str, Any]]:
+    return [given] if isinstance(given, Mapping) else list(given)
 
 
 def _row_of_file(path: Path, i: int | None) -> str:
-    return str(path) if i is None else f"{path}:{i + 1}"
+    return str(path) if i is None else row_name(path, i)
 
 
 def _row_of_hub(data: str, name: str, i: int | None) -> str:
@@ -155,50 +167,27 @@ def _read_file(
     where = functools.partial(_row_of_file, path)
     if not path.exists():
         return _Found(where)
-    digest = hashlib.sha256()
     try:
-        # In bytes: text has line ends, such as U+2028, that are none in JSON.
-        with path.open("rb") as file:
-            if cache is not None:
-                tokenised = cache.find(file_digest(file))
-                if tokenised is not None:
-                    return _Found(where, tokenised=tokenised)
-                file.seek(0)
-            rows = []
-            for number, line in enumerate(file, 1):
-                digest.update(line)
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                rows.append(_parse(line, f"{path}:{number}"))
+        if cache is not None:
+            with path.open("rb") as file:
+                tokenised = cache.find(_digest(path, file_digest(file)))
+            if tokenised is not None:
+                return _Found(where, tokenised=tokenised)
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}", "give a file that you may read"
         ) from None
+    rows = parse_rows(path, content)
     if not rows:
         return _Found(where)
-    return _Found(where, _create(rows, str(path), options, tokenizer()), digest.hexdigest())
+    digest = _digest(path, bytes_digest(content))
+    return _Found(where, _create(rows, str(path), options, tokenizer()), digest)
 
 
-def _parse(line: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line.decode().rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
-        ) from None
-    except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")
-        raise UserError(
-            f"{where} is not JSON: {what} at column {error.colno}", "mend the line, or take it out"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or brackets in brackets.
-        raise UserError(
-            f"{where} cannot be read: {one_line(error)}", "mend the line, or take it out"
-        ) from None
-    if not isinstance(row, Mapping):
-        raise UserError(f"{where} is no JSON object", "write one object on each line")
-    return row
+def _digest(path: Path, of_content: str) -> str:
+    """Return the digest by which the cache knows a file: the same bytes may be JSON and CSV."""
+    return of_content + path.suffix.removeprefix(".jsonl")
 
 
 def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWrapper) -> Any:
@@ -217,22 +206,79 @@ def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWra
         ) from error
 
 
-def _read_from_hub(options: DataOptions, tokenizer: GetTokenizer) -> dict[str, Any]:
-    own = tokenizer()
+def _read_mixed(
+    entry: Mapping[str, Any], options: DataOptions, tokenizer: TokenizerWrapper
+) -> dict[str, _Found]:
+    """Read one data set of ``hf_dataset``, alone or in a mixture."""
+    alone = SimpleNamespace(
+        hf_dataset=dict(entry),
+        data=entry["path"],
+        train=options.train,
+        test=options.test,
+        mask_prompt=options.mask_prompt,
+    )
+    return _read_from_hub(entry["path"], alone, tokenizer, float(entry.get("weight", 1)))
+
+
+def _read_from_hub(
+    data: str, options: Any, tokenizer: TokenizerWrapper, weight: float = 1
+) -> dict[str, _Found]:
+    """Read the data set of mlx-lm's ``options`` with the ``datasets`` package."""
+    is_path = getattr(options, "hf_dataset", None) is None
     try:
-        train, valid, test = load_dataset(options, own)
+        sets = load_dataset(options, tokenizer)
     except ImportError:
+        if is_path:
+            raise UserError(
+                f"--data {data}: there is no such directory",
+                "name another, or, to read it from Hugging Face, pip install datasets",
+            ) from None
         raise UserError(
-            f"--data {options.data}: there is no such directory",
-            "name another, or, to read it from Hugging Face, pip install datasets",
+            f"hf_dataset {data} needs the datasets package", "pip install datasets"
         ) from None
     except Exception as error:
+        if is_path:
+            raise UserError(
+                f"--data {data}: there is no such directory, and Hugging Face does not give "
+                f"it: {one_line(error)}",
+                "name another",
+            ) from None
         raise UserError(
-            f"--data {options.data}: there is no such directory, and Hugging Face does not give "
-            f"it: {one_line(error)}",
-            "name another",
+            f"hf_dataset {data}: {one_line(error)}", "look at its path, config and splits"
         ) from None
-    return {"train": train, "valid": valid, "test": test}
+    return {
+        name: _Found(functools.partial(_row_of_hub, data, name), rows, weight=weight)
+        for name, rows in zip(("train", "valid", "test"), sets, strict=True)
+    }
+
+
+def _tokenised(name: str, found: _Found, progress: Progress, cache: DataCache | None) -> Tokenised:
+    """Return the tokens of a set: those of an earlier run, or those of its rows."""
+    if found.tokenised is not None:
+        return found.tokenised
+    indices = progress(f"tokenising {name}", range(len(found.rows)))
+    tokenised = Tokenised(_tokenise(found.rows, found.where, indices), _order(found.rows))
+    if cache is not None and found.digest is not None:
+        cache.keep(found.digest, tokenised)
+    return tokenised
+
+
+def _mixed(parts: Sequence[Tokenised], weights: Sequence[float]) -> Samples:
+    """Return the samples of all parts in mlx-lm's order, one part after the other.
+
+    A part of n samples is there with ``weight`` times n of them, evenly repeated or left out.
+    """
+    begins = np.cumsum([0, *(len(part.samples.tokens) for part in parts)])
+    bounds = []
+    for part, weight, begin in zip(parts, weights, begins[:-1], strict=True):
+        n = len(part.order)
+        count = max(1, round(weight * n))
+        chosen = part.samples.bounds[part.order[np.arange(count) * n // count]]
+        bounds.append(chosen + np.array([begin, begin, 0]))
+    tokens = [part.samples.tokens for part in parts]
+    return Samples(
+        tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(bounds)
+    )
 
 
 def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:

@@ -215,7 +215,7 @@ def _digest(path: Path) -> str | None:
 def _code() -> Iterator[Path]:
     """Yield the files of code that makes samples of rows, or refuses them: other code may have the
     same version."""
-    for name in ("datasets.py", "data_rows.py"):
+    for name in ("datasets.py", "data_files.py", "data_rows.py"):
         yield Path(__file__).with_name(name)
     for name in ("tuner/datasets.py", "tokenizer_utils.py"):
         yield Path(str(metadata.distribution("mlx-lm").locate_file(f"mlx_lm/{name}")))

@@ -1,0 +1,116 @@
+"""Read the rows of a data file: JSON lines, CSV or Parquet, with errors that name file and row.
+
+No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmlx.errors import UserError, one_line
+
+Row = Mapping[str, Any]
+
+
+def find_data_file(directory: Path, name: str) -> Path:
+    """Return the file of the set ``name``: NAME.jsonl, unless NAME.csv or NAME.parquet is there.
+
+    Raises `UserError` where several are there.
+    """
+    found = [path for ending in READERS if (path := directory / f"{name}{ending}").exists()]
+    if len(found) > 1:
+        names = " and ".join(path.name for path in found)
+        raise UserError(f"{directory} has {names}", "keep one of them")
+    return found[0] if found else directory / f"{name}.jsonl"
+
+
+def row_name(path: Path, i: int) -> str:
+    """Return how messages call row ``i``, counted from 0: by its line where each row has one."""
+    return f"{path}:{i + 1}" if path.suffix == ".jsonl" else f"{path}, row {i + 1}"
+
+
+def parse_rows(path: Path, content: bytes) -> list[Row]:
+    """Return the rows of a data file with this content; raise `UserError` if it has none."""
+    return READERS[path.suffix](path, content)
+
+
+def _read_json_lines(path: Path, content: bytes) -> list[Row]:
+    # In bytes: text has line ends, such as U+2028, that are none in JSON.
+    lines = io.BytesIO(content.removeprefix(codecs.BOM_UTF8))
+    return [_parse(line, row_name(path, i)) for i, line in enumerate(lines)]
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
+        raise UserError(
+            f"{where} is not JSON: {what} at column {error.colno}", "mend the line, or take it out"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets in brackets.
+        raise UserError(
+            f"{where} cannot be read: {one_line(error)}", "mend the line, or take it out"
+        ) from None
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is no JSON object", "write one object on each line")
+    return row
+
+
+def _read_csv(path: Path, content: bytes) -> list[Row]:
+    try:
+        text = content.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
+        ) from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[Row] = []
+    try:
+        columns = next(reader, [])
+        for cells in reader:
+            if len(cells) != len(columns):
+                raise UserError(
+                    f"{row_name(path, len(rows))} has {len(cells)} cells, and the first line names "
+                    f"{len(columns)} columns",
+                    "put cells with commas or line ends in double quotes",
+                )
+            rows.append(dict(zip(columns, cells, strict=True)))
+    except csv.Error as error:
+        raise UserError(
+            f"{row_name(path, len(rows))} is not CSV: {one_line(error)}", "mend it"
+        ) from None
+    return rows
+
+
+def _read_parquet(path: Path, content: bytes) -> list[Row]:
+    try:
+        from pyarrow import ArrowInvalid, BufferReader, parquet
+    except ImportError:
+        raise UserError(
+            f"{path} needs the pyarrow package", "pip install '.[data]' in the repository"
+        ) from None
+    try:
+        rows: list[Row] = parquet.read_table(BufferReader(content)).to_pylist()
+    except ArrowInvalid as error:
+        raise UserError(f"{path} is not Parquet: {one_line(error)}", "write it again") from None
+    return rows
+
+
+READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {
+    ".jsonl": _read_json_lines,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+"""Readers of data files, by the ending of the name."""

@@ -1,0 +1,208 @@
+"""Data files: JSON lines, CSV and Parquet, mixtures, and the examples of docs/data.md."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
+
+from shardmlx.config.specs import DataOptions
+from shardmlx.config.train import TrainConfig, load_config
+from shardmlx.errors import UserError
+from shardmlx.training.data_files import parse_rows
+from shardmlx.training.datasets import DataSets, read_data
+from tests.helpers.jobs import ROOT
+from tests.helpers.letters import EOS, Letters, listed
+from tests.helpers.markdown import Block, blocks
+
+PAGE = ROOT / "docs" / "data.md"
+EXAMPLES = [block for block in blocks(PAGE) if len(block.info) > 1]
+
+
+def example(name: str) -> Block:
+    return next(block for block in EXAMPLES if " ".join(block.info[1:]) == name)
+
+
+def read(data: Path, tokenizer: Any = Letters, **options: Any) -> DataSets:
+    config = TrainConfig(data=str(data), **{"batch_size": 1, **options})
+    return read_data(DataOptions.of(config), tokenizer, None)
+
+
+def decoded(samples: Sequence[Any]) -> list[str]:
+    return ["".join(chr(letter) for letter in tokens if letter != EOS) for tokens, _ in samples]
+
+
+# The page.
+
+
+class Template(Letters):
+    """A tokenizer whose template knows tools and their calls."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: object = None,
+        add_generation_prompt: bool = False,
+        return_dict: bool = False,
+    ) -> list[int]:
+        parts = [json.dumps(tools)] if tools else []
+        for each in messages:
+            parts.append(f"<{each['role']}>{each['content']}{json.dumps(each.get('tool_calls'))};")
+        return self.encode("".join(parts) + ("<assistant>" if add_generation_prompt else ""))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in EXAMPLES if block.info[0] in ("jsonl", "csv")],
+    ids=lambda block: " ".join(block.info[1:]),
+)
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_an_example_of_the_page_is_read(tmp_path: Path, block: Block, mask_prompt: bool) -> None:
+    (tmp_path / f"train.{block.info[0]}").write_text(block.text)
+    if mask_prompt and "text" in block.info:
+        with pytest.raises(UserError, match="needs prompts"):
+            read(tmp_path, Template, mask_prompt=True)
+        return
+    data = read(tmp_path, Template, mask_prompt=mask_prompt)
+    rows = len(block.text.splitlines()) - (block.info[0] == "csv")
+    assert len(data.train) == rows
+    starts = [start for _, start in listed(data.train)]
+    assert all(start > 0 for start in starts) if mask_prompt else starts == [0] * rows
+    text = "".join(decoded(data.train))
+    assert ("weather" in text and "Nassau" in text) if "tools" in block.info else "o" in text
+
+
+def test_the_parquet_example_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    exec(example("train.parquet").text, {})
+    assert decoded(read(tmp_path).train) == ["<u>Where to?;<a>Tortuga.;"]
+
+
+def test_the_example_of_keys_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("question,answer\nhi,ho\n")
+    config = tmp_path / "keys.yaml"
+    config.write_text(example("keys").text)
+    options = load_config(["-c", str(config), "--data", str(tmp_path), "--batch-size", "1"])
+    data = read_data(DataOptions.of(options), Letters, None)
+    assert decoded(data.train) == ["<u>hi;<a>ho;"]
+
+
+def test_the_example_of_the_hub_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "hub.yaml").write_text(example("hub").text)
+    assert load_config(["-c", str(tmp_path / "hub.yaml")]).hf_dataset is not None
+
+
+def test_the_example_that_divides_a_file_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = {f'{{"text": "{i}"}}' for i in range(25)}
+    Path("all.jsonl").write_text("\n".join(sorted(lines)))
+    exec(example("divide").text, {})
+    valid, train = (Path(f"{name}.jsonl").read_text().splitlines() for name in ("valid", "train"))
+    assert len(valid) == 2
+    assert {*valid, *train} == lines
+
+
+# Mixtures.
+
+
+@pytest.fixture
+def local_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the files of the page's mixture; ``datasets`` keeps its files there too."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"q{i},a{i}\n" for i in range(10))
+    Path("questions.csv").write_text("question,answer\n" + rows)
+    Path("talk.jsonl").write_text("".join(f'{{"text": "t{i}"}}\n' for i in range(10)))
+    return tmp_path
+
+
+def test_the_mixture_of_the_page_has_its_weights(local_sets: Path) -> None:
+    given = yaml.safe_load(example("mixture").text)["hf_dataset"]
+    data = read(local_sets, hf_dataset=given)
+    texts = decoded(data.train)
+    questions = [f"<u>q{i};<a>a{i};" for i in range(8) for _ in range(3)]
+    assert texts == [*(f"t{i}" for i in (0, 2, 4, 6)), *questions]
+    assert decoded(data.valid) == ["t8", "t9", "<u>q8;<a>a8;", "<u>q9;<a>a9;"]
+
+
+def test_a_mixture_without_weights_is_that_of_mlx_lm(local_sets: Path) -> None:
+    given = yaml.safe_load(example("mixture").text)["hf_dataset"]
+    for each in given:
+        del each["weight"]
+    config = TrainConfig(hf_dataset=given, batch_size=1, train=True)
+    theirs, _, _ = mlx_lm_load_dataset(config, Letters())
+    order = sorted(range(len(theirs)), key=lambda i: len(theirs[i]))
+    expected = [theirs.process(theirs[i])[0] for i in order]
+    assert [tokens for tokens, _ in listed(read(local_sets, hf_dataset=given).train)] == expected
+
+
+def test_a_row_of_a_mixture_is_named(local_sets: Path) -> None:
+    Path("talk.jsonl").write_text('{"text": "t"}\n{"text": null}\n')
+    given = [{"path": "json", "config": {"data_files": "talk.jsonl"}, "train_split": "train"}]
+    with pytest.raises(UserError, match=r"^json, train set, row 1: text is null, not text: "):
+        read(local_sets, hf_dataset=given)
+
+
+def test_a_data_set_that_is_not_there_is_named(local_sets: Path) -> None:
+    given = {"path": "csv", "config": {"data_files": "none.csv"}}
+    with pytest.raises(UserError, match=r"^hf_dataset csv: .*: look at its path, config and spl"):
+        read(local_sets, hf_dataset=given)
+
+
+@pytest.mark.parametrize("weight", [0, -1, "3", True, float("nan")])
+def test_a_weight_is_a_number_above_0(weight: Any) -> None:
+    with pytest.raises(UserError, match=r"weight .*: give a number above 0"):
+        TrainConfig(hf_dataset={"path": "csv", "weight": weight})
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"text\na,b\n", "train.csv, row 1 has 2 cells, and the first line names 1 columns"),
+        (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: mend it"),
+        (b"text\n\xff\n", "train.csv is not UTF-8 text: invalid start byte at byte 5"),
+    ],
+)
+def test_csv_that_is_none_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_rows(Path("train.csv"), content)
+    assert str(error.value).startswith(message)
+
+
+def test_cells_may_have_commas_quotes_and_lines() -> None:
+    content = b'\xef\xbb\xbfprompt,completion\r\n"a, ""b""","c\nd"\r\n'
+    assert parse_rows(Path("x.csv"), content) == [{"prompt": 'a, "b"', "completion": "c\nd"}]
+
+
+def test_parquet_that_is_none_is_refused() -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(UserError, match=r"^train\.parquet is not Parquet: "):
+        parse_rows(Path("train.parquet"), b"PAR1")
+
+
+def test_parquet_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"^train\.parquet needs the pyarrow package: "):
+        parse_rows(Path("train.parquet"), b"PAR1")
+
+
+def test_two_files_of_one_set_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    shutil.copy(tmp_path / "train.jsonl", tmp_path / "train.csv")
+    with pytest.raises(UserError, match=r"has train\.jsonl and train\.csv: keep one of them"):
+        read(tmp_path)
