@@ -248,7 +248,7 @@ def inspect_config() -> Target:
     """Return the target for models of which there is only config.json."""
 
     def read(path: Path) -> None:
-        command(inspect.main, path.parent, "--stages", "2")
+        command(inspect.main, path.parent, "--pipeline-stages", "2")
 
     mixtral = {**CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     packed = {**CONFIG, "model_type": "qwen3", "head_dim": 16}
@@ -290,9 +290,9 @@ def plan_hosts() -> Target:
     def read(path: Path) -> None:
         (path.parent / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 16}))
         fixed = ("--schedule", "1f1b", "--data-parallel", "1", "--micro-batch-size", "1")
-        command(plan.main, path.parent, "--hosts", path, "--batch-size", "4", *fixed)
+        command(plan.main, path.parent, "--hostfile", path, "--batch-size", "4", *fixed)
 
-    return Target("plan --hosts", [HOSTS, b"a slots=1 # flops=1T memory=1GiB\n"], read)
+    return Target("plan --hostfile", [HOSTS, b"a slots=1 # flops=1T memory=1GiB\n"], read)
 
 
 TARGETS = (

@@ -126,9 +126,12 @@ def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], where: str, hel
             raise UserError(f"{where}: unknown key {key!r}", remedy)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean a or b?``; empty when ``word`` neither begins nor resembles a known."""
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``did you mean a or b?``; empty when ``word`` neither begins nor resembles a known.
+
+    Each suggestion is written with ``prefix`` before it.
+    """
     known = tuple(known)
     matches = [each for each in known if word and each.startswith(word)][:3]
     matches = matches or difflib.get_close_matches(word, known, n=3, cutoff=0.7)
-    return f"did you mean {' or '.join(matches)}?" if matches else ""
+    return f"did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import options
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.inference import SAMPLING, InferenceConfig
-from shardmlx.config.options import load_options, option
+from shardmlx.config.options import option
 from shardmlx.models.kv_cache import held
 
 _CHAT = "chat"
@@ -35,13 +35,12 @@ class ChatConfig(InferenceConfig):
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
 
 
-def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx.chat``; help is printed on rank 0 only."""
-    return options.build_parser(
+    return command_line.build_parser(
         ChatConfig,
-        prog="python -m shardmlx.chat",
-        description="Talk with a model in the terminal, through pipeline stages, one MPI rank "
-        "each.",
+        "chat",
+        "Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
         rank=rank,
     )
 

@@ -5,11 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
-from shardmlx.config.options import option
+from shardmlx.config.options import REQUIRED, option
 from shardmlx.partitioners import partitioner_names
 
 WEIGHTS = ("auto", "local", "rank0")
 """The ranks that read the model: each one that can, all of them, or rank 0 for all."""
+
+
+def model_argument() -> Any:
+    return option(
+        REQUIRED,
+        "directory, .safetensors file, or Hugging Face repository (OWNER/NAME); headers are enough",
+        metavar="MODEL",
+        positional=True,
+    )
+
+
+def revision_option(group: str | None = None) -> Any:
+    return option(
+        None,
+        "branch, tag or commit of a Hugging Face repository",
+        metavar="NAME",
+        unset="main",
+        group=group,
+    )
 
 
 def weights_option(group: str) -> Any:
@@ -30,6 +49,16 @@ def weight_cache_option(group: str) -> Any:
 
 def stage_map_option(group: str) -> Any:
     return option(None, "YAML file that divides the layers; wins over --partitioner", group=group)
+
+
+def hostfile_option(group: str, default: str | None = None) -> Any:
+    return option(
+        default,
+        "hostfile that says what the machines have, for the partitioners and the prediction",
+        metavar="FILE",
+        old=("--hosts",),
+        group=group,
+    )
 
 
 AUTO = "auto"

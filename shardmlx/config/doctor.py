@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import options
-from shardmlx.config.options import OptionError, check_options, load_options, option
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.options import OptionError, check_options, option
 
 _OUTPUT = "output"
 _MEASURING = "measuring"
@@ -66,12 +66,12 @@ class DoctorConfig:
             raise OptionError("write_hostfile", "is '-'", "give the name of a file")
 
 
-def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx.doctor``; help is printed on rank 0 only."""
-    return options.build_parser(
+    return command_line.build_parser(
         DoctorConfig,
-        prog="python -m shardmlx.doctor",
-        description="Look at the machines and the links between them: under mpirun, one rank a "
+        "doctor",
+        "Look at the machines and the links between them: under mpirun, one rank a "
         "host; or, before that works, with --ssh.",
         rank=rank,
     )

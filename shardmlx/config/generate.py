@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import options
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.options import OptionError, load_options, option
+from shardmlx.config.options import OptionError, option
 
 _PROMPT = "prompt"
 
@@ -38,12 +38,12 @@ class GenerateConfig(InferenceConfig):
             raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
 
 
-def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx.generate``; help is printed on rank 0 only."""
-    return options.build_parser(
+    return command_line.build_parser(
         GenerateConfig,
-        prog="python -m shardmlx.generate",
-        description="Generate text through pipeline stages, one MPI rank each.",
+        "generate",
+        "Generate text through pipeline stages, one MPI rank each.",
         rank=rank,
     )
 

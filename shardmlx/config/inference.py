@@ -8,6 +8,7 @@ from typing import Any
 
 from shardmlx.config.common_options import (
     dtype_option,
+    hostfile_option,
     memory_limit_option,
     partitioner_option,
     stage_map_option,
@@ -91,9 +92,7 @@ class InferenceConfig:
 
     stage_map: str | None = stage_map_option(PIPELINE)
     partitioner: str = partitioner_option(PIPELINE)
-    hosts: str | None = option(
-        None, "hostfile that says what the machines have, for the partitioners", group=PIPELINE
-    )
+    hostfile: str | None = hostfile_option(PIPELINE)
     batch_size: int = option(
         8, "prompts under way at a time, over all groups together", minimum=1, group=PIPELINE
     )

@@ -1,38 +1,26 @@
 """Options of a command: declared once as dataclass fields, given by flag or YAML file.
 
-A command's options are a frozen dataclass whose fields are made by ``option``. Default, help
-text and limits of an option stand there and nowhere else: the command line is made from the
-fields, and the instance checks itself with ``check_options``.
+A command's options are a frozen dataclass whose fields are made by ``option``. Default, unit, help
+text and limits of an option stand there and nowhere else: the command line, its help and
+docs/options.md are made from the fields, and the instance checks itself with ``check_options``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    NoReturn,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-import shardmlx
-from shardmlx.common.cli import OneLineParser
-from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
 from shardmlx.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    Options = TypeVar("Options", bound=DataclassInstance)
+REQUIRED: Any = MISSING
+"""The default of an option that must be given."""
 
 
 class OptionError(UserError):
@@ -46,24 +34,91 @@ class OptionError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The rules of an option, beside its name, type and default."""
+    """The rules of an option, beside its name, type and default.
+
+    ``metavar`` is the unit of the value, or what it names; ``unset`` says by what rule the value is
+    chosen where the default is None. ``old`` are former names, which are still understood.
+    """
 
     help: str
     group: str | None = None  # heading in --help
+    metavar: str | None = None
+    unset: str | None = None
     flag: bool = True  # False: in the YAML file only
+    positional: bool = False
     short: str | None = None
+    old: tuple[str, ...] = ()
+    takes_value: bool = False  # a switch that may be followed by True or False
+    one_each: bool = False  # of a list: each use of the flag adds one value
     minimum: float | None = None
     above: float | None = None
     choices: Sequence[str] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A field of an options dataclass, in the words of a command line.
+
+    ``kinds`` are the types of its values; ``default`` is None where the option must be given.
+    """
+
+    name: str
+    rules: Option
+    kinds: tuple[type, ...]
+    default: str | None
+
+    @property
+    def flag(self) -> str:
+        """The long flag."""
+        return flag_of(self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags, the short one first."""
+        return (self.rules.short, self.flag) if self.rules.short else (self.flag,)
+
+    @property
+    def metavar(self) -> str:
+        """The unit of the value, or what it names; empty for a switch."""
+        if self.rules.metavar is not None:
+            return self.rules.metavar
+        if self.rules.choices is not None:
+            return "{" + ",".join(self.rules.choices) + "}"
+        return "" if bool in self.kinds else "N" if int in self.kinds else ""
+
+    @property
+    def help(self) -> str:
+        """The help text with the default."""
+        text = self.rules.help
+        return text if self.default is None else f"{text} (default: {self.default})"
+
+
 def option(default: Any, help: str, **rules: Any) -> Any:
     """Make a dataclass field that is an option; ``rules`` are the fields of ``Option``."""
     metadata = {"option": Option(help=help, **rules)}
-    if isinstance(default, Mapping):
+    if isinstance(default, (Mapping, list)):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
+    """Return the options of an options dataclass, in the order of its fields."""
+    hints = get_type_hints(cls)
+    return tuple(
+        Declared(
+            name=each.name,
+            rules=_rules(each),
+            kinds=_alternatives(hints[each.name]),
+            default=_default(each),
+        )
+        for each in fields(cls)
+    )
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: ``--batch-size`` of ``batch_size``."""
+    return "--" + name.replace("_", "-")
 
 
 def check_options(options: DataclassInstance) -> None:
@@ -78,98 +133,6 @@ def check_options(options: DataclassInstance) -> None:
         object.__setattr__(options, each.name, value)
 
 
-def build_parser(
-    cls: type[DataclassInstance], prog: str, description: str, rank: int = 0
-) -> argparse.ArgumentParser:
-    """Build the command line of an options dataclass. Parsed, it holds only the flags that were
-    given.
-
-    It raises ``UserError`` where argparse would print usage and exit; ``--help`` and
-    ``--version`` print on rank 0 and exit with status 0 on every rank.
-    """
-    hints = get_type_hints(cls)
-    yaml_only = [each.name for each in fields(cls) if not _rules(each).flag]
-    parser = _Parser(
-        rank=rank,
-        prog=prog,
-        description=description,
-        epilog=f"In the YAML file only: {', '.join(yaml_only)}." if yaml_only else None,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
-    flags = [each for each in fields(cls) if _rules(each).flag]
-    names_of_groups = dict.fromkeys(_rules(each).group for each in flags)
-    groups = {name: parser.add_argument_group(name) for name in names_of_groups}
-    for each in flags:
-        rules = _rules(each)
-        names = [rules.short] if rules.short else []
-        names.append(_flag(each.name))
-        kinds = _alternatives(hints[each.name])
-        how: dict[str, Any] = {"help": _help(each)}
-        if bool in kinds:
-            how["action"] = argparse.BooleanOptionalAction
-        elif rules.parse is None:
-            how["type"] = next(kind for kind in (int, float, str) if kind in kinds)
-        if rules.choices is not None:
-            how["metavar"] = "{" + ",".join(rules.choices) + "}"
-        groups[rules.group].add_argument(*names, **how)
-    return parser
-
-
-def load_options(
-    cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str], rank: int = 0
-) -> Options:
-    """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
-
-    A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other ranks
-    than 0, whose options rank 0's replace, read no file, and take from the flags only how long they
-    wait for rank 0. ``UserError`` names the flag, or the file and its key.
-    """
-    if rank:
-        flags = vars(parser.parse_known_args(argv)[0])
-        return cls(**{key: value for key, value in flags.items() if key == "timeout"})
-    options, _ = load_given_options(cls, parser, argv)
-    return options
-
-
-def load_given_options(
-    cls: type[Options], parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[Options, frozenset[str]]:
-    """Build the options as ``load_options``, and name those that flags or file gave."""
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        word = next((word for word in unknown if word.startswith("-")), unknown[0])
-        known = [_flag(each.name)[2:] for each in fields(cls) if _rules(each).flag]
-        remedy = (
-            did_you_mean(word.partition("=")[0].lstrip("-"), known) or f"see {parser.prog} --help"
-        )
-        raise UserError(f"unknown argument {word!r}", remedy)
-    flags = vars(namespace)
-    path = flags.get("config")
-    written: dict[str, Any] = {}
-    if path is not None:
-        written = read_yaml(path)
-        known = [each.name for each in fields(cls)]
-        check_keys(written, known, str(path), f"take it out, or see {parser.prog} --help")
-    given = {key: value for key, value in written.items() if value is not None} | flags
-    try:
-        return cls(**given), frozenset(given)
-    except OptionError as error:
-        if error.name in flags:
-            raise UserError(f"{_flag(error.name)} {error.complaint}", error.remedy) from None
-        if error.name in given:
-            raise UserError(f"{path}: {error.problem}", error.remedy) from None
-        raise
-
-
-class _Parser(OneLineParser):
-    """Names the program whose help to see."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()), f"see {self.prog} --help")
-
-
 def _rules(each: Field[Any]) -> Option:
     rules = each.metadata["option"]
     if not isinstance(rules, Option):
@@ -177,15 +140,16 @@ def _rules(each: Field[Any]) -> Option:
     return rules
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _help(each: Field[Any]) -> str:
-    text = _rules(each).help
-    if each.default is not MISSING and each.default is not None and each.default is not False:
-        text += f" (default: {each.default})"
-    return text.replace("%", "%%")
+def _default(each: Field[Any]) -> str | None:
+    """Return the default in words; None where there is none."""
+    value = each.default if each.default_factory is MISSING else each.default_factory()
+    if value is MISSING:
+        return None
+    if value is None or value in ([], {}):
+        return _rules(each).unset or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 _KINDS: Mapping[type, str] = types.MappingProxyType(

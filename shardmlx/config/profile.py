@@ -1,81 +1,85 @@
-"""The options of ``shardmlx.profile``: its own, and those of a training run."""
+"""The options of ``shardmlx profile``: its own, and those of a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from shardmlx.common.cli import OneLineParser
-from shardmlx.config.specs import BatchOptions, FineTune
-from shardmlx.config.train import load_config
-from shardmlx.errors import UserError
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.common_options import model_argument, timeout_option
+from shardmlx.config.options import OptionError, option
+from shardmlx.config.train import TrainConfig
 
 MEASURED_PARTS = (8, 2, 1)
 """The parts of --max-seq-length that are measured: an eighth of its tokens, a half, and all."""
 
+_MEASURED = "what is measured"
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """The measurements to make: of a model that is trained so, with micro-batches of ``shapes``,
-    each (rows, tokens a row). A rank waits ``timeout`` seconds for another."""
+_SHOWN = (
+    *("model", "rows", "lengths", "output", "timeout", "config"),
+    *("fine_tune_type", "num_layers", "max_seq_length", "dtype", "optimizer", "grad_checkpoint"),
+)
+"""The options that ``--help`` lists: of a training run, those that change what is measured."""
 
-    model: str
-    fine_tune: FineTune
-    batch: BatchOptions
-    timeout: float
-    shapes: tuple[tuple[int, int], ...]
-    output: Path
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(TrainConfig):
+    """The measurements to make of a model that is trained so. Raises ``OptionError``, a
+    ``UserError``."""
+
+    model: str = model_argument()
+    rows: int = option(1, "sequences a micro-batch", minimum=1, group=_MEASURED)
+    lengths: str | None = option(
+        None,
+        "tokens a sequence, with commas between",
+        metavar="TOKENS,TOKENS",
+        unset="an eighth, a half and all of --max-seq-length",
+        group=_MEASURED,
+    )
+    output: str = option(
+        "profile.json",
+        "file for the measured times",
+        metavar="FILE",
+        short="-o",
+        group=_MEASURED,
+    )
+    timeout: float = timeout_option(_MEASURED)
+
+    def __post_init__(self) -> None:
+        super(ProfileOptions, self).__post_init__()
+        if not all(length >= 1 for length in self._lengths()):
+            raise OptionError(
+                "lengths", f"is {self.lengths!r}", "give numbers of tokens, like 128,512"
+            )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The micro-batches to measure: (rows, tokens a row) each."""
+        return tuple((self.rows, length) for length in sorted(self._lengths()))
+
+    def _lengths(self) -> set[int]:
+        if self.lengths is None:
+            return {max(1, self.max_seq_length // part) for part in MEASURED_PARTS}
+        try:
+            return {int(word) for word in self.lengths.split(",")}
+        except ValueError:
+            return {0}
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx profile``; help is printed on rank 0 only."""
+    return command_line.build_parser(
+        ProfileOptions,
+        "profile",
+        "Measure how long each part of a model takes on each machine, for the planner.",
+        rank=rank,
+        groups=(_MEASURED,),
+        shown=_SHOWN,
+        epilog="Takes every option of shardmlx train too: they say what is trained, and how.",
+    )
 
 
 def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
-    """Read the flags of this command, and any of ``shardmlx.train``'s. Raises ``UserError``."""
-    parser = OneLineParser(
-        rank=rank,
-        prog="python -m shardmlx.profile",
-        description="Measure how long each part of a model takes on each machine, for the planner.",
-        epilog="Takes every option of shardmlx.train too: they say what is trained, and how.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, or Hugging Face repository"
-    )
-    parser.add_argument(
-        "-o", "--output", default="profile.json", metavar="FILE", help="(default: profile.json)"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=1, metavar="R", help="sequences a micro-batch (default: 1)"
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="T,T",
-        help="tokens a sequence (default: an eighth, a half and all of --max-seq-length)",
-    )
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        raise UserError("give the MODEL first (see --help)")
-    own, rest = parser.parse_known_args(argv)
-    config = load_config(["--model", own.model, *rest], rank)
-    if own.rows < 1:
-        raise UserError(f"--rows is {own.rows}", "give 1 or more")
-    shapes = tuple((own.rows, length) for length in _lengths(own.lengths, config.max_seq_length))
-    return ProfileOptions(
-        model=config.model,
-        fine_tune=FineTune.of(config),
-        batch=BatchOptions.of(config),
-        timeout=config.timeout,
-        shapes=shapes,
-        output=Path(own.output),
-    )
-
-
-def _lengths(text: str | None, longest: int) -> tuple[int, ...]:
-    if text is None:
-        lengths = {max(1, longest // part) for part in MEASURED_PARTS}
-        return tuple(sorted(lengths))
-    try:
-        lengths = {int(word) for word in text.split(",")}
-    except ValueError:
-        lengths = set()
-    if not lengths or min(lengths) < 1:
-        raise UserError(f"--lengths is {text!r}", "give numbers of tokens, like 128,512")
-    return tuple(sorted(lengths))
+    """Read the flags of this command, and any of ``shardmlx train``'s. Raises ``UserError``."""
+    return load_options(ProfileOptions, build_parser(rank), argv, rank)

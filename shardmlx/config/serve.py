@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import options
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.inference import SAMPLING, InferenceConfig
-from shardmlx.config.options import OptionError, load_options, option
+from shardmlx.config.options import OptionError, option
 from shardmlx.models.kv_cache import held
 
 _SERVER = "server"
@@ -92,12 +92,12 @@ class ServeConfig(InferenceConfig):
             return self.host != "localhost"
 
 
-def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx.serve``; help is printed on rank 0 only."""
-    return options.build_parser(
+    return command_line.build_parser(
         ServeConfig,
-        prog="python -m shardmlx.serve",
-        description="Serve a model over HTTP, with the API of OpenAI and a chat page, through "
+        "serve",
+        "Serve a model over HTTP, with the API of OpenAI and a chat page, through "
         "pipeline stages, one MPI rank each.",
         rank=rank,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST
+from shardmlx.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class ModelSource(Spec):
 class MachineOptions(Spec):
     """The files that say what the machines have, and the bytes that a rank may use."""
 
-    hosts: str | None
+    hostfile: str | None
     memory_limit: int | None
     profile: str | None = None
 
@@ -93,6 +94,7 @@ class LayoutOptions(Spec):
 
     stage_map: str | None
     pipeline_stages: int | None
+    data_parallel: int | None
     virtual_stages: int | None
     partitioner: str
     schedule: str
@@ -105,6 +107,27 @@ class LayoutOptions(Spec):
             partitioner=FASTEST if self.partitioner == AUTO else self.partitioner,
             schedule=SIMPLEST if self.schedule == AUTO else self.schedule,
         )
+
+    def for_ranks(self, ranks: int) -> Self:
+        """Return the same with pipeline stages in the place of ``data_parallel``, for so many
+        ranks. Raises ``UserError`` where the replicas do not divide them."""
+        replicas = self.data_parallel
+        if replicas is None:
+            return self
+        if ranks % replicas:
+            fitting = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
+            raise UserError(
+                f"--data-parallel {replicas} does not divide {ranks} ranks",
+                f"use {', '.join(fitting[:-1])} or {fitting[-1]}" if ranks > 1 else "leave it out",
+            )
+        stages = ranks // replicas
+        if self.pipeline_stages not in (None, stages):
+            raise UserError(
+                f"--data-parallel {replicas} of --pipeline-stages {self.pipeline_stages} are not "
+                f"{ranks} ranks",
+                "leave one out",
+            )
+        return replace(self, pipeline_stages=stages, data_parallel=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +179,10 @@ class RunSpec:
     def first(self) -> RunSpec:
         """The same with the simplest choices in the place of what is left to the run."""
         return replace(self, batch=self.batch.first, layout=self.layout.first)
+
+    def for_ranks(self, ranks: int) -> RunSpec:
+        """Return the same with a layout for so many ranks. Raises ``UserError``."""
+        return replace(self, layout=self.layout.for_ranks(ranks))
 
     @classmethod
     def of(cls, options: Any) -> RunSpec:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
-from shardmlx.config import options
+from shardmlx.config import command_line
 from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
     OPTIMIZERS,
@@ -17,9 +16,16 @@ from shardmlx.config.checks import (
     check_lr_schedule,
     check_optimizer_config,
 )
+from shardmlx.config.command_line import (
+    CommandParser,
+    Given,
+    load_given_options,
+    load_options,
+)
 from shardmlx.config.common_options import (
     AUTO,
     dtype_option,
+    hostfile_option,
     memory_limit_option,
     partitioner_option,
     stage_map_option,
@@ -27,13 +33,7 @@ from shardmlx.config.common_options import (
     weight_cache_option,
     weights_option,
 )
-from shardmlx.config.options import (
-    OptionError,
-    check_options,
-    load_given_options,
-    load_options,
-    option,
-)
+from shardmlx.config.options import OptionError, check_options, option
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _DATA = "model and data"
@@ -156,15 +156,18 @@ class TrainConfig:
         minimum=1,
         group=_PIPELINE,
     )
+    data_parallel: int | None = option(
+        None,
+        "replicas: pipelines that each take a part of the batch; instead of --pipeline-stages",
+        unset="what --pipeline-stages leaves of the ranks",
+        minimum=1,
+        group=_PIPELINE,
+    )
     virtual_stages: int | None = option(
         None, "stages a rank (default: the schedule's)", minimum=1, group=_PIPELINE
     )
     partitioner: str = partitioner_option(_PIPELINE)
-    hosts: str | None = option(
-        None,
-        "hostfile that says what the machines have, for the partitioners and the prediction",
-        group=_PIPELINE,
-    )
+    hostfile: str | None = hostfile_option(_PIPELINE)
     profile: str | None = option(
         None,
         "times measured by shardmlx.profile, for the same; several files with commas between",
@@ -268,6 +271,12 @@ class TrainConfig:
                 f"is {self.micro_batch_size}",
                 f"give at most the batch size, {self.batch_size}",
             )
+        if self.data_parallel is not None and self.stage_map is not None:
+            raise OptionError(
+                "data_parallel",
+                f"is {self.data_parallel} with a stage map, which gives the ranks of a replica",
+                "leave one out",
+            )
         if self.unfreeze_all and self.fine_tune_type != "full":
             raise OptionError(
                 "unfreeze_all", f"is set with fine_tune_type {self.fine_tune_type}", "use full"
@@ -290,12 +299,12 @@ class TrainConfig:
         return dict(sorted(values.items()))
 
 
-def build_parser(rank: int = 0) -> argparse.ArgumentParser:
+def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx.train``; help is printed on rank 0 only."""
-    return options.build_parser(
+    return command_line.build_parser(
         TrainConfig,
-        prog="python -m shardmlx.train",
-        description="Fine-tune a language model through pipeline stages, one MPI rank each.",
+        "train",
+        "Fine-tune a language model through pipeline stages, one MPI rank each.",
         rank=rank,
     )
 
@@ -309,6 +318,6 @@ def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     return load_options(TrainConfig, build_parser(rank), argv, rank)
 
 
-def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]]:
-    """Read options as ``load_config``; return also the names of those that were given."""
+def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
+    """Read options as ``load_config``; return also those that were given."""
     return load_given_options(TrainConfig, build_parser(), argv)

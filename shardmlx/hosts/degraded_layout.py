@@ -58,7 +58,7 @@ def plan_again(
         return DegradedLayout(
             ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given"
         )
-    cleared = replaced(options, stage_map=None, pipeline_stages=None)
+    cleared = replaced(options, stage_map=None, pipeline_stages=None, data_parallel=None)
     if stage_map is not None and cleared == tuple(options):
         raise UserError(
             f"{file}: stage_map does not suit the {ranks} {_ranks(ranks)} left",
@@ -81,9 +81,10 @@ def fits(
 ) -> bool:
     """Tell whether the options can be used as they are on these machines, one a rank."""
     ranks = len(machines)
-    pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
     schedule = get_schedule(layout.first.schedule)
     try:
+        layout = layout.for_ranks(ranks)
+        pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
         mesh = Mesh.for_world(ranks, pp)
         rows, size = divide_batch(batch, mesh)
         if stage_map is None:
@@ -165,6 +166,8 @@ def _changes(
     }
     if way.virtual != get_schedule(way.schedule).default_virtual:
         wanted["virtual_stages"] = way.virtual
+    if layout.data_parallel is not None:
+        wanted["data_parallel"] = way.mesh.dp
     if limits.partitioner is None:
         problem = make_problem(way, workload, cluster, limits.length)
         is_even = get_partitioner("balanced")(problem) == choice.prediction.plan.stage_map
@@ -191,11 +194,14 @@ def _default(
     """Return the layout of one pipeline through as many machines as can be."""
     layout = run.layout
     for ranks in range(len(machines), 0, -1):
-        alone = replace(layout, stage_map=None, pipeline_stages=ranks)
+        alone = replace(layout, stage_map=None, pipeline_stages=ranks, data_parallel=None)
         if not fits(alone, run.batch, None, machines[:ranks], layers):
             continue
         new = {} if layout.pipeline_stages is None else {"pipeline_stages": ranks}
         given = stage_map or f"--pipeline-stages {layout.pipeline_stages}"
+        if layout.data_parallel is not None:
+            new = {"pipeline_stages": ranks, "data_parallel": 1}
+            given = f"--data-parallel {layout.data_parallel}"
         instead = f", instead of {given}" if stage_map or new else ""
         return DegradedLayout(
             ranks,

@@ -119,7 +119,7 @@ def check_hosts(
                 asked[host] = stack.enter_context(_asking(remote.command(login)))
             except OSError as error:
                 problem = f"cannot run {remote.agent[0]}: {error.strerror}"
-                findings[host] = Finding(host, problem, "see --ssh")
+                findings[host] = Finding(host, problem, "see --agent")
         for host, process in asked.items():
             try:
                 stdout, stderr = process.communicate(timeout=max(0.0, end - time.monotonic()))

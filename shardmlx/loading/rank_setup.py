@@ -120,7 +120,7 @@ def gather_plan_inputs(
     All ranks must call it. Raises ``AgreedError``.
     """
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
-    cluster = _find_cluster(transport, machines.hosts, machines.profile)
+    cluster = _find_cluster(transport, machines.hostfile, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit)
     if isinstance(sizes, Workload):
         # A profile of other work or other machines is found before anything is loaded.

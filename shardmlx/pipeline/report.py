@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
-from shardmlx.common.cli import OneLineParser
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Grid
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.lowering import lower, validate
-from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
+from shardmlx.pipeline.schedules import compute_actions, get_schedule
 from shardmlx.pipeline.simulate import Costs, Simulation, simulate
 from shardmlx.pipeline.text_timeline import timeline
 
+FORMS = ("summary", "actions", "timeline", "lowered", "json")
+"""The forms of a report: for people, compute actions, drawn in time, with messages, numbers."""
 
-def show_schedule(argv: Sequence[str]) -> str:
-    """Return the report that the flags ask for. Raises ``UserError`` for bad flags."""
-    return _report(_parser().parse_args(argv))
+
+def show_schedule(
+    name: str,
+    pp: int,
+    microbatches: int,
+    *,
+    virtual: int | None = None,
+    costs: str = "1,1,1",
+    draw: str | None = None,
+    form: str = FORMS[0],
+) -> str:
+    """Return the report of a schedule of ``pp`` ranks in one of ``FORMS``.
+
+    ``costs`` are the units of time of forward, input gradient and weight gradient of one
+    micro-batch; ``draw`` names a file for a picture. Raises ``UserError``.
+    """
+    schedule = get_schedule(name)
+    if draw:
+        check_picture(Path(draw))
+    virtual = schedule.default_virtual if virtual is None else virtual
+    units = _costs(costs)
+    grid = compute_actions(schedule.name, pp, microbatches, virtual)
+    placement = schedule.placement(pp, virtual)
+    lowered = lower(grid, placement)
+    validate(lowered, placement)
+    simulation = simulate(grid, placement, units)
+    if draw:
+        title = f"{schedule.name}, {pp} ranks, {microbatches} micro-batches"
+        draw_schedule(simulation, Path(draw), title=title, unit="units of time")
+    if form == "json":
+        facts = {"schedule": name, "pp": pp, "microbatches": microbatches, "virtual": virtual}
+        return json.dumps(facts | {"costs": astuple(units)} | _numbers(simulation))
+    if form == "summary":
+        return _summary(simulation)
+    return (
+        timeline(simulation)
+        if form == "timeline"
+        else _rows(lowered if form == "lowered" else grid)
+    )
 
 
 def _costs(text: str) -> Costs:
@@ -29,41 +65,6 @@ def _costs(text: str) -> Costs:
     except ValueError:
         raise UserError(f"costs {text!r}", "give three numbers F,I,W, like 1,1,1") from None
     return Costs(forward, input_gradient, weight_gradient)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m shardmlx.plan",
-        usage="%(prog)s MODEL --hosts HOSTFILE ... | --pipeline-stages P --micro-batches M ...",
-        description="Show what a pipeline schedule does. With a MODEL first: plan its training "
-        "(see python -m shardmlx.plan MODEL --help).",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}")
-    parser.add_argument(
-        "--pipeline-stages", type=int, required=True, metavar="P", help="ranks of the pipeline"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step"
-    )
-    parser.add_argument(
-        "--virtual-stages", type=int, metavar="V", help="stages a rank (default: the schedule's)"
-    )
-    parser.add_argument(
-        "--costs",
-        default="1,1,1",
-        metavar="F,I,W",
-        help="time of one micro-batch on one rank: forward, input gradient, weight gradient",
-    )
-    parser.add_argument("--draw", metavar="FILE", help="draw it as a picture, .svg or .png")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument(
-        "--print",
-        choices=("actions", "timeline", "lowered"),
-        help="actions: compute only; timeline: drawn in time; lowered: with messages",
-    )
-    output.add_argument("--json", action="store_true", help="makespan, bubble, peak in flight")
-    return parser
 
 
 def _rows(grid: Grid) -> str:
@@ -86,41 +87,10 @@ def _summary(simulation: Simulation) -> str:
     )
 
 
-def _report(arguments: argparse.Namespace) -> str:
-    schedule = get_schedule(arguments.schedule)
-    if arguments.draw:
-        check_picture(Path(arguments.draw))
-    pp, microbatches = arguments.pipeline_stages, arguments.micro_batches
-    virtual = arguments.virtual_stages
-    if virtual is None:
-        virtual = schedule.default_virtual
-    costs = _costs(arguments.costs)
-    grid = compute_actions(schedule.name, pp, microbatches, virtual)
-    placement = schedule.placement(pp, virtual)
-    lowered = lower(grid, placement)
-    validate(lowered, placement)
-    simulation = simulate(grid, placement, costs)
-    if arguments.draw:
-        title = f"{schedule.name}, {pp} ranks, {microbatches} micro-batches"
-        draw_schedule(simulation, Path(arguments.draw), title=title, unit="units of time")
-    if arguments.print == "actions":
-        return _rows(grid)
-    if arguments.print == "lowered":
-        return _rows(lowered)
-    if arguments.print == "timeline":
-        return timeline(simulation)
-    if not arguments.json:
-        return _summary(simulation)
-    return json.dumps(
-        {
-            "schedule": schedule.name,
-            "pp": pp,
-            "microbatches": microbatches,
-            "virtual": virtual,
-            "costs": astuple(costs),
-            "makespan": simulation.makespan,
-            "bubble_fraction": simulation.bubble,
-            "bubble_fraction_of_ranks": simulation.bubbles,
-            "peak_in_flight": simulation.peak_in_flight,
-        }
-    )
+def _numbers(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "makespan": simulation.makespan,
+        "bubble_fraction": simulation.bubble,
+        "bubble_fraction_of_ranks": simulation.bubbles,
+        "peak_in_flight": simulation.peak_in_flight,
+    }

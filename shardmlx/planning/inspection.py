@@ -61,8 +61,8 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
     if not options.divides:
         return None
     machines: tuple[Machine, ...] = ()
-    if options.hosts is not None:
-        machines = machine_of_each_rank(read_hostfile(options.hosts))
+    if options.hostfile is not None:
+        machines = machine_of_each_rank(read_hostfile(options.hostfile))
     stage_map = _stage_map(options)
     layers = len(inspection.layers)
     if not layers:
@@ -73,11 +73,11 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
     if stage_map is not None:
         # Before machines are given out: a map of another model is the first thing to say.
         stage_map.check_layers(layers)
-        machines = _first(machines, stage_map.pp, options.hosts)
-        _check_hosts(stage_map, machines, options.hosts)
+        machines = _first(machines, stage_map.pp, options.hostfile)
+        _check_hosts(stage_map, machines, options.hostfile)
         return Split(inspection, stage_map, machines, generation)
-    num_stages = options.stages or len(machines)
-    machines = _first(machines, num_stages, options.hosts)
+    num_stages = options.pipeline_stages or len(machines)
+    machines = _first(machines, num_stages, options.hostfile)
     if machines and num_stages > layers:
         raise UserError(
             f"{machines[layers].where}: {num_stages} machines, but the model has {layers} layers",
@@ -95,11 +95,7 @@ def _stage_map(options: InspectOptions) -> StageMap | None:
     if options.stage_map is None:
         return None
     stage_map = read_stage_map(options.stage_map)
-    if options.stages not in (None, stage_map.num_stages):
-        raise UserError(
-            f"--stages is {options.stages}, but {stage_map} has {stage_map.num_stages}",
-            "leave --stages out",
-        )
+    stage_map.check_pipeline(options.pipeline_stages, None)
     return stage_map
 
 

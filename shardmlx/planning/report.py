@@ -160,7 +160,7 @@ def _how_to_run(
     words = [
         *("-m", "shardmlx.train"),
         *options,
-        "--hosts",
+        "--hostfile",
         hostfile,
         "--stage-map",
         stage_map or "MAP.yaml",

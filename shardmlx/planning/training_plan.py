@@ -87,13 +87,15 @@ def plan_training(
 
 def _limits(run: RunSpec, data_parallel: int | None, ranks: int) -> Limits:
     layout = run.layout
+    if data_parallel is not None:
+        layout = replace(layout, data_parallel=data_parallel)
+    layout = layout.for_ranks(ranks)
     stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
     if stage_map is not None:
         stage_map.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
     pp = layout.pipeline_stages if stage_map is None else stage_map.pp
-    if data_parallel is None and pp is not None:
-        data_parallel = Mesh.for_world(ranks, pp).dp
-    return replace(settled(layout, run.batch), data_parallel=data_parallel, stage_map=stage_map)
+    replicas = None if pp is None else Mesh.for_world(ranks, pp).dp
+    return replace(settled(layout, run.batch), data_parallel=replicas, stage_map=stage_map)
 
 
 def _choose(

@@ -29,7 +29,7 @@ from mlx_lm.utils import load_model
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
-from shardmlx.config.specs import FineTune
+from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
@@ -220,7 +220,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 
     All ranks must call it. Raises ``AgreedError``.
     """
-    fine_tune, shapes, output = options.fine_tune, options.shapes, options.output
+    fine_tune, shapes, output = FineTune.of(options), options.shapes, Path(options.output)
     reporter = Reporter(quiet=transport.rank != 0)
     with transport.longer_timeout(SETUP_SECONDS):
         read = on_rank_0(transport, "reading the model", lambda: _read(options))
@@ -245,9 +245,9 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 
 
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
-    check_writable(options.output, "--output")
+    check_writable(Path(options.output), "--output")
     files = open_model(options.model)
-    return dict(files.config), Workload.of(files, options.fine_tune, options.batch)
+    return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
 
 
 def _chip() -> str:

@@ -109,7 +109,8 @@ def prepare_training(config: TrainConfig, transport: Transport, reporter: Report
 def _prepare(
     config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
 ) -> TrainingRun:
-    run = RunSpec.of(config)
+    given = RunSpec.of(config)
+    run = on_all_ranks(transport, "dividing the ranks", partial(given.for_ranks, transport.size))
     model = on_all_ranks(
         transport,
         "building the model",

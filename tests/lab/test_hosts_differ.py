@@ -61,7 +61,7 @@ def launch(lab: Lab) -> Job:
         command=lab.command(
             "mac1",
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
-            *("--ssh", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", "--model", "model", "--data", "data"),
         ),
     )

@@ -79,7 +79,7 @@ def test_of_four_hosts_one_goes_and_the_others_go_on(
         command = lab.command(
             "mac1",
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
-            *("--ssh", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "4"),
             *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
         )

@@ -133,7 +133,7 @@ def test_a_host_that_dies_is_left_behind(lab: Lab, tmp_path: Path) -> None:
     hostfile.write_text("".join(f"{host} slots=1\n" for host in ("localhost", "north", "south")))
     lab.kill_once(rank=2, host="south")
     with lab.launch(
-        *("--hostfile", str(hostfile), "--ssh", str(lab.agent)),
+        *("--hostfile", str(hostfile), "--agent", str(lab.agent)),
         training=("--pipeline-stages", "3"),
     ) as running:
         output = finished(running, 0)

@@ -44,8 +44,8 @@ def test_some_are_parts_of_the_options_of_inference_too(spec: type[Spec]) -> Non
 
 
 def test_what_the_options_lack_has_its_default() -> None:
-    machines = MachineOptions.of(InferenceConfig(hosts="hosts", memory_limit=7))
-    assert machines == MachineOptions(hosts="hosts", memory_limit=7, profile=None)
+    machines = MachineOptions.of(InferenceConfig(hostfile="hosts", memory_limit=7))
+    assert machines == MachineOptions(hostfile="hosts", memory_limit=7, profile=None)
 
 
 def test_what_has_no_default_must_be_among_the_options() -> None:
@@ -74,5 +74,7 @@ def test_few_modules_know_all_options_of_train() -> None:
         "training/setup.py",
         "training/trainer.py",
         "hosts/launch_options.py",
+        "planning/plan_options.py",
         "planning/training_plan.py",
+        "config/profile.py",
     }

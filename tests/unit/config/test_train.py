@@ -255,11 +255,11 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--clear-cache-threshold many", "'many': give bytes, or a size like 500MiB or 2GB"),
         ("--report-to wanbd", "--report-to names 'wanbd': choose from wandb, swanlab"),
         ("--unfreeze-all", "--unfreeze-all is set with fine_tune_type lora: use full"),
-        ("--iters many", "--iters: invalid int value: 'many': see python -m shardmlx.train"),
+        ("--iters many", "--iters: invalid int value: 'many': see shardmlx train"),
         ("--iters", "--iters: expected one argument"),
-        ("--itres 5", "unknown argument '--itres': did you mean iters?"),
-        ("--batch 5", "unknown argument '--batch': did you mean batch-size"),
-        ("--fast", "unknown argument '--fast': see python -m shardmlx.train --help"),
+        ("--itres 5", "unknown argument '--itres': did you mean --iters?"),
+        ("--batch 5", "unknown argument '--batch': did you mean --batch-size"),
+        ("--fast", "unknown argument '--fast': see shardmlx train --help"),
         ("fast", "unknown argument 'fast'"),
         ("-c nowhere.yaml", "cannot read nowhere.yaml: No such file or directory"),
     ],
@@ -272,7 +272,7 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> Non
     ("text", "message"),
     [
         ("iter: 5", "unknown key 'iter': did you mean iters"),
-        ("zzz: 5", "unknown key 'zzz': take it out, or see python -m shardmlx.train --help"),
+        ("zzz: 5", "unknown key 'zzz': take it out, or see shardmlx train --help"),
         ("iters: many", "iters is 'many': give a whole number"),
         ("iters: true", "iters is True: give a whole number"),
         ("iters: 10.5", "iters is 10.5: give a whole number"),
@@ -373,9 +373,7 @@ def test_help_shows_each_flag_with_its_default(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         load_config(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--batch-size BATCH_SIZE sequences a step, over all replicas together (default: 4)" in (
-        text
-    )
+    assert "--batch-size N sequences a step, over all replicas together (default: 4)" in (text)
     assert "--schedule {auto,gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v}" in text
     assert "In the YAML file only: hf_dataset, prompt_feature," in text
 

@@ -68,7 +68,7 @@ class Lab:
     def launcher(self, *options: str, flags: tuple[str, ...] = ()) -> Launcher:
         launch = read_options(
             [
-                *("--hostfile", str(self.path / "hosts"), "--ssh", str(self.path / "agent")),
+                *("--hostfile", str(self.path / "hosts"), "--agent", str(self.path / "agent")),
                 *(*flags, "train", "--model", "nowhere", *options),
                 *("--checkpoint-dir", str(self.path / "checkpoints")),
             ]
@@ -245,13 +245,13 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
     ("arguments", "line"),
     [
         (["train"], "no hosts: give --hostfile F, or -n N for ranks on this machine"),
-        (["-n", "0", "train"], "-n is 0: give 1 or more"),
+        (["-n", "0", "train"], "--ranks is 0: give 1 or more"),
         (["-n", "2", "--max-restarts", "-1", "train"], "--max-restarts is -1: give 0 or more"),
         (
             ["-n", "2", "--max-restarts", "1", "profile", "M"],
             "--max-restarts 1: profile cannot go on where it was: leave out",
         ),
-        (["-n", "2", "train", "--itres", "3"], "unknown argument '--itres': did you mean iters?"),
+        (["-n", "2", "train", "--itres", "3"], "unknown argument '--itres': did you mean --iters?"),
         (["-n", "2", "train", "--iters", "0"], "--iters is 0: give 1 or more"),
         (
             ["--hostfile", "/nowhere", "train"],
@@ -292,7 +292,10 @@ def test_other_commands_are_started_too() -> None:
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-n", "two", "train"]) == 2
     error = capsys.readouterr().err
-    assert error == "shardmlx: error: argument -n: invalid int value: 'two' (see --help)\n"
+    assert error == (
+        "shardmlx: error: argument -n/--ranks: invalid int value: 'two': see shardmlx launch "
+        "--help\n"
+    )
 
 
 WAITS = """\

@@ -160,7 +160,7 @@ def test_an_agent_that_is_not_there(tmp_path: Path) -> None:
     remote = RemoteLogin(agent=(str(tmp_path / "nothing"),), python="python", daemon="prted")
     findings = check_hosts({"mini": "mini"}, remote)
     assert str(findings["mini"]) == (
-        f"mini: cannot run {tmp_path}/nothing: No such file or directory: see --ssh"
+        f"mini: cannot run {tmp_path}/nothing: No such file or directory: see --agent"
     )
 
 

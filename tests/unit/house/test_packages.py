@@ -147,7 +147,7 @@ SCHEDULE = ["--schedule", "zb-v", "--pipeline-stages", "2", "--micro-batches", "
     ("command", "argv", "status"),
     [
         ("plan", SCHEDULE, 0),
-        ("plan", ["MODEL", "--hosts", "hostfiles/two-macs", "--num-layers", "-1"], 0),
+        ("plan", ["MODEL", "--hostfile", "hostfiles/two-macs", "--num-layers", "-1"], 0),
         ("inspect", ["MODEL"], 0),
         ("launch", ["--hostfile", "/nowhere", "train"], 2),
         ("doctor", ["--ssh", "--hostfile", "HOSTS"], 0),

@@ -54,7 +54,7 @@ def opened(model: Path, transport: Transport) -> Any:
 def inputs(
     model: Path, transport: Transport, stage_map: str | None = None, **options: Any
 ) -> PlanInputs[ModelSizes]:
-    machines = MachineOptions(**{"hosts": None, "memory_limit": None, **options})
+    machines = MachineOptions(**{"hostfile": None, "memory_limit": None, **options})
     read = partial(model_sizes, open_model(str(model)), None)
     return gather_plan_inputs(transport, read, machines, stage_map)
 
@@ -84,7 +84,7 @@ def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
         partial(
             inputs,
             model,
-            hosts=str(tmp_path / "hosts"),
+            hostfile=str(tmp_path / "hosts"),
             memory_limit=2 * GIB,
             stage_map=str(tmp_path / "map.yaml"),
         )
@@ -99,7 +99,7 @@ def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
     assert first.sizes.shape.num_layers == 2
 
 
-@pytest.mark.parametrize("option", ["hosts", "profile", "stage_map"])
+@pytest.mark.parametrize("option", ["hostfile", "profile", "stage_map"])
 def test_a_file_that_only_rank_0_reads_is_the_error_of_all_ranks(model: Path, option: str) -> None:
     options: dict[str, Any] = {option: "nowhere.file"}
     first, second = on_two_ranks(partial(inputs, model, **options))
@@ -118,7 +118,7 @@ def test_a_profile_of_other_work_is_found_before_anything_is_loaded(
     read = partial(
         Workload.of, open_model(str(model)), FineTune.of(config), BatchOptions.of(config)
     )
-    machines = MachineOptions(hosts=None, memory_limit=None)
+    machines = MachineOptions(hostfile=None, memory_limit=None)
     work = partial(gather_plan_inputs, read_sizes=read, machines=machines, stage_map=None)
     expected = "p.json was measured with dtype 'bfloat16': measure again"
     assert on_two_ranks(work) == [expected, expected]

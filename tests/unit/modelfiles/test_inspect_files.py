@@ -155,7 +155,7 @@ def test_a_family_that_cannot_be_cut_is_listed_and_split_by_bytes(
     files = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "gemma"})}
     model = str(write(tmp_path, files))
     assert "family 'gemma', which shardmlx cannot cut" in output(capsys, model)
-    assert [s["layers"] for s in report(capsys, model, "--stages", "2")["stages"]] == [
+    assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
         [0, 2],
         [2, 4],
     ]
@@ -165,7 +165,7 @@ def test_a_family_that_cannot_be_cut_is_listed_and_split_by_bytes(
 
 
 def test_stages_hold_their_layers_and_the_ends(tiny: str, capsys: Capture) -> None:
-    stages = report(capsys, tiny, "--stages", "2", "--partitioner", "uniform")["stages"]
+    stages = report(capsys, tiny, "--pipeline-stages", "2", "--partitioner", "uniform")["stages"]
     assert [(s["layers"], s["tensors"], s["rank"]) for s in stages] == [
         ([0, 2], 1 + 18, 0),
         ([2, 4], 18 + 2, 1),
@@ -212,19 +212,19 @@ def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path, capsys: Captu
 def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("big slots=1  # memory=1GiB flops=3T\nsmall slots=1  # memory=1MiB flops=1T\n")
-    stages = report(capsys, tiny, "--hosts", str(hosts))["stages"]
+    stages = report(capsys, tiny, "--hostfile", str(hosts))["stages"]
     assert [stage["host"] for stage in stages] == ["big", "small"]
     assert [stage["layers"] for stage in stages] == [[0, 3], [3, 4]]
-    text = output(capsys, tiny, "--hosts", str(hosts), "--rank", "1")
+    text = output(capsys, tiny, "--hostfile", str(hosts), "--rank", "1")
     share = stages[1]["bytes"] / 2**20
     assert text.splitlines()[0].endswith(f", {share:.1%} of its memory")
 
 
 def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capture) -> None:
-    weights = report(capsys, tiny, "--stages", "2")["stages"]
+    weights = report(capsys, tiny, "--pipeline-stages", "2")["stages"]
     assert [stage["generation_bytes"] for stage in weights] == [None, None]
     short, long = (
-        report(capsys, tiny, "--stages", "2", "--context", str(tokens), "--sequences", "3")
+        report(capsys, tiny, "--pipeline-stages", "2", "--context", str(tokens), "--sequences", "3")
         for tokens in (4096, 8192)
     )
     for before, after in zip(short["stages"], long["stages"], strict=True):
@@ -238,7 +238,7 @@ def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capt
 def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1 # memory=8MiB\nb slots=1 # memory=32MiB\n")
-    common = (tiny, "--hosts", str(hosts), "--partitioner", "memory")
+    common = (tiny, "--hostfile", str(hosts), "--partitioner", "memory")
     stages = report(capsys, *common, "--context", "20000")["stages"]
     assert [stage["layers"] for stage in stages] == [[0, 1], [1, 4]]
     assert all(stage["generation_bytes"] <= stage["memory_bytes"] for stage in stages)
@@ -247,7 +247,7 @@ def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys
 
 def test_a_rank_lists_the_bytes_that_it_needs(tiny: str, capsys: Capture) -> None:
     """Read at those places, the files give exactly the tensors of the rank."""
-    rank = report(capsys, tiny, "--stages", "3", "--rank", "1")["rank"]
+    rank = report(capsys, tiny, "--pipeline-stages", "3", "--rank", "1")["rank"]
     files = open_model(tiny)
     for tensor in rank["tensors"]:
         place = files.tensors[tensor["name"]]
@@ -257,7 +257,7 @@ def test_a_rank_lists_the_bytes_that_it_needs(tiny: str, capsys: Capture) -> Non
     for file in rank["files"]:
         ends = [0, *(end for _, end in file["ranges"])]
         assert all(start > end for (start, _), end in zip(file["ranges"], ends, strict=False))
-    text = output(capsys, tiny, "--stages", "3", "--rank", "1")
+    text = output(capsys, tiny, "--pipeline-stages", "3", "--rank", "1")
     assert text.splitlines()[-1].startswith(f"in all {rank['bytes']} bytes; ranges: ")
 
 
@@ -275,23 +275,29 @@ def test_adjacent_tensors_are_one_range(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "5"], "5 stages, but the model has 4 layers: use at most 4 stages"),
-        (["--stages", "0"], "--stages 0: give 1 or more"),
-        (["--stages", "two"], "argument --stages: invalid int value: 'two' (see --help)"),
-        (["--stages", "2", "--rank", "2"], "--rank 2: the ranks are 0 to 1"),
-        (["--stages", "2", "--rank", "-1"], "--rank -1: the ranks are 0 to 1"),
-        (["--rank", "0"], "--rank needs a split: give --stages, --stage-map or --hosts"),
-        (["--partitioner", "uniform"], "--partitioner needs a split: give --stages"),
-        (["--stages", "2", "--partitioner", "best"], "unknown partitioner 'best'"),
+        (["--pipeline-stages", "5"], "5 stages, but the model has 4 layers: use at most 4 stages"),
+        (["--pipeline-stages", "0"], "--pipeline-stages is 0: give 1 or more"),
         (
-            ["--stages", "2", "--partitioner", "profiled"],
+            ["--pipeline-stages", "two"],
+            "argument --pipeline-stages: invalid int value: 'two': see shardmlx inspect --help",
+        ),
+        (["--pipeline-stages", "2", "--rank", "2"], "--rank 2: the ranks are 0 to 1"),
+        (["--pipeline-stages", "2", "--rank", "-1"], "--rank -1: the ranks are 0 to 1"),
+        (
+            ["--rank", "0"],
+            "--rank needs a split: give --pipeline-stages, --stage-map or --hostfile",
+        ),
+        (["--partitioner", "uniform"], "--partitioner needs a split: give --pipeline-stages"),
+        (["--pipeline-stages", "2", "--partitioner", "best"], "unknown partitioner 'best'"),
+        (
+            ["--pipeline-stages", "2", "--partitioner", "profiled"],
             "the partitioner profiled divides measured seconds, not modelled FLOPs: measure",
         ),
-        (["--stages", "2", "--context", "0"], "--context is 0: give 1 or more"),
-        (["--context", "9"], "--context needs a split: give --stages"),
+        (["--pipeline-stages", "2", "--context", "0"], "--context is 0: give 1 or more"),
+        (["--context", "9"], "--context needs a split: give --pipeline-stages"),
         (["--stage-map", "nowhere.yaml"], "cannot read nowhere.yaml"),
-        (["--hosts", "nowhere"], "cannot read hostfile nowhere"),
-        (["--colour"], "unrecognized arguments: --colour (see --help)"),
+        (["--hostfile", "nowhere"], "cannot read hostfile nowhere"),
+        (["--colour"], "unknown argument '--colour': see shardmlx inspect --help"),
     ],
 )
 def test_bad_arguments_end_in_one_line_and_status_2(
@@ -314,16 +320,18 @@ def test_a_map_or_hostfile_that_does_not_fit_is_refused(
     )
     path.write_text("stages: [{num_layers: 3, host: a}, {num_layers: 1, host: b}]")
     hosts.write_text("a slots=1\nc slots=1\n")
-    both = ["--stage-map", str(path), "--hosts", str(hosts)]
+    both = ["--stage-map", str(path), "--hostfile", str(hosts)]
     assert f"wants rank 1 on host b, but {hosts} gives it c: change the order" in error_of(
         capsys, tiny, *both
     )
     assert "--partitioner divides anew, but --stage-map is given" in error_of(
         capsys, tiny, *both, "--partitioner", "uniform"
     )
-    assert "--stages is 3, but stage map" in error_of(capsys, tiny, *both, "--stages", "3")
+    assert "--pipeline-stages is 3, but stage map" in error_of(
+        capsys, tiny, *both, "--pipeline-stages", "3"
+    )
     assert f"4 ranks, but {hosts} has 2 slots" in error_of(
-        capsys, tiny, "--hosts", str(hosts), "--stages", "4"
+        capsys, tiny, "--hostfile", str(hosts), "--pipeline-stages", "4"
     )
 
 
@@ -331,7 +339,7 @@ def test_speeds_of_a_hostfile_are_not_measured(tiny: str, tmp_path: Path, capsys
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1  # flops=3T\nb slots=1  # flops=1T\n")
     assert "divides measured seconds, not modelled seconds: measure with" in error_of(
-        capsys, tiny, "--hosts", str(hosts), "--partitioner", "profiled"
+        capsys, tiny, "--hostfile", str(hosts), "--partitioner", "profiled"
     )
 
 
@@ -340,7 +348,7 @@ def test_a_map_names_addresses_whole(tiny: str, tmp_path: Path, capsys: Capture)
     path.write_text("stages: [{num_layers: 2, host: 10.0.0.1}, {num_layers: 2, host: 10.0.0.2}]")
     hosts.write_text("10.0.0.1 slots=1\n10.0.0.3 slots=1\n")
     assert f"wants rank 1 on host 10.0.0.2, but {hosts} gives it 10.0.0.3" in error_of(
-        capsys, tiny, "--stage-map", str(path), "--hosts", str(hosts)
+        capsys, tiny, "--stage-map", str(path), "--hostfile", str(hosts)
     )
 
 
@@ -420,10 +428,10 @@ def test_a_damaged_model_ends_in_one_line_that_names_it(
 
 
 def test_without_mlx_and_mpi_as_a_process(tiny: str) -> None:
-    done = run_bare(tiny, "--stages", "2")
+    done = run_bare(tiny, "--pipeline-stages", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "39 tensors" in done.stdout
-    done = run_bare(tiny, "--stages", "9")
+    done = run_bare(tiny, "--pipeline-stages", "9")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "shardmlx: error: 9 stages, but the model has 4 layers: use at most 4 stages\n"

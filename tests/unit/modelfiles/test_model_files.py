@@ -181,7 +181,7 @@ def line_of(done: CompletedProcess[str]) -> str:
 
 def test_240_gigabytes_are_inspected_from_240_kilobytes(hub: Hub, inspect: Inspect) -> None:
     hub.repositories[NAME] = model_files(MISTRAL_LARGE, shards=51)
-    done = inspect(NAME, "--stages", "4", "--json")
+    done = inspect(NAME, "--pipeline-stages", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)

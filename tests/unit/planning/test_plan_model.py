@@ -1,4 +1,4 @@
-"""``python -m shardmlx.plan MODEL --hosts F``: what it prints, writes and refuses."""
+"""``python -m shardmlx.plan MODEL --hostfile F``: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_a_line_for_each_rank_speed_and_what_binds_it(
     model: Path, hosts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = output(capsys, model, "--hosts", hosts, "--data-parallel", 1, "--schedule", "1f1b")
+    text = output(capsys, model, "--hostfile", hosts, "--data-parallel", 1, "--schedule", "1f1b")
     lines = text.splitlines()
     assert lines[0].startswith("best of ")
     assert lines[2].split()[:4] == ["rank", "host", "layers", "weights"]
@@ -68,16 +68,18 @@ def test_links_that_are_not_known_are_named_where_they_would_count(
 ) -> None:
     hosts = tmp_path / "unlinked"
     hosts.write_text("a slots=1 # flops=1T link=1Gbps\nb slots=1 # flops=1T\n")
-    assert "links of b not known: messages cost nothing" in output(capsys, model, "--hosts", hosts)
+    assert "links of b not known: messages cost nothing" in output(
+        capsys, model, "--hostfile", hosts
+    )
     hosts.write_text("a slots=2 # flops=1T\n")
-    assert "links of" not in output(capsys, model, "--hosts", hosts)
+    assert "links of" not in output(capsys, model, "--hostfile", hosts)
 
 
 def test_the_stage_map_that_it_writes_is_the_plan(
     model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "map.yaml"
-    chosen = json.loads(output(capsys, model, "--hosts", hosts, "-o", path, "--json"))
+    chosen = json.loads(output(capsys, model, "--hostfile", hosts, "-o", path, "--json"))
     stage_map = read_stage_map(path)
     assert list(stage_map.partition.sizes) == chosen["num_layers"]
     assert list(stage_map.placement) == chosen["placement"]
@@ -89,7 +91,7 @@ def test_the_command_that_it_prints_is_the_run_that_it_planned(
 ) -> None:
     given = ["--fine-tune-type", "full", "--num-layers", "4", "--batch-size=8"]
     given += ["--micro-batch-size", "2", "--optimizer", "adamw"]
-    text = output(capsys, model, "--hosts", hosts, "-o", tmp_path / "map.yaml", *given)
+    text = output(capsys, model, "--hostfile", hosts, "-o", tmp_path / "map.yaml", *given)
     words = shlex.split(text.splitlines()[-1])
     assert words[:9] == [
         *("mpirun", "--hostfile", str(hosts), "-n", "2"),
@@ -106,7 +108,7 @@ def test_hosts_without_names_of_their_own_are_left_out_of_the_map(
 ) -> None:
     hosts = tmp_path / "here"
     hosts.write_text("localhost slots=1 # flops=1T\n10.0.0.2 slots=1 # flops=1T\n")
-    output(capsys, model, "--hosts", hosts, "-o", tmp_path / "map.yaml", "--data-parallel", 1)
+    output(capsys, model, "--hostfile", hosts, "-o", tmp_path / "map.yaml", "--data-parallel", 1)
     assert set(read_stage_map(tmp_path / "map.yaml").hosts) == {None}
 
 
@@ -115,17 +117,19 @@ def test_a_given_stage_map_is_predicted_as_it_is(
 ) -> None:
     path = tmp_path / "map.yaml"
     path.write_text("stages:\n  - num_layers: 5\n  - num_layers: 11\n")
-    chosen = json.loads(output(capsys, model, "--hosts", hosts, "--stage-map", path, "--json"))
+    chosen = json.loads(output(capsys, model, "--hostfile", hosts, "--stage-map", path, "--json"))
     assert chosen["num_layers"] == [5, 11]
     assert chosen["virtual"] == 1
-    message = refusal(capsys, model, "--hosts", hosts, "--stage-map", path, "--schedule", "zb-v")
+    message = refusal(capsys, model, "--hostfile", hosts, "--stage-map", path, "--schedule", "zb-v")
     assert "suits no schedule zb-v" in message
 
 
 def test_pipeline_stages_leave_the_rest_to_replicas(
     model: Path, hosts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = json.loads(output(capsys, model, "--hosts", hosts, "--pipeline-stages", 1, "--json"))
+    chosen = json.loads(
+        output(capsys, model, "--hostfile", hosts, "--pipeline-stages", 1, "--json")
+    )
     assert (chosen["pp"], chosen["dp"]) == (1, 2)
 
 
@@ -134,7 +138,7 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
 ) -> None:
     svg, png = tmp_path / "step.svg", tmp_path / "step.png"
     text = output(
-        capsys, model, "--hosts", hosts, "--draw", svg, "--draw", png, "--timeline",
+        capsys, model, "--hostfile", hosts, "--draw", svg, "--draw", png, "--timeline",
         "--data-parallel", 1,
     )  # fmt: skip
     assert any(line.startswith("r0 ") for line in text.splitlines())
@@ -145,24 +149,27 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hosts", "nowhere"], "cannot read hostfile nowhere: No such file"),
-        (["--hosts", "HOSTS", "--schedule", "fast"], "--schedule"),
-        (["--hosts", "HOSTS", "--efficiency", "2"], "--efficiency is 2: give more than 0"),
-        (["--hosts", "HOSTS", "--memory-fraction", "0"], "--memory-fraction is 0: give more"),
-        (["--hosts", "HOSTS", "--profile", "nowhere.json"], "cannot read nowhere.json"),
-        (["--hosts", "HOSTS", "--draw", "step.gif"], "step.gif"),
-        (["--hosts", "HOSTS", "-o", "HOSTS/map.yaml"], "map.yaml cannot be written"),
-        (["--hosts", "HOSTS", "--data-parallel", "3"], "--data-parallel 3 does not divide 2 ranks"),
-        (["--hosts", "HOSTS", "--num-layers", "17"], "--num-layers 17: the model has 16 layers"),
-        (["--hosts", "HOSTS", "--partitioner", "even"], "--partitioner is 'even': choose from"),
-        (["--hosts", "HOSTS", "--batch-sise", "3"], "did you mean batch-size?"),
-        (["--hosts", "SLOW"], "it is not known how fast b is: write flops=27T"),
+        (["--hostfile", "nowhere"], "cannot read hostfile nowhere: No such file"),
+        (["--hostfile", "HOSTS", "--schedule", "fast"], "--schedule"),
+        (["--hostfile", "HOSTS", "--efficiency", "2"], "--efficiency is 2: give more than 0"),
+        (["--hostfile", "HOSTS", "--memory-fraction", "0"], "--memory-fraction is 0: give more"),
+        (["--hostfile", "HOSTS", "--profile", "nowhere.json"], "cannot read nowhere.json"),
+        (["--hostfile", "HOSTS", "--draw", "step.gif"], "step.gif"),
+        (["--hostfile", "HOSTS", "-o", "HOSTS/map.yaml"], "map.yaml cannot be written"),
         (
-            ["--hosts", "MANY"],
+            ["--hostfile", "HOSTS", "--data-parallel", "3"],
+            "--data-parallel 3 does not divide 2 ranks",
+        ),
+        (["--hostfile", "HOSTS", "--num-layers", "17"], "--num-layers 17: the model has 16 layers"),
+        (["--hostfile", "HOSTS", "--partitioner", "even"], "--partitioner is 'even': choose from"),
+        (["--hostfile", "HOSTS", "--batch-sise", "3"], "did you mean --batch-size?"),
+        (["--hostfile", "SLOW"], "it is not known how fast b is: write flops=27T"),
+        (
+            ["--hostfile", "MANY"],
             "MANY, line 1: 17 machines, but the model has 16 layers: use at most 16",
         ),
-        (["--hosts", "SMALL"], "SMALL, line 1: the model does not fit"),
-        ([], "--hosts"),
+        (["--hostfile", "SMALL"], "SMALL, line 1: the model does not fit"),
+        ([], "--hostfile"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -191,7 +198,7 @@ def test_memory_less_than_a_layer_is_named_with_numbers(
     (tmp_path / "tiny").write_text(
         "a slots=1 # flops=1T memory=64GiB\nb slots=1 # memory=1MiB flops=1T\n"
     )
-    message = refusal(capsys, model, "--hosts", tmp_path / "tiny", "--data-parallel", 1)
+    message = refusal(capsys, model, "--hostfile", tmp_path / "tiny", "--data-parallel", 1)
     assert message.startswith(f"{tmp_path / 'tiny'}, line 2: the model does not fit: ")
     assert "rank 1 (b) would hold" in message
     assert "too much; it would fit with: " in message

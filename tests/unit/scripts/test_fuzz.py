@@ -15,7 +15,7 @@ from shardmlx.errors import UserError
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 NAMES = (
     "stage map", "train config", "hostfile", "profile", "safetensors", "inspect FILE",
-    "inspect config", "inspect index", "plan --hosts", "manifest",
+    "inspect config", "inspect index", "plan --hostfile", "manifest",
 )  # fmt: skip
 
 

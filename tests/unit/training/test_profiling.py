@@ -142,4 +142,4 @@ def test_help_ends_every_rank_and_is_printed_by_rank_0(
     with pytest.raises(SystemExit) as ended:
         read_options(["--help"], rank)
     assert ended.value.code == 0
-    assert ("usage: python -m shardmlx.profile" in capsys.readouterr().out) == (rank == 0)
+    assert ("usage: shardmlx profile" in capsys.readouterr().out) == (rank == 0)

@@ -1,4 +1,4 @@
-"""``python -m shardmlx.plan``: what it prints, and how it ends on bad input."""
+"""``shardmlx schedule``: what it prints, and how it ends on bad input."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.pipeline.actions import parse_grid
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
-from shardmlx.plan import main
+from shardmlx.schedule import main
 
 ROOT = Path(__file__).parents[3]
 SIZE = ["--pipeline-stages", "4", "--micro-batches", "8"]
@@ -107,11 +107,11 @@ def test_without_print_there_is_a_summary_for_people(capsys: pytest.CaptureFixtu
         ([*SIZE, "--costs", "1,-2,1"], "costs 1,-2,1: give F,I,W from 0 up, not all of them 0"),
         (
             ["--pipeline-stages", "four", "--micro-batches", "8"],
-            "argument --pipeline-stages: invalid int value: 'four' (see --help)",
+            "argument --pipeline-stages: invalid int value: 'four': see shardmlx schedule --help",
         ),
         (
             ["--pipeline-stages", "4"],
-            "the following arguments are required: --micro-batches (see --help)",
+            "--micro-batches is missing: see shardmlx schedule --help",
         ),
     ],
 )
@@ -133,8 +133,8 @@ class Refuse:
             raise ModuleNotFoundError(f"refused: {name}")
 
 sys.meta_path.insert(0, Refuse())
-sys.argv[0] = "plan"
-runpy.run_module("shardmlx.plan", run_name="__main__")
+sys.argv[0] = "schedule"
+runpy.run_module("shardmlx.schedule", run_name="__main__")
 """
 
 

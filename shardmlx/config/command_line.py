@@ -1,0 +1,254 @@
+"""Command lines made from options dataclasses, and options read from flags and YAML files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import shardmlx
+from shardmlx.common.cli import OneLineParser
+from shardmlx.common.environment import LAUNCHED
+from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
+from shardmlx.config.options import Declared, OptionError, declared, flag_of
+from shardmlx.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Options = TypeVar("Options", bound=DataclassInstance)
+
+_FALSE = ("false", "f")
+"""The words that mlx_lm takes for False; all others are True to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options that were given, by flag and in the YAML file, by their names."""
+
+    flags: Mapping[str, Any]
+    file: Mapping[str, Any]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the options."""
+        return frozenset(self.flags) | frozenset(self.file)
+
+
+class CommandParser(OneLineParser):
+    """A command line that names the command whose help to see, and takes old names of options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()), f"see {self.prog} --help")
+
+    def advise(self, text: str) -> None:
+        """Print a line of advice, once for all ranks of a job, and for the job of a launch."""
+        if self.prints and LAUNCHED not in os.environ:
+            print(f"shardmlx: {text}", file=sys.stderr, flush=True)
+
+
+class _OldName(argparse.Action):
+    """Store the value under the new name, and say so."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        if isinstance(parser, CommandParser):
+            parser.advise(_renamed(str(option_string), flag_of(self.dest)))
+
+
+def _renamed(old: str, new: str) -> str:
+    return f"{old} is called {new} now: the old name goes with the next release"
+
+
+def build_parser(
+    cls: type[DataclassInstance],
+    command: str,
+    description: str,
+    *,
+    rank: int = 0,
+    groups: Sequence[str] = (),
+    shown: Collection[str] | None = None,
+    epilog: str = "",
+) -> CommandParser:
+    """Build the command line of an options dataclass. Parsed, it holds only the flags that were
+    given.
+
+    Help lists ``groups`` first, and only the options in ``shown``. The parser raises ``UserError``
+    where argparse would print usage and exit; ``--help`` and ``--version`` print on rank 0 and exit
+    with status 0 on every rank.
+    """
+    options = declared(cls)
+    parser = CommandParser(
+        rank=rank,
+        prog=f"shardmlx {command}",
+        description=description,
+        epilog=" ".join([*([epilog] if epilog else []), *_yaml_only(options, shown)]) or None,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
+    flags = [each for each in options if each.rules.flag]
+    names = dict.fromkeys([*groups, *(each.rules.group for each in flags)])
+    places = {name: parser.add_argument_group(name) for name in names}
+    for each in flags:
+        is_shown = shown is None or each.name in shown
+        _add(places[each.rules.group], each, is_shown=is_shown)
+        for old in each.rules.old:
+            parser.add_argument(
+                old,
+                dest=each.name,
+                action=_OldName,
+                help=argparse.SUPPRESS,
+                **_type(each),
+            )
+    return parser
+
+
+def _yaml_only(options: Iterable[Declared], shown: Collection[str] | None) -> Iterator[str]:
+    names = [each.name for each in options if not each.rules.flag]
+    if names and shown is None:
+        yield f"In the YAML file only: {', '.join(names)}."
+
+
+def _add(group: argparse._ArgumentGroup, each: Declared, *, is_shown: bool) -> None:
+    how: dict[str, Any] = {"help": each.help.replace("%", "%%") if is_shown else argparse.SUPPRESS}
+    if each.rules.positional:
+        group.add_argument(each.name, metavar=each.metavar, **how, **_type(each))
+    elif bool in each.kinds and each.rules.takes_value:
+        how |= {"nargs": "?", "const": True, "metavar": "BOOL", "type": _truth}
+        group.add_argument(*each.flags, **how)
+        group.add_argument(
+            f"--no-{each.flag[2:]}",
+            dest=each.name,
+            action="store_false",
+            help=argparse.SUPPRESS,
+        )
+    elif bool in each.kinds:
+        group.add_argument(*each.flags, action=argparse.BooleanOptionalAction, **how)
+    else:
+        if list in each.kinds and each.rules.one_each:
+            how["action"] = "append"
+        elif list in each.kinds:
+            how |= {"action": "extend", "nargs": "+"}
+        group.add_argument(*each.flags, metavar=each.metavar, **how, **_type(each))
+
+
+def _type(each: Declared) -> dict[str, Any]:
+    if each.rules.parse is not None or list in each.kinds:
+        return {}
+    return {"type": next(kind for kind in (int, float, str) if kind in each.kinds)}
+
+
+def _truth(text: str) -> bool:
+    return text.lower() not in _FALSE
+
+
+def load_options(
+    cls: type[Options], parser: CommandParser, argv: Sequence[str], rank: int = 0
+) -> Options:
+    """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
+
+    A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other ranks
+    than 0, whose options rank 0's replace, read no file, and take from the flags only how long they
+    wait for rank 0. ``UserError`` names the flag, or the file and its key.
+    """
+    if rank:
+        flags = vars(parser.parse_known_args(argv)[0])
+        needed = {each.name for each in declared(cls) if each.default is None} | {"timeout"}
+        return cls(**{key: value for key, value in flags.items() if key in needed})
+    options, _ = load_given_options(cls, parser, argv)
+    return options
+
+
+def load_given_options(
+    cls: type[Options], parser: CommandParser, argv: Sequence[str]
+) -> tuple[Options, Given]:
+    """Build the options as ``load_options``, and return those that flags and file gave."""
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise _unknown(unknown, declared(cls), parser)
+    return _build(cls, parser, vars(namespace))
+
+
+def load_before_command(
+    cls: type[Options], parser: CommandParser, argv: Sequence[str], commands: Sequence[str]
+) -> tuple[Options, str, tuple[str, ...]]:
+    """Build the options before the first word that is none: one of ``commands``, whose own words
+    follow. Return options, command and its words."""
+    parser.add_argument("command", metavar="COMMAND", choices=commands, help=" or ".join(commands))
+    parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="its own options")
+    flags = vars(parser.parse_args(argv))
+    command, words = flags.pop("command"), flags.pop("words")
+    return _build(cls, parser, flags)[0], command, tuple(words)
+
+
+def _build(
+    cls: type[Options], parser: CommandParser, flags: Mapping[str, Any]
+) -> tuple[Options, Given]:
+    known = declared(cls)
+    path = flags.get("config")
+    written = {} if path is None else _read_file(path, known, parser)
+    given = Given(flags, {key: value for key, value in written.items() if value is not None})
+    values = {**given.file, **given.flags}
+    for each in known:
+        if each.default is None and each.name not in values:
+            raise UserError(f"{each.flag} is missing", f"see {parser.prog} --help")
+    try:
+        return cls(**values), given
+    except OptionError as error:
+        if error.name in flags:
+            shown = next(each for each in known if each.name == error.name)
+            name = shown.metavar if shown.rules.positional else shown.flag
+            raise UserError(f"{name} {error.complaint}", error.remedy) from None
+        if error.name in values:
+            raise UserError(f"{path}: {error.problem}", error.remedy) from None
+        raise
+
+
+def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
+    """Return the command line that gives ``flags``, each by its long name."""
+    words: list[str] = []
+    known = {each.name: each for each in declared(cls)}
+    for name, value in flags.items():
+        each = known[name]
+        if bool in each.kinds:
+            words.append(each.flag if value else f"--no-{each.flag[2:]}")
+        elif isinstance(value, list):
+            words += [each.flag, *map(str, value)]
+        else:
+            words += [each.flag, str(value)]
+    return words
+
+
+def _unknown(words: Sequence[str], known: Sequence[Declared], parser: CommandParser) -> UserError:
+    word = next((word for word in words if word.startswith("-")), words[0])
+    names = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
+    name = word.partition("=")[0].lstrip("-")
+    remedy = did_you_mean(name, names, "--") or f"see {parser.prog} --help"
+    return UserError(f"unknown argument {word!r}", remedy)
+
+
+def _read_file(path: str, known: Sequence[Declared], parser: CommandParser) -> dict[str, Any]:
+    """Return the options in a YAML file, by their new names."""
+    written = read_yaml(path)
+    for each in known:
+        for flag in each.rules.old:
+            old = flag[2:].replace("-", "_")
+            if old not in written:
+                continue
+            if each.name in written:
+                raise UserError(f"{path} has both {old} and {each.name}", f"take {old} out")
+            written[each.name] = written.pop(old)
+            parser.advise(f"{path}: {_renamed(old, each.name)}")
+    names = [each.name for each in known]
+    check_keys(written, names, path, f"take it out, or see {parser.prog} --help")
+    return written

@@ -1,0 +1,92 @@
+"""The options of ``shardmlx launch`` itself. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_before_command
+from shardmlx.config.options import check_options, option
+
+MAX_RESTARTS = 3
+
+COMMANDS = ("train", "profile")
+"""The commands that can be launched. Only ``train`` goes on where it was, when started again."""
+
+_RANKS = "ranks and hosts"
+_MPIRUN = "how they are started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFlags:
+    """The hosts and ranks of a job, and how it is started. Raises ``OptionError``, a
+    ``UserError``."""
+
+    ranks: int | None = option(
+        None,
+        "ranks to start",
+        unset="the slots of the hostfile",
+        short="-n",
+        minimum=1,
+        group=_RANKS,
+    )
+    hostfile: str | None = option(
+        None,
+        "Open MPI hostfile, rank 0's host first",
+        metavar="FILE",
+        unset="this machine alone",
+        group=_RANKS,
+    )
+    max_restarts: int | None = option(
+        None,
+        "restarts of train after a failure",
+        unset=f"{MAX_RESTARTS}, 0 for other commands",
+        minimum=0,
+        group=_RANKS,
+    )
+    agent: str | None = option(
+        None,
+        "what logs in on other hosts, called as AGENT HOST COMMAND",
+        metavar="AGENT",
+        unset="ssh",
+        old=("--ssh",),
+        group=_MPIRUN,
+    )
+    python: str = option(
+        sys.executable,
+        "the Python of the ranks, the same path on all hosts",
+        metavar="FILE",
+        group=_MPIRUN,
+    )
+    mpirun_options: str = option(
+        "",
+        "more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
+        metavar="OPTIONS",
+        group=_MPIRUN,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx launch``, without the command that it launches."""
+    return command_line.build_parser(
+        LaunchFlags,
+        "launch",
+        "Check the hosts, run a command on them under mpirun, and restart a training run that "
+        "fails: from its newest checkpoint, on the hosts that still answer.",
+        rank=rank,
+        epilog="What follows COMMAND are its own options: shardmlx launch --hostfile FILE train "
+        "--model M --data D. Run it on the first host of the hostfile.",
+    )
+
+
+def read_flags(argv: Sequence[str]) -> tuple[LaunchFlags, str, tuple[str, ...]]:
+    """Return the flags of this command, the command to launch, and that command's own words.
+
+    Raises ``UserError``.
+    """
+    return load_before_command(LaunchFlags, build_parser(), argv, COMMANDS)

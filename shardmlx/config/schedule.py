@@ -1,0 +1,72 @@
+"""The options of ``shardmlx schedule``. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.common_options import SIMPLEST
+from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.pipeline.schedules import SCHEDULES
+
+_SCHEDULE = "schedule"
+_OUTPUT = "output"
+
+SHOWN = ("summary", "actions", "timeline", "lowered")
+"""The ways to print a schedule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """The schedule to show, and how. Raises ``OptionError``, a ``UserError``."""
+
+    pipeline_stages: int = option(REQUIRED, "ranks of the pipeline", group=_SCHEDULE)
+    micro_batches: int = option(REQUIRED, "micro-batches of a step", group=_SCHEDULE)
+    schedule: str = option(
+        SIMPLEST,
+        "order of forward and backward",
+        metavar="{" + ",".join(SCHEDULES) + "}",
+        group=_SCHEDULE,
+    )
+    virtual_stages: int | None = option(
+        None, "stages a rank", unset="the schedule's own", group=_SCHEDULE
+    )
+    costs: str = option(
+        "1,1,1",
+        "time of one micro-batch on one rank: forward, input gradient, weight gradient",
+        metavar="F,I,W",
+        group=_SCHEDULE,
+    )
+
+    print: str = option(
+        SHOWN[0],
+        "actions: compute only; timeline: drawn in time; lowered: with messages",
+        choices=SHOWN,
+        group=_OUTPUT,
+    )
+    json: bool = option(False, "print makespan, bubble and peak in flight as JSON", group=_OUTPUT)
+    draw: str | None = option(
+        None, "draw it as a picture, .svg or .png", metavar="FILE", group=_OUTPUT
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.json and self.print != SHOWN[0]:
+            raise OptionError("print", f"is {self.print} with --json", "leave one out")
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx schedule``."""
+    return command_line.build_parser(
+        ScheduleOptions,
+        "schedule",
+        "Show what a pipeline schedule does: its actions, drawn in time, and what it costs.",
+        rank=rank,
+    )
+
+
+def read_options(argv: Sequence[str]) -> ScheduleOptions:
+    """Return the options in ``argv``. Raises ``UserError``."""
+    return load_options(ScheduleOptions, build_parser(), argv)

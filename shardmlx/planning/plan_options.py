@@ -1,0 +1,99 @@
+"""The options of ``shardmlx plan``: its own, and those of a training run. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_given_options, words_of
+from shardmlx.config.common_options import hostfile_option, model_argument
+from shardmlx.config.options import REQUIRED, declared, option
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
+from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.errors import UserError
+
+_MACHINES = "machines"
+_OUTPUT = "output"
+
+_SHOWN = (
+    *("model", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
+    *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "partitioner"),
+    *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "grad_checkpoint", "pack"),
+    *("memory_limit", "dtype"),
+)
+"""The options that ``--help`` lists: of a training run, those that change the plan."""
+
+_DECIDED = (
+    *("stage_map", "partitioner", "pipeline_stages", "virtual_stages", "micro_batch_size"),
+    *("data_parallel", "schedule", "grad_checkpoint", "hostfile"),
+)
+"""The options of training that the plan itself gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(TrainConfig):
+    """The run to plan, the machines, and where the plan goes. Raises ``OptionError``, a
+    ``UserError``."""
+
+    model: str = model_argument()
+    hostfile: str = hostfile_option(_MACHINES, REQUIRED)
+    memory_fraction: float = option(
+        MEMORY_FRACTION,
+        "share of a machine's memory that MLX may use",
+        metavar="SHARE",
+        group=_MACHINES,
+    )
+    efficiency: float = option(
+        EFFICIENCY,
+        "share of flops= that training reaches; not with --profile",
+        metavar="SHARE",
+        group=_MACHINES,
+    )
+    backend: str = option(
+        BACKENDS[0], "what the machines compute with", choices=BACKENDS, group=_MACHINES
+    )
+
+    output: str | None = option(
+        None, "file for the stage map", metavar="FILE", short="-o", group=_OUTPUT
+    )
+    draw: Sequence[str] = option(
+        [],
+        "draw the step as a picture, .svg or .png; may be given several times",
+        metavar="FILE",
+        one_each=True,
+        group=_OUTPUT,
+    )
+    timeline: bool = option(False, "draw the step in the terminal", group=_OUTPUT)
+    json: bool = option(False, "print the plan as JSON", group=_OUTPUT)
+
+    def __post_init__(self) -> None:
+        super(PlanOptions, self).__post_init__()
+        if not self.train:
+            raise UserError("--test alone trains nothing", "plan the training, without it")
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx plan``."""
+    return command_line.build_parser(
+        PlanOptions,
+        "plan",
+        "Choose stages, schedule, micro-batches and recomputing for training a model on the "
+        "machines of a hostfile, and predict memory and time.",
+        rank=rank,
+        groups=(_MACHINES, _OUTPUT),
+        shown=_SHOWN,
+        epilog="Takes every option of shardmlx train too. What is given, by flag or file, is "
+        "settled.",
+    )
+
+
+def read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Return the options, and the words of those that the planner leaves as they were: what the
+    command that runs the plan takes. Raises ``UserError``."""
+    options, given = load_given_options(PlanOptions, build_parser(), argv)
+    of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
+    left = {name: value for name, value in given.flags.items() if name in of_train}
+    return options, words_of(PlanOptions, {"model": options.model, **left})
