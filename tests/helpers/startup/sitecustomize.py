@@ -72,3 +72,6 @@ def remembering(function: Callable[[Any], Any], module: ModuleType) -> Callable[
 
 
 sys.meta_path.insert(0, Finder())
+# huggingface-hub's HTTP client imports trio where it is installed: selenium brought it, users have
+# no need of it, and it takes a tenth of the start.
+sys.modules["trio"] = None  # type: ignore[assignment]
