@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +80,11 @@ class Reporter:
         self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
-        """Tell the listener, and write one line into the metrics file."""
+        """Tell the listener, and write one line into the metrics file.
+
+        Both are also given the ``time``, in seconds since 1970.
+        """
+        values = {**values, "time": round(time.time(), 3)}
         if self._on_event is not None and not self._quiet:
             self._on_event(event, values)
         if self._metrics_file is None:
@@ -87,12 +92,7 @@ class Reporter:
         if self._metrics is None:
             # Not before: a run that is refused leaves the metrics of the last one.
             self._metrics = self._metrics_file.open(self._mode, encoding="utf-8")
-        # JSON has no NaN.
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        self._metrics.write(json.dumps({"event": event, **finite}) + "\n")
+        self._metrics.write(metrics_line(event, values) + "\n")
         self._metrics.flush()
 
     def go_on(self) -> None:
@@ -144,6 +144,23 @@ class Bar:
 
     def note(self, text: str) -> None:
         self._progress.update(self._task, note=text)
+
+
+def metrics_line(event: str, values: Mapping[str, Any]) -> str:
+    """Return the line of a metrics file that tells of an event; null where a number is not finite,
+    since JSON has no NaN."""
+    return json.dumps({"event": event, **finite(values)})
+
+
+def finite(value: Any) -> Any:
+    """Return a copy of plain data with None in the place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
 
 
 def _shown_in_terminal() -> bool:

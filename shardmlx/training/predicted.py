@@ -43,17 +43,19 @@ class Expected:
     """The prediction for a run with micro-batches of known lengths.
 
     ``num_layers`` has an entry a stage, ``peaks`` the bytes of each pipeline rank; ``step_seconds``
-    is None where no times were measured.
+    is for sequences of ``mean_length`` tokens, and None where no times were measured.
     """
 
     num_layers: tuple[int, ...]
     peaks: tuple[int, ...]
+    mean_length: int
     step_seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the prediction for the metrics; bytes by pipeline rank."""
         return {
             "num_layers": list(self.num_layers),
+            "sequence_length": self.mean_length,
             "step_seconds": self.step_seconds,
             "peak_memory_bytes": list(self.peaks),
         }
@@ -115,4 +117,4 @@ def expect(
     seconds = None
     if cluster.unit == "seconds":
         seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
-    return Expected(plan.stage_map.partition.sizes, tuple(peaks), seconds)
+    return Expected(plan.stage_map.partition.sizes, tuple(peaks), lengths.mean, seconds)

@@ -21,6 +21,7 @@ from shardmlx.planning.rebalance import rebalanced
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
 from shardmlx.training.predicted import Expected, Lengths, expect
 from shardmlx.training.setup import TrainingRun
+from shardmlx.training.start_event import facts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,11 @@ class TrainingReport:
             log_dir=self._config.adapter_path,
             config=self._config.to_adapter_config(),
         )
+
+    def start(self, step: int) -> None:
+        """Tell the metrics what runs, before the step after ``step``. Not collective."""
+        if self._job.transport.rank == 0:
+            self._reporter.event("start", facts_of(self._job, step))
 
     def count(
         self, microbatches: Sequence[MicroBatch], losses: dict[int, float], tokens: int
@@ -218,7 +224,8 @@ class TrainingReport:
             step_seconds = ranks[0].times.step_seconds
             self._reporter.say(
                 f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
-                f"({percent(step_seconds, expected.step_seconds)})"
+                f"({percent(step_seconds, expected.step_seconds)}) for sequences of "
+                f"{expected.mean_length} tokens, the mean of this run"
             )
         peaks = [each.peak_memory_bytes for each in ranks]
         for warning in exceeded(self._job.limits, self._job.transport.hosts, peaks):

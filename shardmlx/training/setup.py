@@ -70,7 +70,8 @@ class TrainingRun:
     """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
 
     ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is;
-    ``limits`` are those of the memory of each world rank.
+    ``limits`` are those of the memory of each world rank, and ``mean_length`` that of the training
+    sequences, in tokens, as the plan counts them: with padding unless they are packed.
     """
 
     config: TrainConfig
@@ -87,6 +88,7 @@ class TrainingRun:
     resumption: Resumption
     identity: Mapping[str, Any] | None
     limits: tuple[MemoryLimits, ...]
+    mean_length: int
 
     @property
     def stages(self) -> list[Stage]:
@@ -173,6 +175,7 @@ def _prepare(
         resumption=resumption,
         identity=identity,
         limits=limits,
+        mean_length=lengths.exact if plan.pack else lengths.padded,
     )
 
 

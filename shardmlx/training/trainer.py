@@ -170,6 +170,7 @@ class Trainer:
     def _resume(self) -> None:
         found = self._job.resumption.found
         if found is None:
+            self._report.start(0)
             return
         manifest = found.manifest
         state = manifest.state
@@ -185,6 +186,7 @@ class Trainer:
         where = found.store.path(manifest.step)
         left = self._config.iters - manifest.step
         self._reporter.go_on()
+        self._report.start(manifest.step)
         self._reporter.say(f"Resumed from {where}: {left} of {self._config.iters} steps are left")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 

@@ -189,6 +189,7 @@ def test_metrics_have_a_line_for_every_event(lora: Job, directory: Path) -> None
     lines = [json.loads(line) for line in (directory / "new/lora.jsonl").read_text().splitlines()]
     steps = [(line["event"], line.get("step")) for line in lines]
     assert steps == [
+        ("start", 0),
         ("val", 1),
         ("train", 2),
         ("val", 3),
@@ -197,6 +198,28 @@ def test_metrics_have_a_line_for_every_event(lora: Job, directory: Path) -> None
         ("summary", None),
         ("test", None),
     ]
+
+
+def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
+    (start,) = events(directory / "new/lora.jsonl", "start")
+    assert start["options"]["learning_rate"] == 1e-2
+    assert {"learning_rate", "schedule"} <= set(start["changed"])
+    assert "optimizer" not in start["changed"]
+    assert (start["iters"], start["sizes"]) == (4, {"train": 32, "valid": 16, "test": 14})
+    layout = start["layout"]
+    assert (layout["data_parallel"], layout["pipeline_parallel"]) == (1, 2)
+    assert [each["rank"] for each in layout["ranks"]] == [0, 1]
+    assert sum(each["num_layers"] for each in layout["stages"]) == 5
+    first, last = layout["stages"]
+    assert first["has_embedding"] and last["has_lm_head"] and last["is_trained"]
+    schedule = start["schedule"]
+    for spans in schedule["spans"]:
+        assert all(0 <= begin <= end <= 1 for _, begin, end in spans)
+        forward = [action for action, _, _ in spans if "F" in action]
+        assert len(forward) == schedule["microbatches"]
+    # Without times of the machines nothing is predicted in seconds.
+    assert start["predicted"]["full"] == {"sequence_length": 63, "step_seconds": None}
+    assert len(start["memory_limits"]) == 2
 
 
 def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Path) -> None:

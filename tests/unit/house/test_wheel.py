@@ -12,6 +12,7 @@ import pytest
 import shardmlx
 
 ROOT = Path(__file__).parents[3]
+RUN_PAGE = ROOT / "shardmlx" / "runreport" / "page"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
         | modules("models", "shardmlx/models/")
         | modules("partitioners", "shardmlx/partitioners/")
         | {"shardmlx/py.typed", "shardmlx/server/pages/chat.html"}
+        | {f"shardmlx/runreport/page/{path.name}" for path in RUN_PAGE.iterdir()}
     )
 
 

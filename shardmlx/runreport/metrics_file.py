@@ -1,0 +1,123 @@
+"""Read the metrics file of a run: one JSON object a line, with its ``event``. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmlx.errors import UserError
+
+Event = dict[str, Any]
+"""A line of a metrics file: what happened, under ``event``, and its values."""
+
+KNOWN = frozenset({"start", "train", "val", "test", "checkpoint", "resume", "straggler", "summary"})
+"""Events that a run writes; others are passed over."""
+
+_UNDONE = frozenset({"train", "val", "checkpoint", "straggler"})
+"""Events of a step, which are undone where a run resumes from an earlier one."""
+
+MOST_REPORTS = 20_000
+"""Reports of training that are shown of a run; of more, every second one goes, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The events of a metrics file, in order, and the number of its ``unreadable`` lines."""
+
+    events: tuple[Event, ...]
+    unreadable: int = 0
+
+    @property
+    def has_reports(self) -> bool:
+        """True if there is a loss to draw."""
+        return any(event["event"] in ("train", "val") for event in self.events)
+
+
+def read_metrics(path: str | Path) -> Metrics:
+    """Read a file that ``train --metrics-file`` wrote, or is still writing.
+
+    Lines that are not JSON objects with an event, and a number for its step if it has one, such as the last one of a run that was killed,
+    are counted and left out. Raises ``UserError`` where the file cannot be read or has no event.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(
+            f"metrics file {path} cannot be read: {error.strerror or error}",
+            "name the file that train --metrics-file wrote",
+        ) from None
+    parsed = [_parse(line) for line in lines if line.strip()]
+    events = [event for event in parsed if event is not None]
+    metrics = Metrics(
+        tuple(event for event in events if event["event"] in KNOWN), len(parsed) - len(events)
+    )
+    if not metrics.events:
+        raise UserError(
+            f"{path} has no metrics of a run in its {len(parsed)} lines",
+            "name the file that train --metrics-file wrote",
+        )
+    return metrics
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        # JSON has no NaN and no Infinity, and a browser would refuse them.
+        event = json.loads(line, parse_constant=lambda name: None, parse_float=_number)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if not isinstance(event.get("step", 0), int):
+        return None
+    return event
+
+
+def _number(text: str) -> float | None:
+    number = float(text)
+    return number if abs(number) != float("inf") else None
+
+
+def current(events: Iterable[Event]) -> list[Event]:
+    """Return what still holds of the events: those of the last run, without what it undid.
+
+    A run that resumes goes on in the file; what it had reported after the step from which it
+    resumes is made again. The ``resume`` event is given the number of those ``repeated_steps``.
+    A ``start`` at step 0 begins another run, as where files were put one after the other.
+    """
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "start" and not _step(event):
+            kept = []
+        if event["event"] == "resume" and "step" in event:
+            step = _step(event)
+            done = [_step(each) for each in kept if each["event"] == "train"]
+            event = {**event, "repeated_steps": max(0, max(done, default=step) - step)}
+            kept = [each for each in kept if not _is_undone(each, step)]
+        kept.append(event)
+    return thinned(kept)
+
+
+def _step(event: Event) -> int:
+    return int(event.get("step", 0))
+
+
+def _is_undone(event: Event, step: int) -> bool:
+    if event["event"] in ("summary", "test"):
+        return True
+    return event["event"] in _UNDONE and _step(event) > step
+
+
+def thinned(events: list[Event], most: int = MOST_REPORTS) -> list[Event]:
+    """Return the events with every second report left out, again and again, until at most ``most``
+    are left; the last report stays."""
+    reports = [index for index, event in enumerate(events) if event["event"] == "train"]
+    left_out: set[int] = set()
+    while len(reports) > most:
+        kept = reports[::-1][::2][::-1]
+        left_out |= set(reports) - set(kept)
+        reports = kept
+    return [event for index, event in enumerate(events) if index not in left_out]

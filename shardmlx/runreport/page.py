@@ -1,0 +1,82 @@
+"""Make the page of a run: one HTML file with all that it needs in it. No MLX, no MPI.
+
+The browser draws it, with uPlot (MIT licence), from the events, which are in the page as JSON. Its
+Content-Security-Policy lets nothing else run, and lets the page ask nobody but its own server.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+import shardmlx
+from shardmlx.runreport.metrics_file import Event
+
+_STYLES = ("uPlot.min.css", "report.css")
+_SCRIPTS = (
+    "uPlot.LICENSE",
+    "uPlot.iife.min.js",
+    "elements.js",
+    "run.js",
+    "charts.js",
+    "pictures.js",
+    "tables.js",
+    "main.js",
+)
+
+
+def render_page(
+    events: Sequence[Event], *, title: str, unreadable: int = 0, is_live: bool = False
+) -> str:
+    """Return the page of a run as HTML.
+
+    ``unreadable`` lines of its file are mentioned. A live page asks its server for further events.
+    """
+    data: dict[str, Any] = {"events": events, "unreadable": unreadable, "live": is_live}
+    style, script = (Markup(_inlined(names)) for names in (_STYLES, _SCRIPTS))
+    return (
+        _environment()
+        .from_string(_read("report.html.j2"))
+        .render(
+            title=title,
+            version=shardmlx.__version__,
+            data=data,
+            style=style,
+            script=script,
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+            connect="'self'" if is_live else "'none'",
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    # tojson escapes <, >, & and ': no value can end the element that it stands in.
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("shardmlx.runreport") / "page" / name).read_text(encoding="utf-8")
+
+
+def _inlined(names: Sequence[str]) -> str:
+    texts = (_read(name).strip() for name in names)
+    # Who is given the page is given uPlot with it, and must be given its licence.
+    return "\n".join(
+        f"/*\n{text}\n*/" if name.endswith(".LICENSE") else text
+        for name, text in zip(names, texts, strict=True)
+    )
+
+
+def _hash(text: str) -> str:
+    """Return the hash by which a Content-Security-Policy names an inline script or style."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,76 @@
+// Show the events that are in the page, and ask for more while the run goes on.
+const DATA = JSON.parse(byId("data").textContent);
+const SECONDS_BETWEEN = 2;
+let lost = false;
+let startsShown = -1;
+
+function status() {
+  const step = format.count(lastStep());
+  if (run.summary) return ["finished", `finished in ${format.duration(run.summary.seconds)}`];
+  if (lost) return ["ended", `no answer any more: the run has ended, or cannot be reached; step ${step}`];
+  if (DATA.live) return ["running", run.starts.length ? "running" : "loading"];
+  return ["ended", `no summary: still running, or ended at step ${step}`];
+}
+
+function show() {
+  const [kind, words] = status();
+  byId("status").className = kind;
+  byId("status").textContent = words;
+  header();
+  tiles();
+  curves();
+  rankTable();
+  rankCurves();
+  times();
+  logTable();
+  if (startsShown !== run.starts.length) {
+    startsShown = run.starts.length;
+    layoutAndSchedule();
+    optionTables();
+  }
+  if (byId("numbers").open) numberTable();
+  document.documentElement.dataset.shown = String(run.trains.length);
+}
+
+function showAnew() {
+  forgetCharts();
+  show();
+}
+
+async function ask() {
+  let seen = DATA.next;
+  for (;;) {
+    await new Promise((resume) => setTimeout(resume, 1000 * SECONDS_BETWEEN));
+    if (document.hidden) continue;
+    try {
+      const answer = await fetch(`/events?after=${seen}`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.status);
+      const more = await answer.json();
+      seen = more.next;
+      more.events.forEach(take);
+      if (more.events.length || lost) {
+        lost = false;
+        show();
+      }
+    } catch {
+      if (!lost && !run.summary) {
+        lost = true;
+        show();
+      }
+    }
+  }
+}
+
+byId("axis").addEventListener("change", (event) => {
+  axis = event.target.value;
+  zoom = null;
+  showAnew();
+});
+byId("numbers").addEventListener("toggle", () => { if (byId("numbers").open) numberTable(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAnew);
+
+byId("axis").hidden = !DATA.events.some((event) => event.event === "train" && isNumber(event.time)) && !DATA.live;
+byId("about").textContent = DATA.unreadable ? `${plural(DATA.unreadable, "line")} of the file could not be read and ${DATA.unreadable === 1 ? "is" : "are"} left out.` : "";
+DATA.events.forEach(take);
+show();
+if (DATA.live) ask();

@@ -1,0 +1,274 @@
+"""The page of a run in a real browser: its numbers are those of the metrics file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from shardmlx.report import main
+from shardmlx.runreport.metrics_file import current
+from tests.helpers.stories import story, write_metrics
+
+EVIL = "<img src=x onerror=\"document.title = 'attacked'\"><script>alert(1)</script>"
+
+RUN = current(story())
+TRAIN = [event for event in RUN if event["event"] == "train"]
+VAL = [event for event in RUN if event["event"] == "val"]
+
+
+def show(chrome: webdriver.Chrome, directory: Path, *lines: dict[str, Any] | str) -> None:
+    """Make a page of metrics, and open it."""
+    metrics = write_metrics(directory / "metrics.jsonl", *lines)
+    assert main([str(metrics)]) == 0
+    chrome.get(metrics.with_suffix(".html").as_uri())
+
+
+def faults(chrome: webdriver.Chrome) -> list[str]:
+    """Return what the browser has complained of since the last call."""
+    log: Any = chrome.get_log("browser")  # type: ignore[no-untyped-call]
+    return [line["message"] for line in log]
+
+
+@pytest.fixture(scope="module")
+def page(
+    chrome: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[webdriver.Chrome]:
+    """The page of the story, with the table of numbers open."""
+    faults(chrome)
+    show(chrome, tmp_path_factory.mktemp("page"), *story(), '{"event": "trai')
+    chrome.execute_script("byId('numbers').open = true; numberTable();")
+    yield chrome
+    assert faults(chrome) == []
+
+
+def text(page: webdriver.Chrome, selector: str) -> str:
+    script = "return document.querySelector(arguments[0]).textContent"
+    return str(page.execute_script(script, selector))
+
+
+def rows(page: webdriver.Chrome, selector: str) -> list[list[str]]:
+    """Return the cells of a table's body."""
+    script = (
+        "return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]"
+        ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    found: list[list[str]] = page.execute_script(script, selector)
+    return found
+
+
+def test_the_curves_are_the_values_of_the_file(page: webdriver.Chrome) -> None:
+    def drawn(chart: str) -> dict[str, list[list[float]]]:
+        script = (
+            "const found = charts.find((each) => each.spec.id === arguments[0]);"
+            "const [xs, ...ys] = found.plot.data;"
+            "return Object.fromEntries(ys.map((y, i) => [found.lines[i].label,"
+            "  xs.map((x, j) => [x, y[j]]).filter(([, value]) => value !== null)]))"
+        )
+        found: dict[str, list[list[float]]] = page.execute_script(script, chart)
+        return found
+
+    def told(field: str) -> list[list[float]]:
+        return [[event["step"], event[field]] for event in TRAIN]
+
+    validation = [[event["step"], event["loss"]] for event in VAL]
+    assert drawn("curve-loss") == {"training": told("loss"), "validation": validation}
+    assert drawn("curve-rate") == {"tokens/s": told("tokens_per_second")}
+    assert drawn("curve-learning-rate") == {"learning rate": told("learning_rate")}
+    assert drawn("curve-norm")["norm"] == told("grad_norm")
+    assert drawn("curve-norm")["clipped to"] == [[event["step"], 1.0] for event in TRAIN]
+    assert drawn("curve-step")["measured"] == told("step_seconds")
+    for rank in (0, 1):
+        parts = drawn(f"rank-{rank}")
+        for i, event in enumerate(TRAIN):
+            part = event["ranks"][rank]
+            sums = [part["compute_seconds"]]
+            sums.append(sums[0] + part["exposed_comm_seconds"])
+            sums.append(sums[1] + part["idle_seconds"])
+            names = ("compute", "exposed communication", "bubble")
+            assert [parts[name][i][1] for name in names] == pytest.approx(sums)
+
+
+def test_the_table_of_numbers_is_the_file(page: webdriver.Chrome) -> None:
+    found = {row[0]: row for row in rows(page, "#numbers table:first-child")}
+    for event in TRAIN:
+        row = found[str(event["step"])]
+        assert row[2] == f"{event['loss']:.4f}"
+        assert row[4] == f"{event['grad_norm']:.4f}"
+        assert row[5:7] == [f"{event['tokens']}", f"{event['tokens_per_second']:.1f}"]
+    assert {step: row[1] for step, row in found.items() if row[1]} == {
+        str(event["step"]): f"{event['loss']:.4f}" for event in VAL
+    }
+    assert len(rows(page, "#numbers table:last-child")) == 2 * len(TRAIN)
+
+
+def test_the_tiles_say_where_the_run_is(page: webdriver.Chrome) -> None:
+    tiles = text(page, "#tiles")
+    for words in ("60 / 60", f"{TRAIN[-1]['loss']:.4f}", f"{VAL[-1]['loss']:.4f}"):
+        assert words in tiles
+    assert text(page, "#status").startswith("finished in ")
+    assert text(page, "#model") == "model"
+    assert "2 ranks: 1 data parallel × 2 pipeline parallel" in text(page, "#summary")
+    assert "1 line of the file could not be read" in text(page, "footer")
+
+
+def test_each_rank_has_its_time_and_its_memory(page: webdriver.Chrome) -> None:
+    limits = [event for event in RUN if event["event"] == "start"][-1]["memory_limits"]
+    for rank, row in enumerate(rows(page, "#ranks")):
+        seconds = sum(2 * event["ranks"][rank]["compute_seconds"] for event in TRAIN) / 60
+        peak = TRAIN[-1]["ranks"][rank]["peak_memory_bytes"]
+        assert row[:2] == [str(rank), "vm"]
+        assert row[3] == f"{seconds:.4f} s"
+        assert row[7] == f"{peak / 2**20:.1f} MiB"
+        assert row[8] == f"{limits[rank]['planned_peak_bytes'] / 2**20:.1f} MiB"
+        assert row[9] == f"{limits[rank]['memory_limit_bytes'] / 2**30:.2f} GiB"
+
+
+def test_restart_straggler_and_checkpoints_are_marked(page: webdriver.Chrome) -> None:
+    marks = page.execute_script("return marks().map(({ kind, x }) => [kind, x])")
+    assert marks == [
+        *(["checkpoint", step] for step in range(10, 61, 10)),
+        ["restart", 20],
+        ["straggler", 36],
+    ]
+    log = [" ".join(row) for row in rows(page, "#log")]
+    assert [line for line in log if "4 steps made again" in line]
+    assert [line for line in log if "rank 1 on vm computes" in line]
+
+
+def test_the_step_times_are_told_apart(page: webdriver.Chrome) -> None:
+    start = [event for event in RUN if event["event"] == "start"][-1]
+    (summary,) = [event for event in RUN if event["event"] == "summary"]
+    said = {row[0]: row[1] for row in rows(page, "#times")}
+    predicted = start["predicted"]
+    assert said["planned, full sequences"] == f"{predicted['full']['step_seconds']:.4f} s"
+    assert said["planned, these data"] == f"{predicted['data']['step_seconds']:.4f} s"
+    after = summary["predicted"]["step_seconds"]
+    assert said["predicted, steps that were run"] == f"{after:.4f} s"
+
+
+def test_layout_schedule_and_options_are_there(page: webdriver.Chrome) -> None:
+    assert text(page, ".strip li:last-child").startswith("stage 1 layers 3–4 + lm_head")
+    start = [event for event in RUN if event["event"] == "start"][-1]
+    timed = [span for spans in start["schedule"]["spans"] for span in spans if span[2] > span[1]]
+    assert page.execute_script("return document.querySelectorAll('.action').length") == len(timed)
+    assert "0F0 0F1" in text(page, ".actions")
+    said = dict(
+        page.execute_script(
+            "return [...document.querySelectorAll('.options div')]"
+            ".map((each) => [...each.children].map((part) => part.textContent))"
+        )
+    )
+    assert said.keys() == start["options"].keys()
+    assert said["learning_rate"] == "0.01"
+    assert json.loads(said["lr_schedule"]) == start["options"]["lr_schedule"]
+
+
+def test_a_picture_has_its_words(page: webdriver.Chrome) -> None:
+    script = "return [...document.querySelectorAll('[role=img]')].map((e) => e.ariaLabel)"
+    labels = page.execute_script(script)
+    assert labels[0].startswith(
+        f"Loss. training: {TRAIN[0]['loss']:.4f} at step 2, {TRAIN[-1]['loss']:.4f} at step 60; "
+    )
+    assert None not in labels
+    tables = (
+        "return [...document.querySelectorAll('main table:not(.u-legend)')].every((e) => e.caption)"
+    )
+    assert page.execute_script(tables)
+
+
+def test_nothing_is_asked_of_the_network(page: webdriver.Chrome) -> None:
+    assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_a_drag_looks_closer_at_all_curves_and_a_double_click_back(page: webdriver.Chrome) -> None:
+    def ranges() -> list[list[float]]:
+        script = "return charts.map(({ plot }) => [plot.scales.x.min, plot.scales.x.max])"
+        found: list[list[float]] = page.execute_script(script)
+        return found
+
+    over = page.find_element(By.CSS_SELECTOR, "#curve-loss .u-over")
+    page.execute_script("arguments[0].scrollIntoView()", over)
+    quarter = over.size["width"] // 4
+    mouse = ActionChains(page, duration=50)
+    mouse.move_to_element_with_offset(over, -quarter, 0).click_and_hold()
+    mouse.move_by_offset(quarter, 0).release().perform()
+    page.execute_script(
+        "document.querySelector('#curve-norm .u-over')"
+        ".dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))"
+    )
+    assert ranges() == [[1, 60]] * len(ranges())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_light(page: webdriver.Chrome, scheme: str) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    ink = "#5c6462" if scheme == "light" else "#9aa5a1"
+    waiting = WebDriverWait(page, 20.0, poll_frequency=0.02)
+    waiting.until(lambda _: page.execute_script("return charts[0].plot.axes[0].stroke()") == ink)
+    script = (
+        "const light = (c) => c.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0);"
+        "const style = getComputedStyle(document.documentElement);"
+        "return light(style.backgroundColor) > light(style.color)"
+    )
+    assert page.execute_script(script) == (scheme == "light")
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_phone_needs_no_sideways_scrolling(page: webdriver.Chrome) -> None:
+    size = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        script = "return document.documentElement.scrollWidth"
+        assert page.execute_script(script) <= 360
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_markup_and_nonsense_in_a_file_stay_text(chrome: webdriver.Chrome, tmp_path: Path) -> None:
+    faults(chrome)
+    ranks = [{"rank": 0, "host": EVIL, "pipeline_rank": 0}]
+    stages = [{"stage": EVIL, "pipeline_rank": 0, "num_layers": "many"}, None, 7]
+    show(
+        chrome,
+        tmp_path,
+        {
+            "event": "start",
+            "options": {"model": EVIL, EVIL: EVIL},
+            "changed": [EVIL],
+            "layout": {"ranks": ranks, "stages": stages},
+            "schedule": {"name": EVIL, "spans": [[[EVIL, 0, 1], ["0F0", "x", None]], 3]},
+            "predicted": EVIL,
+            "memory_limits": {"0": EVIL},
+        },
+        {"event": "train", "step": EVIL, "loss": EVIL, "ranks": EVIL},
+        {"event": "train", "step": 1, "loss": 2.5, "ranks": [None, {"rank": EVIL}, {"rank": 0}]},
+        {"event": "straggler", "step": 1, "rank": EVIL, "host": EVIL},
+        {"event": "resume", "step": None, "checkpoint": EVIL},
+        {"event": "summary", "predicted": []},
+    )
+    assert text(chrome, "#model") == EVIL
+    assert "2.5000" in text(chrome, "#tiles")
+    assert chrome.execute_script("return document.querySelectorAll('img, body script').length") == 2
+    assert chrome.title != "attacked"
+    assert faults(chrome) == []
+
+
+def test_a_file_of_an_older_shardmlx_has_its_curves(
+    chrome: webdriver.Chrome, tmp_path: Path
+) -> None:
+    faults(chrome)
+    old = [event for event in story() if event["event"] != "start"]
+    show(chrome, tmp_path, *({k: v for k, v in e.items() if k != "time"} for e in old))
+    assert "it was written by an older shardmlx" in text(chrome, "#summary")
+    assert "finished" in text(chrome, "#status")
+    assert rows(chrome, "#ranks")[1][1] == "–"
+    assert faults(chrome) == []
