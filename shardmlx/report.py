@@ -1,4 +1,4 @@
-"""Show a training run from its metrics file: ``python -m shardmlx.report``.
+"""Show a training run from its metrics file: ``shardmlx report METRICS``.
 
 It needs neither MLX nor MPI: any machine can make the page.
 """

@@ -1,14 +1,15 @@
-"""The options of ``shardmlx.report``. No MLX, no MPI."""
+"""The options of ``shardmlx report``. No MLX, no MPI."""
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.common.cli import OneLineParser
-from shardmlx.errors import UserError
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 
 PAGES = (".html", ".htm")
 PICTURES = (".svg", ".png")
@@ -16,19 +17,31 @@ PICTURES = (".svg", ".png")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """The metrics to report, and the file to write, whose suffix says what it is."""
+    """The metrics to report, and the file to write, whose suffix says what it is.
 
-    metrics: str
-    output: str | None
+    Raises ``OptionError``, a ``UserError``.
+    """
+
+    metrics: str = option(
+        REQUIRED,
+        "file that train --metrics-file wrote, or still writes",
+        metavar="METRICS",
+        positional=True,
+    )
+    output: str | None = option(
+        None,
+        "page (.html), or picture of the curves (.svg, .png), to write",
+        metavar="FILE",
+        unset="METRICS with .html for its suffix",
+        short="-o",
+    )
 
     def __post_init__(self) -> None:
-        suffix = self.file.suffix.lower()
-        if suffix not in (*PAGES, *PICTURES):
-            raise UserError(
-                f"--output {self.output}: the suffix is none of .html, .svg, .png", "use one"
-            )
+        check_options(self)
+        if self.file.suffix.lower() not in (*PAGES, *PICTURES):
+            raise OptionError("output", f"is {self.file}", "give it the suffix .html, .svg or .png")
         if self.file.resolve() == Path(self.metrics).resolve():
-            raise UserError(f"--output {self.file} is the metrics file itself", "name another file")
+            raise OptionError("output", f"is the metrics file {self.file}", "name another file")
 
     @property
     def file(self) -> Path:
@@ -43,27 +56,18 @@ class ReportOptions:
         return self.file.suffix.lower() in PICTURES
 
 
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx report``."""
+    return command_line.build_parser(
+        ReportOptions,
+        "report",
+        "Show a training run from its metrics, as one HTML file that needs no network, or its "
+        "curves as a picture.",
+        rank=rank,
+    )
+
+
 def read_options(argv: Sequence[str] | None) -> ReportOptions:
     """Return the options in ``argv``, by default this process's; ``UserError`` for bad ones."""
-    return ReportOptions(**vars(build_parser().parse_args(argv)))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line of ``shardmlx.report``."""
-    parser = OneLineParser(
-        prog="python -m shardmlx.report",
-        description="Show a training run from its metrics, as one HTML file that needs no network, "
-        "or its curves as a picture.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "metrics", metavar="METRICS", help="file that train --metrics-file wrote, or still writes"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="page (.html) or picture of the curves (.svg, .png) to write "
-        "(default: METRICS with .html for its suffix)",
-    )
-    return parser
+    given = sys.argv[1:] if argv is None else argv
+    return load_options(ReportOptions, build_parser(), given)

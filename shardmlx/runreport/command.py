@@ -1,4 +1,4 @@
-"""Carry out ``shardmlx.report``: read metrics, write a page or a picture. No MLX, no MPI."""
+"""Carry out ``shardmlx report``: read metrics, write a page or a picture. No MLX, no MPI."""
 
 from __future__ import annotations
 

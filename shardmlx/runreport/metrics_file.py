@@ -39,8 +39,9 @@ class Metrics:
 def read_metrics(path: str | Path) -> Metrics:
     """Read a file that ``train --metrics-file`` wrote, or is still writing.
 
-    Lines that are not JSON objects with an event, and a number for its step if it has one, such as the last one of a run that was killed,
-    are counted and left out. Raises ``UserError`` where the file cannot be read or has no event.
+    Lines that are not JSON objects with an event, and with a number for its step if it has one, are
+    counted and left out: such as the last one of a run that was killed. Raises ``UserError`` where
+    the file cannot be read or has no event.
     """
     path = Path(path)
     try:

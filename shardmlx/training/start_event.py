@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import shardmlx
-from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
@@ -37,9 +36,9 @@ def facts_of(job: TrainingRun, step: int) -> dict[str, Any]:
     }
 
 
-def _changed(config: TrainConfig) -> list[str]:
+def _changed(config: Any) -> list[str]:
     """Return the names of the options that are not at their defaults: given, or chosen."""
-    defaults = TrainConfig()
+    defaults = type(config)()
     return [
         each.name
         for each in fields(config)

@@ -211,7 +211,9 @@ def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
     assert [each["rank"] for each in layout["ranks"]] == [0, 1]
     assert sum(each["num_layers"] for each in layout["stages"]) == 5
     first, last = layout["stages"]
-    assert first["has_embedding"] and last["has_lm_head"] and last["is_trained"]
+    assert first["has_embedding"]
+    assert last["has_lm_head"]
+    assert last["is_trained"]
     schedule = start["schedule"]
     for spans in schedule["spans"]:
         assert all(0 <= begin <= end <= 1 for _, begin, end in spans)

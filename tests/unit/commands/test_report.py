@@ -1,4 +1,4 @@
-"""``shardmlx.report``: what it writes, and what it refuses in one line."""
+"""``shardmlx report``: what it writes, and what it refuses in one line."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_picture_of_the_curves(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["nowhere.jsonl"], "metrics file nowhere.jsonl cannot be read: No such file"),
         (["notes.txt"], "notes.txt has no metrics of a run in its 1 lines: name the file"),
-        (["run.jsonl", "-o", "run.pdf"], "--output run.pdf: the suffix is none of .html, .svg"),
-        (["run.html"], "--output run.html is the metrics file itself: name another file"),
+        (["run.jsonl", "-o", "run.pdf"], "--output is run.pdf: give it the suffix .html"),
+        (["run.html"], "output is the metrics file run.html: name another file"),
         (["run.jsonl", "-o", "no/where.html"], "--output no/where.html cannot be written: No such"),
         (["begun.jsonl", "-o", "run.png"], "begun.jsonl has no loss to draw yet: ask again after"),
         ([], "the following arguments are required: METRICS"),
