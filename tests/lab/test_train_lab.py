@@ -80,7 +80,7 @@ def test_of_four_hosts_one_goes_and_the_others_go_on(
             "mac1",
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
             *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
-            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "4"),
+            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "8"),
             *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
         )
         job = mpirun(4, command=command, meanwhile=power_off)
