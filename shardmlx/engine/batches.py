@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class MicroBatch:
     def rows(self, start: int, stop: int) -> MicroBatch:
         """Return some of the rows, without the padding that none of them needs."""
         spans = self.spans[start:stop]
-        width = min(_width(int(spans[:, 1].max())), self.tokens.shape[1])
+        width = min(padded_width(int(spans[:, 1].max())), self.tokens.shape[1])
         return MicroBatch(self.tokens[start:stop, :width], spans, self.first_row + start)
 
 
@@ -125,7 +125,12 @@ Batch = MicroBatch
 """Global batch: the micro-batch of all its rows."""
 
 
-def _width(length: int) -> int:
+IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
+
+
+def padded_width(length: IntOrArray) -> IntOrArray:
+    """Return the tokens of a row that is padded as mlx-lm pads it, given those of its longest
+    sequence."""
     return 1 + PAD_TO * -(-length // PAD_TO)
 
 
@@ -133,7 +138,7 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
     """Pad and truncate ``samples`` to one batch."""
     lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
     longest = max(len(tokens) for tokens, _ in samples)
-    tokens = np.zeros((len(samples), min(_width(longest), max_seq_length)), np.int32)
+    tokens = np.zeros((len(samples), min(padded_width(longest), max_seq_length)), np.int32)
     for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
         tokens[row, :length] = ids[:length]
     spans = np.array(

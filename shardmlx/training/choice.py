@@ -17,7 +17,7 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
 from shardmlx.costmodel.workload import Workload
-from shardmlx.engine.batches import PAD_TO, Sample
+from shardmlx.engine.batches import Sample, padded_width
 from shardmlx.errors import UserError
 from shardmlx.pipeline.plan import Plan, suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
@@ -47,11 +47,12 @@ def mean_lengths(
     samples: Sequence[Sample], batch_size: int, max_seq_length: int
 ) -> tuple[int, int]:
     """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are."""
-    lengths = np.array([len(tokens) for tokens, _ in samples])
-    inputs = np.maximum(1, np.minimum(lengths, max_seq_length) - 1)
-    inputs = inputs[: max(1, len(inputs) // batch_size) * batch_size]
-    padded = np.minimum(PAD_TO * -(-(inputs + 1) // PAD_TO), max_seq_length)
-    return round(float(padded.mean())), round(float(inputs.mean()))
+    lengths = np.array([max(2, len(tokens)) for tokens, _ in samples])
+    lengths = lengths[: max(1, len(lengths) // batch_size) * batch_size]
+    padded, exact = (
+        np.minimum(each, max_seq_length) - 1 for each in (padded_width(lengths), lengths)
+    )
+    return round(float(padded.mean())), round(float(exact.mean()))
 
 
 @dataclass(frozen=True, slots=True)
