@@ -7,8 +7,8 @@ A Mistral-style model of width 512, all of it trained in float32 with AdamW, 1F1
 rank. One thing grows at a time; each is trained for a few steps and compared with what
 shardmlx.profile, on two ranks at once, lets expect. Four ranks share two cores: their step is
 measured, and cannot be as fast as predicted, which is for a core each. More ranks are simulated,
-with the measured times of a layer and links that cost nothing: docs/planning.md has links. A
-quarter of an hour on two cores.
+with the measured times of a layer and links that cost nothing; docs/developers/predictions.md has
+links. A quarter of an hour on two cores.
 """
 
 from __future__ import annotations
