@@ -7,6 +7,7 @@ BLAS, which an OpenBLAS that is already loaded overrides: 16 times as fast in fl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import os
@@ -28,6 +29,10 @@ _MALLOC_OPTIONS = {
 LAUNCHED = "SHARDMLX_LAUNCHED"
 """Variable that ``shardmlx.launch`` sets for what it starts, which need not say how to stop it.
 It names a file that rank 0 makes when all ranks have come to a good end."""
+
+TERMINAL = "SHARDMLX_TERMINAL"
+"""Variable in which ``shardmlx launch`` names its terminal to rank 0 on the same machine, which
+writes there itself: mpirun keeps each line to its end, a prompt or a growing answer among them."""
 
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
@@ -90,6 +95,15 @@ def _put_openblas_first() -> Blas:
     except AttributeError:
         version = "OpenBLAS"
     return Blas(version, threads)
+
+
+def write_to_terminal() -> None:
+    """Let rank 0 of a launched job write to the terminal that ``shardmlx launch`` names."""
+    if TERMINAL in os.environ and launched_rank() == 0:
+        with contextlib.suppress(OSError):  # then mpirun passes it on
+            terminal = os.open(os.environ[TERMINAL], os.O_WRONLY | os.O_NOCTTY)
+            os.dup2(terminal, 1)
+            os.close(terminal)
 
 
 def cache_directory(name: str) -> Path:

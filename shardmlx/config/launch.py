@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_before_command
+from shardmlx.config.commands import OF_RANKS
 from shardmlx.config.options import check_options, option
 
 MAX_RESTARTS = 3
-
-COMMANDS = ("train", "profile")
-"""The commands that can be launched. Only ``train`` goes on where it was, when started again."""
 
 _RANKS = "ranks and hosts"
 _MPIRUN = "how they are started"
@@ -76,11 +74,12 @@ def build_parser(rank: int = 0) -> CommandParser:
     return command_line.build_parser(
         LaunchFlags,
         "launch",
-        "Check the hosts, run a command on them under mpirun, and restart a training run that "
-        "fails: from its newest checkpoint, on the hosts that still answer.",
+        "Check the hosts, print the mpirun line that runs a command on them, and run it. A "
+        "training run that fails starts again: from its newest checkpoint, on the hosts that "
+        "still answer.",
         rank=rank,
-        epilog="What follows COMMAND are its own options: shardmlx launch --hostfile FILE train "
-        "--model M --data D. Run it on the first host of the hostfile.",
+        epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
+        "--data D. With a hostfile, run it on the first host of it.",
     )
 
 
@@ -89,4 +88,4 @@ def read_flags(argv: Sequence[str]) -> tuple[LaunchFlags, str, tuple[str, ...]]:
 
     Raises ``UserError``.
     """
-    return load_before_command(LaunchFlags, build_parser(), argv, COMMANDS)
+    return load_before_command(LaunchFlags, build_parser(), argv, OF_RANKS)

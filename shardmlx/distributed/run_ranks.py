@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare
+from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare, write_to_terminal
 from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
@@ -87,6 +87,7 @@ def run_ranks(
     # several where ranks share a core, in which the job seems to hang.
     atexit.register(gc.freeze)
     rank = launched_rank()
+    write_to_terminal()
     try:
         options = read_options(rank)
         blas = prepare()

@@ -1,4 +1,4 @@
-"""The options of ``shardmlx.launch``: its own, and those of the command that is launched.
+"""The options of ``shardmlx launch``: its own, and those of the command that is launched.
 
 No MLX, no MPI.
 """
@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from shardmlx.config import chat, doctor, generate, profile, serve, train
+from shardmlx.config.command_line import Given, load_given_options
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
-from shardmlx.config.profile import read_options as read_profile_options
-from shardmlx.config.train import TrainConfig, load_given_config
+from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts.mpirun import replaced
+from shardmlx.hosts.reachability import is_local
+from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
+
+_READ: dict[str, Callable[[Sequence[str]], tuple[Any, Given]]] = {
+    "train": train.load_given_config,
+    "profile": lambda words: load_given_options(
+        profile.ProfileOptions, profile.build_parser(), words
+    ),
+    "generate": lambda words: load_given_options(
+        generate.GenerateConfig, generate.build_parser(), words
+    ),
+    "chat": lambda words: load_given_options(chat.ChatConfig, chat.build_parser(), words),
+    "serve": lambda words: load_given_options(serve.ServeConfig, serve.build_parser(), words),
+    "doctor": lambda words: load_given_options(doctor.DoctorConfig, doctor.build_parser(), words),
+}
+"""Readers of the options of each command, before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +51,7 @@ class LaunchOptions:
     given: frozenset[str]
     ranks: int
     machines: tuple[Machine, ...]
+    control: JobControl
     hostfile: Path | None = None
     hostfile_text: str = ""
     max_restarts: int = 0
@@ -50,16 +69,18 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read flags of this command, then a command and its own options, checked as far as they can
     be. Raises ``UserError``."""
     flags, command, options = read_flags(argv)
-    config, given = _check(command, options)
-    restarts = flags.max_restarts
-    if config is None:
-        if restarts:
-            raise UserError(
-                f"--max-restarts {restarts}: {command} cannot go on where it was", "leave out"
-            )
-        restarts = 0
-    elif restarts is None:
-        restarts = MAX_RESTARTS
+    if "-n" in options:
+        raise UserError(
+            f"-n stands after {command}", f"give it before: shardmlx launch -n N {command} ..."
+        )
+    read, given = _READ[command](options)
+    if command == "doctor" and read.ssh:
+        raise UserError("doctor --ssh starts no ranks", "run it without launch")
+    config = read if command == "train" else None
+    restarts = _restarts(command, flags.max_restarts)
+    if flags.hostfile is not None and command != "profile" and "hostfile" not in given.names:
+        # What mpirun reads says what the machines have, too.
+        options = replaced(options, hostfile=flags.hostfile)
     if restarts and config is not None and config.train and config.checkpoint_dir is None:
         directory = Path(config.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))
@@ -69,9 +90,10 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         command=command,
         options=options,
         config=config,
-        given=given,
+        given=given.names,
         ranks=ranks,
         machines=machines,
+        control=_control(command, read, is_here=is_local(machines[0].host)),
         hostfile=None if flags.hostfile is None else Path(flags.hostfile),
         hostfile_text="" if flags.hostfile is None else Path(flags.hostfile).read_text("utf-8"),
         max_restarts=restarts,
@@ -81,14 +103,27 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     )
 
 
-def _check(command: str, options: Sequence[str]) -> tuple[TrainConfig | None, frozenset[str]]:
-    """Check a command's options before anything starts; return those of ``train`` if it is that,
-    and the names of those that were given."""
+def _restarts(command: str, asked: int | None) -> int:
+    """Return the number of restarts: only ``train`` goes on where it was, when started again."""
     if command == "train":
-        config, given = load_given_config(options)
-        return config, given.names
-    read_profile_options(options)
-    return None, frozenset()
+        return MAX_RESTARTS if asked is None else asked
+    if asked:
+        raise UserError(f"--max-restarts {asked}: {command} cannot go on where it was", "leave out")
+    return 0
+
+
+def _control(command: str, options: Any, *, is_here: bool) -> JobControl:
+    """Return how a job of a command is stopped, and what it has of this terminal.
+
+    ``is_here``: rank 0 runs on this machine.
+    """
+    if command == "train":
+        return JobControl(in_order=True)
+    if command == "serve":
+        return JobControl(in_order=True, seconds=options.grace + SECONDS_TO_SAVE)
+    answers = command in ("chat", "generate")
+    reads = command == "chat" or (command == "generate" and options.prompt == "-")
+    return JobControl(in_order=False, reads_stdin=reads, streams=answers and is_here)
 
 
 def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, ...], int]:

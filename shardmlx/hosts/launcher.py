@@ -22,6 +22,7 @@ from shardmlx.hosts.degraded_layout import plan_again
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.launch_options import LaunchOptions
 from shardmlx.hosts.mpirun import MpirunJob, find_mpirun, replaced
+from shardmlx.hosts.mpirun_settings import settings_for
 from shardmlx.hosts.reachability import (
     RemoteLogin,
     addresses_of,
@@ -42,7 +43,7 @@ def run(options: LaunchOptions) -> int:
 
     Return the status to end with: 0 done; 1 given up; 2 bad input; 128 + n after signal n.
     """
-    supervisor = Supervisor()
+    supervisor = Supervisor(options.control)
     with supervisor.listening():
         try:
             return Launcher(options, find_mpirun(), supervisor).run()
@@ -110,6 +111,9 @@ class Launcher:
             ranks=launch.ranks,
             hostfile=None if launch.hostfile is None else str(launch.hostfile),
             agent=launch.agent,
+            settings=settings_for(
+                () if launch.hostfile is None else launch.hosts, launch.ranks, launch.extra
+            ),
             extra=launch.extra,
         )
 
@@ -132,7 +136,8 @@ class Launcher:
         status = self.supervisor.run(job.words, mark)
         # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
         # where it runs on this host.
-        several = len(set(self.launch.hosts)) > 1
+        # The doctor may end without MPI, where hosts cannot connect.
+        several = len(set(self.launch.hosts)) > 1 and self.launch.command != "doctor"
         if status == 0 and several and not mark.exists() and is_local(self.launch.hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
             return 1

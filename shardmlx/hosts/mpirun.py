@@ -16,7 +16,8 @@ from shardmlx.errors import UserError
 class MpirunJob:
     """A command under mpirun: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
 
-    ``agent`` takes the place of ssh in mpirun; ``extra`` are options of mpirun itself.
+    ``agent`` takes the place of ssh in mpirun; ``settings`` are options of mpirun that it needs
+    here, and ``extra`` those that the user gives.
     """
 
     mpirun: Path
@@ -26,6 +27,7 @@ class MpirunJob:
     ranks: int
     hostfile: str | None = None
     agent: str | None = None
+    settings: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
     @property
@@ -37,7 +39,8 @@ class MpirunJob:
         words += ["-n", str(self.ranks)]
         if self.agent is not None:
             words += ["--prtemca", "plm_ssh_agent", self.agent]
-        return [*words, *self.extra, self.python, "-m", f"shardmlx.{self.command}", *self.options]
+        words += [*self.settings, *self.extra]
+        return [*words, self.python, "-m", f"shardmlx.{self.command}", *self.options]
 
     def __str__(self) -> str:
         return f"$ {shlex.join(self.words)}"

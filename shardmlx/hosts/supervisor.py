@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.common.environment import LAUNCHED
+from shardmlx.common.environment import LAUNCHED, TERMINAL
 from shardmlx.errors import Stopped
 from shardmlx.hosts.restart_policy import status_of
 
@@ -27,18 +29,36 @@ SECONDS_TO_SAVE = 120
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobControl:
+    """The way a job is stopped: ``in_order``, within so many ``seconds``, or as mpirun does it.
+
+    A job that ``reads_stdin`` has this process's stdin; others have none. Rank 0 of one that
+    ``streams`` writes to this process's terminal itself, since mpirun keeps each line to its end.
+    """
+
+    in_order: bool = True
+    seconds: float = SECONDS_TO_SAVE
+    reads_stdin: bool = False
+    streams: bool = False
+
+
 class Supervisor:
     """Runs processes, one after the other, and passes on what is to stop this one.
 
-    The first signal asks the ranks to save and leave; a second one, or two minutes, has mpirun end
-    them, and the next ends mpirun. While nothing runs, a signal raises ``Stopped``.
+    Of a job that is stopped in order, the first signal asks the ranks to leave; a second one, or
+    the end of its time, has mpirun end them, and the next ends mpirun. Another job's mpirun gets
+    the signal itself. While nothing runs, a signal raises ``Stopped``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, control: JobControl | None = None) -> None:
         self.stopped_by: int | None = None
+        self._control = control or JobControl()
+        # mpirun reads a terminal only in the terminal's own session, where Ctrl-C reaches both.
+        self._shares_terminal = self._control.reads_stdin and os.isatty(0)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_starting = False
-        self._steps = iter((ASK_TO_STOP, signal.SIGTERM))
+        self._steps: Iterator[int] = iter((ASK_TO_STOP, signal.SIGTERM))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -55,13 +75,13 @@ class Supervisor:
     def run(self, command: Sequence[str], mark: Path) -> int:
         """Run a command, whose ranks are told of ``mark``; return its status as a shell counts."""
         self._is_starting = True
-        # In a session of its own: a terminal sends Ctrl-C to all processes of a group, and this
-        # one alone shall have it.
+        # Mostly in a session of its own: a terminal sends Ctrl-C to all processes of a group, and
+        # this one alone shall have it.
         with subprocess.Popen(
             command,
-            env=os.environ | {LAUNCHED: str(mark)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            env=os.environ | {LAUNCHED: str(mark)} | self._terminal(),
+            stdin=None if self._control.reads_stdin else subprocess.DEVNULL,
+            start_new_session=not self._shares_terminal,
         ) as process:
             self._process = process
             self._is_starting = False
@@ -72,9 +92,22 @@ class Supervisor:
         signal.alarm(0)
         return status_of(status)
 
+    def _terminal(self) -> dict[str, str]:
+        """Return the variable that names this process's terminal to rank 0, if it shall have it."""
+        if not self._control.streams:
+            return {}
+        try:
+            return {TERMINAL: os.ttyname(1)}
+        except OSError:  # no terminal, or none at all
+            return {}
+
     def _stop(self, number: int, frame: types.FrameType | None) -> None:
         if self.stopped_by is None:
             self.stopped_by = number
+            if not self._control.in_order:
+                self._steps = iter((number, signal.SIGTERM))
+        if self._shares_terminal and number == signal.SIGINT and self._process is not None:
+            return
         if self._process is not None:
             self._signal_next()
         elif not self._is_starting:
@@ -86,8 +119,8 @@ class Supervisor:
         number = next(self._steps, signal.SIGKILL)
         if number is ASK_TO_STOP:
             _say("launch: asked all ranks to save and stop; a second signal ends them at once")
-            signal.alarm(SECONDS_TO_SAVE)
-        elif number is signal.SIGTERM:
+            signal.alarm(math.ceil(self._control.seconds))
+        elif number != signal.SIGKILL:
             _say("launch: ending all ranks")
         self._process.send_signal(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.config.commands import OF_RANKS
 from shardmlx.errors import Stopped, UserError
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.hosts.launcher import GaveUp, Launcher
@@ -92,7 +94,9 @@ class Lab:
         return [
             " ".join(
                 ["-n", words[1], *words[words.index("nowhere") + 1 :]],
-            ).replace(f" --checkpoint-dir {usual}", "")
+            )
+            .replace(f" --checkpoint-dir {usual}", "")
+            .replace(f" --hostfile {self.path / 'hosts'}", "")
             for words in self.starts
         ]
 
@@ -109,6 +113,8 @@ class Lab:
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", lambda seconds: None)
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
     lab = Lab(tmp_path)
     lab.write("mpirun", MPIRUN)
     lab.write("agent", AGENT)
@@ -127,7 +133,7 @@ def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFix
         *("--hostfile", lab.path / "hosts", "-n", 4),
         *("--prtemca", "plm_ssh_agent", lab.path / "agent"),
         *(sys.executable, "-m", "shardmlx.train", "--model", "nowhere", "--iters", 7),
-        *("--checkpoint-dir", lab.path / "checkpoints"),
+        *("--checkpoint-dir", lab.path / "checkpoints", "--hostfile", lab.path / "hosts"),
     ]
     command = " ".join(map(str, [lab.path / "mpirun", *words]))
     assert capfd.readouterr().out.splitlines() == [f"$ {command}"]
@@ -254,6 +260,15 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
         (["-n", "2", "train", "--itres", "3"], "unknown argument '--itres': did you mean --iters?"),
         (["-n", "2", "train", "--iters", "0"], "--iters is 0: give 1 or more"),
         (
+            ["train", "-n", "2"],
+            "-n stands after train: give it before: shardmlx launch -n N train ...",
+        ),
+        (
+            ["-n", "2", "doctor", "--ssh", "--hostfile", "F"],
+            "doctor --ssh starts no ranks: run it without launch",
+        ),
+        (["-n", "2", "generate", "--temp", "-1"], "--temp is -1.0: give 0 or more"),
+        (
             ["--hostfile", "/nowhere", "train"],
             "cannot read hostfile /nowhere: No such file or directory",
         ),
@@ -283,10 +298,41 @@ def test_a_directory_in_the_yaml_file_counts(tmp_path: Path) -> None:
     assert read_options(["-n", "2", "train", "-c", str(file)]).options == ("-c", str(file))
 
 
-def test_other_commands_are_started_too() -> None:
-    launch = read_options(["-n", "2", "profile", "MODEL", "--rows", "2"])
-    assert (launch.command, launch.options) == ("profile", ("MODEL", "--rows", "2"))
-    assert launch.max_restarts == 0
+@pytest.mark.parametrize(
+    ("words", "in_order", "reads_stdin"),
+    [
+        (["train", "--iters", "2"], True, False),
+        (["profile", "MODEL", "--rows", "2"], False, False),
+        (["generate", "--prompt", "Hello"], False, False),
+        (["generate", "-p", "-"], False, True),
+        (["chat", "--max-tokens", "5"], False, True),
+        (["serve", "--port", "0"], True, False),
+        (["doctor", "--strict"], False, False),
+    ],
+)
+def test_every_command_of_ranks_can_be_launched(
+    words: list[str], in_order: bool, reads_stdin: bool
+) -> None:
+    """Training saves and a server finishes its answers when it is asked to stop. A conversation,
+    and a prompt on stdin, have what is typed."""
+    launch = read_options(["-n", "2", *words])
+    assert launch.command in OF_RANKS
+    assert launch.options[: len(words) - 1] == tuple(words[1:])
+    assert (launch.control.in_order, launch.control.reads_stdin) == (in_order, reads_stdin)
+    assert launch.max_restarts == (3 if words[0] == "train" else 0)
+
+
+def test_a_server_has_its_grace_before_it_is_ended() -> None:
+    assert read_options(["-n", "2", "serve", "--grace", "600"]).control.seconds > 600
+
+
+@pytest.mark.parametrize("command", [name for name in OF_RANKS if name != "profile"])
+def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> None:
+    """By the hostfile of mpirun, unless it is given another one."""
+    hosts = str(lab.path / "hosts")
+    assert read_options(["--hostfile", hosts, command]).options[:2] == ("--hostfile", hosts)
+    other = ("--hostfile", "measured")
+    assert read_options(["--hostfile", hosts, command, *other]).options[:2] == other
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,3 +402,50 @@ def _wait_for(path: Path, lines: int = 0) -> None:
     while not path.exists() or path.read_text().count("\n") < lines:
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.02)
+
+
+def test_a_conversation_has_the_terminal_and_ctrl_c_reaches_mpirun_by_it(lab: Lab) -> None:
+    """mpirun reads a terminal only in the terminal's own session, so that what is typed there
+    reaches mpirun itself: text, and Ctrl-C."""
+    lab.write("mpirun", "#!/bin/sh\ntrap 'exit 130' INT\nread line; echo \"got $line\"\n"
+              "while :; do sleep 0.05; done\n")  # fmt: skip
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["PYTHONPATH"] = str(ROOT)
+        program = (
+            "import sys, pathlib; import shardmlx.hosts.launcher as l; "
+            "l.find_mpirun = lambda: pathlib.Path(sys.argv[1]); "
+            "from shardmlx.launch import main; sys.exit(main(['-n', '1', 'chat']))"
+        )
+        os.execv(sys.executable, [sys.executable, "-c", program, str(lab.path / "mpirun")])
+    said = read_until(terminal, b"shardmlx.chat")
+    os.write(terminal, b"hello\n")
+    said = read_until(terminal, b"got hello")
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130, said
+
+
+def read_until(terminal: int, words: bytes) -> bytes:
+    """Return what a terminal shows up to these words."""
+    shown = b""
+    end = time.monotonic() + 30
+    while words not in shown:
+        assert time.monotonic() < end, shown
+        shown += os.read(terminal, 1 << 12)
+    return shown
+
+
+def test_what_is_piped_reaches_a_job_that_reads_it(lab: Lab) -> None:
+    received = lab.path / "received"
+    for reads, text in ((True, "a prompt"), (False, "")):
+        program = (
+            "import sys, pathlib; from shardmlx.hosts.supervisor import JobControl, Supervisor; "
+            f"Supervisor(JobControl(reads_stdin={reads}))"
+            ".run(['sh', '-c', 'cat > ' + sys.argv[1]], pathlib.Path('mark'))"
+        )
+        subprocess.run(
+            [sys.executable, "-c", program, str(received)], input="a prompt", text=True, check=True
+        )
+        assert received.read_text() == text

@@ -1,0 +1,85 @@
+"""The settings that Open MPI needs on this machine, which users would have to find out.
+
+No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+import psutil
+
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_INCLUDE = {
+    "OMPI_MCA_btl_tcp_if_include": ("--mca", "btl_tcp_if_include"),
+    "PRTE_MCA_prte_if_include": ("--prtemca", "prte_if_include"),
+}
+"""The networks of ranks and of mpirun's daemons: variable of the environment, and option."""
+
+
+def settings_for(
+    hosts: Sequence[str],
+    ranks: int,
+    given: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """Return the options that mpirun needs beside those ``given``, by flag or environment.
+
+    ``hosts`` are those of a hostfile; none means this machine, with its cores for slots.
+    """
+    environ = os.environ if environ is None else environ
+    words: list[str] = []
+    if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
+        words.append("--allow-run-as-root")
+    if not hosts and ranks > _cores() and not _maps(given, environ):
+        words += ["--oversubscribe", "--bind-to", "none"]
+    network = common_network(hosts, list(_own_addresses()))
+    for variable, option in _INCLUDE.items():
+        if network is not None and variable not in environ and option[1] not in given:
+            words += [*option, network]
+    return tuple(words)
+
+
+def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
+    """Return the network of this machine in which all ``hosts`` have their addresses; None where
+    there are names among them, or one host only.
+
+    ``own`` are this machine's IPv4 addresses with their netmasks.
+    """
+    if len(hosts) < 2:
+        return None
+    try:
+        addresses = [ipaddress.IPv4Address(host) for host in hosts]
+    except ValueError:
+        return None
+    for address, netmask in own:
+        network = ipaddress.IPv4Network(f"{address}/{netmask}", strict=False)
+        if not network.is_loopback and all(each in network for each in addresses):
+            return str(network)
+    return None
+
+
+def _own_addresses() -> Iterator[tuple[str, str]]:
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and each.netmask:
+                yield each.address, each.netmask
+
+
+def _cores() -> int:
+    """Return the slots that mpirun counts here: cores, at most those that this process may use."""
+    cores = psutil.cpu_count(logical=False) or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return cores
+
+
+def _maps(given: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether the user says how ranks are mapped to cores."""
+    flags = ("--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus")
+    return (
+        any(word in flags for word in given) or "PRTE_MCA_rmaps_default_mapping_policy" in environ
+    )

@@ -1,0 +1,83 @@
+"""``shardmlx COMMAND``: the first screen, and what runs which command."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardmlx
+from shardmlx.__main__ import main
+from shardmlx.config.commands import COMMANDS, OF_RANKS, Command
+
+ROOT = Path(__file__).parents[3]
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_first_screen_fits_a_terminal_and_names_every_command(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23  # a prompt is the 24th
+    assert max(map(len, lines)) <= 80
+    for command in COMMANDS:
+        assert any(line.split() == [command.name, *command.help.split()] for line in lines)
+
+
+def test_no_command_at_all_shows_the_same_and_fails(capsys: Capture) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    main(["-h"])
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("trian", "did you mean train?"), ("gen", "did you mean generate?"),
+     ("fly", "see shardmlx --help"), ("--strict", "see shardmlx --help")],
+)  # fmt: skip
+def test_an_unknown_command_is_one_line_with_a_suggestion(
+    word: str, remedy: str, capsys: Capture
+) -> None:
+    assert main([word]) == 2
+    assert capsys.readouterr().err == f"shardmlx: error: no command {word!r}: {remedy}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help_and_version_under_its_name(
+    command: Command, capsys: Capture
+) -> None:
+    for flag, words in (("--help", f"usage: shardmlx {command.name} "), ("--version", "shardmlx ")):
+        with pytest.raises(SystemExit) as ended:
+            main([command.name, flag])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(words)
+    module = importlib.import_module(f"shardmlx.{command.options}")
+    assert module.build_parser().prog == f"shardmlx {command.name}"
+
+
+def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
+    assert OF_RANKS == ("train", "generate", "chat", "serve", "doctor", "profile")
+
+
+def test_only_the_module_of_the_command_is_imported() -> None:
+    program = (
+        "import sys; from shardmlx.__main__ import main\n"
+        "main(['schedule', '--pipeline-stages', '2', '--micro-batches', '2'])\n"
+        "loaded = {name.split('.')[1] for name in sys.modules if name.startswith('shardmlx.')}\n"
+        "print(sorted(loaded & {'train', 'plan', 'inspect', 'launch', 'planning', 'hosts'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_package_can_be_run_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardmlx", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"shardmlx {shardmlx.__version__}\n")

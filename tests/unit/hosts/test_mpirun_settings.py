@@ -1,0 +1,60 @@
+"""What mpirun is told on this machine beside what the user gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmlx.hosts import mpirun_settings
+from shardmlx.hosts.mpirun_settings import common_network, settings_for
+
+CABLE = ("10.77.0.1", "255.255.255.0")
+WLAN = ("192.168.1.7", "255.255.255.0")
+LOOPBACK = ("127.0.0.1", "255.0.0.0")
+RANKS = ("--mca", "btl_tcp_if_include", "10.77.0.0/24")
+DAEMONS = ("--prtemca", "prte_if_include", "10.77.0.0/24")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this machine one of two cores and two networks, and its user not root."""
+    monkeypatch.setattr("os.geteuid", lambda: 501)
+    monkeypatch.setattr(mpirun_settings, "_cores", lambda: 2)
+    monkeypatch.setattr(mpirun_settings, "_own_addresses", lambda: [LOOPBACK, WLAN, CABLE])
+
+
+def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_for((), 2, (), {}) == ()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert settings_for((), 2, (), {}) == ("--allow-run-as-root",)
+    said = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    assert settings_for((), 2, (), said) == ()
+
+
+def test_ranks_may_share_the_cores_of_one_machine() -> None:
+    assert settings_for((), 3, (), {}) == ("--oversubscribe", "--bind-to", "none")
+    assert settings_for((), 3, ("--map-by", "core"), {}) == ()
+    assert (
+        settings_for((), 3, (), {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}) == ()
+    )
+    assert settings_for(("mac1.local", "mac2.local"), 3, (), {}) == ()  # it has slots
+
+
+def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile() -> None:
+    hosts = ("10.77.0.1", "10.77.0.2")
+    assert settings_for(hosts, 2, (), {}) == RANKS + DAEMONS
+    assert settings_for(hosts, 2, ("--mca", "btl_tcp_if_include", "en0"), {}) == DAEMONS
+    assert settings_for(hosts, 2, (), {"PRTE_MCA_prte_if_include": "en0"}) == RANKS
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        ("mac1.local", "10.77.0.2"),
+        ("10.77.0.1",),
+        ("10.77.0.1", "192.168.1.8"),
+        ("127.0.0.1", "127.0.0.2"),
+        ("fe80::1", "fe80::2"),
+    ],
+)
+def test_no_network_is_named_where_it_is_not_known(hosts: tuple[str, ...]) -> None:
+    assert common_network(hosts, [LOOPBACK, WLAN, CABLE]) is None
