@@ -42,10 +42,10 @@ class Reporter:
         metrics_file: Path | None = None,
         *,
         quiet: bool = False,
-        on_event: Listener | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._quiet = quiet
-        self._on_event = on_event
+        self._listeners = () if quiet else tuple(listeners)
         live = not quiet and _shown_in_terminal()
         self._console = Console(
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
@@ -80,13 +80,13 @@ class Reporter:
         self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
-        """Tell the listener, and write one line into the metrics file.
+        """Tell the listeners, and write one line into the metrics file.
 
-        Both are also given the ``time``, in seconds since 1970.
+        They are also given the ``time``, in seconds since 1970.
         """
         values = {**values, "time": round(time.time(), 3)}
-        if self._on_event is not None and not self._quiet:
-            self._on_event(event, values)
+        for listener in self._listeners:
+            listener(event, values)
         if self._metrics_file is None:
             return
         if self._metrics is None:

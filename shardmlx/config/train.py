@@ -202,6 +202,19 @@ class TrainConfig:
     metrics_file: str | None = option(
         None, "write one JSON line for every report here", group=_PIPELINE
     )
+    metrics_port: int | None = option(
+        None,
+        "port at which rank 0 shows the run: its page, and /metrics for Prometheus; 0 takes a free "
+        "one",
+        minimum=0,
+        group=_PIPELINE,
+    )
+    metrics_host: str = option(
+        "127.0.0.1",
+        "address at which it does; others than this machine's own need it",
+        metavar="ADDRESS",
+        group=_PIPELINE,
+    )
     trace: str | None = option(
         None, "write what every rank did when here, for Perfetto", group=_PIPELINE
     )
@@ -258,6 +271,8 @@ class TrainConfig:
             check_lr_schedule(self.lr_schedule)
         if self.hf_dataset is not None:
             check_hf_dataset(self.hf_dataset)
+        if self.metrics_port is not None and self.metrics_port > 65535:
+            raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:
             raise OptionError("seed", f"is {self.seed}", "give less than 2**32")
         for service in (self.report_to or "").split(","):

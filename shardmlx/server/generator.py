@@ -12,6 +12,7 @@ from socket import socket
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from shardmlx.common.http_listener import trusted_hosts
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
@@ -24,7 +25,7 @@ from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
-from shardmlx.server.uvicorn_thread import HttpServer, trusted_hosts
+from shardmlx.server.uvicorn_thread import HttpServer
 
 SECONDS_FOR_LAST_WORDS = 0.15
 """Seconds for the server to tell its clients why nothing comes any more."""

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shardmlx.common.http_listener import ANSWERED, is_for
 from shardmlx.server.openai_errors import ApiError
 
 OPEN = frozenset({"/", "/health"})
 """Paths that need no key."""
-
-ANSWERED = {
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
-"""Headers of all answers that do not say otherwise."""
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -66,13 +57,7 @@ class Guard:
         await self._app(scope, receive, answer)
 
     def _check_host(self, given: str) -> None:
-        if self._hosts is None:
-            return
-        try:
-            name = urlsplit(f"//{given}").hostname or ""
-        except ValueError:
-            name = ""
-        if name not in self._hosts:
+        if not is_for(given, self._hosts):
             raise ApiError(
                 421,
                 f"the request is for host {ascii(given)[:200]}, but this server is for its own "

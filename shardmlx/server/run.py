@@ -5,6 +5,7 @@ from __future__ import annotations
 from socket import socket
 
 from shardmlx.common.environment import Blas
+from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
@@ -24,9 +25,6 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     listeners: list[socket] = []
 
     def read(reader: PromptReader, most_positions: int | None) -> Load:
-        # What serving needs beside the package's own needs is on the first rank only.
-        from shardmlx.server.uvicorn_thread import bind
-
         load = typical_load(config, config.batch_size, config.cache_tokens, most_positions)
         listeners.append(bind(config.host, config.port))
         return load

@@ -10,6 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.common.environment import Blas
+from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Bar, Listener, Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
@@ -27,6 +29,7 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
+from shardmlx.runreport.live import LivePage
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.report import TrainingReport
@@ -65,13 +68,17 @@ def _train(
     on_event: Listener | None = None,
     blas: Blas | None = None,
 ) -> None:
+    live = on_rank_0(transport, "opening the metrics port", partial(_open_live, config))
+    listeners = [*filter(None, (on_event,)), *([live.take] if live is not None else [])]
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = on_rank_0(
-        transport, "start", lambda: Reporter(metrics, on_event=on_event)
+        transport, "start", lambda: Reporter(metrics, listeners=listeners)
     ) or Reporter(quiet=True)
     try:
         if blas is not None:
             reporter.say(str(blas))
+        if live is not None:
+            reporter.say(f"The run at {live.address}, for Prometheus at {live.address}/metrics")
         transport.activity.begin("loading")
         trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:
@@ -80,6 +87,16 @@ def _train(
             trainer.test()
     finally:
         reporter.close()
+        if live is not None:
+            live.close()
+
+
+def _open_live(config: TrainConfig) -> LivePage | None:
+    """Return the page of the run that others can look at, if it is asked for."""
+    if config.metrics_port is None:
+        return None
+    listener = bind(config.metrics_host, config.metrics_port, "--metrics-")
+    return LivePage(listener, config.metrics_file)
 
 
 class Trainer:

@@ -13,7 +13,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from shardmlx.common.http_listener import bind
 from shardmlx.report import main
+from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.metrics_file import current
 from tests.helpers.stories import story, write_metrics
 
@@ -259,6 +261,40 @@ def test_markup_and_nonsense_in_a_file_stay_text(chrome: webdriver.Chrome, tmp_p
     assert "2.5000" in text(chrome, "#tiles")
     assert chrome.execute_script("return document.querySelectorAll('img, body script').length") == 2
     assert chrome.title != "attacked"
+    assert faults(chrome) == []
+
+
+def test_a_live_page_follows_the_run(chrome: webdriver.Chrome) -> None:
+    faults(chrome)
+    page = LivePage(bind("127.0.0.1", 0))
+    waiting = WebDriverWait(chrome, 20.0, poll_frequency=0.02)
+
+    def tell(*events: dict[str, Any]) -> None:
+        for each in events:
+            page.take(each["event"], {key: each[key] for key in each if key != "event"})
+
+    def shown(words: str, selector: str) -> None:
+        waiting.until(lambda _: words in text(chrome, selector), words)
+
+    chrome.get(page.address)
+    shown("loading", "#status")
+    at = RUN.index(TRAIN[4])
+    tell(*RUN[: at + 1])
+    shown(f"{TRAIN[4]['loss']:.4f}", "#tiles")
+    assert text(chrome, "#status") == "running"
+    # A look closer stays while more comes.
+    chrome.execute_script("zoomTo([2, 6])")
+    tell(*RUN[at + 1 : -1])
+    shown("60 / 60", "#tiles")
+    points = "return charts.find((each) => each.spec.id === 'curve-norm').plot.data[0].length"
+    assert chrome.execute_script(points) == len(TRAIN)
+    assert chrome.execute_script("return document.querySelectorAll('figure').length") == 7
+    scale = "return [charts[0].plot.scales.x.min, charts[0].plot.scales.x.max]"
+    assert chrome.execute_script(scale) == [2, 6]
+    assert len(rows(chrome, "#log")) == 10
+    tell(RUN[-1])
+    page.close()
+    shown("finished in", "#status")
     assert faults(chrome) == []
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
-from shardmlx.server.uvicorn_thread import HttpServer, bind, trusted_hosts
+from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128
 MODEL = "parrot"

@@ -177,7 +177,13 @@ function showChart(parent, spec, lines) {
   }
   const picture = element("div", { className: "chart", role: "img" });
   picture.setAttribute("aria-label", inWords(spec, lines));
-  parent.append(element("figure", { id: spec.id }, element("figcaption", {}, spec.title), picture));
+  const figure = element("figure", { id: spec.id }, element("figcaption", {}, spec.title), picture);
+  if (shown) {
+    byId(spec.id).replaceWith(figure);
+    charts.splice(charts.indexOf(shown), 1)[0].plot.destroy();
+  } else {
+    parent.append(figure);
+  }
   const size = { width: picture.clientWidth || 300, height: spec.height || 200 };
   const plot = new uPlot(optionsOf(spec, lines, size), columns, picture);
   charts.push({ spec, plot, picture, lines });

@@ -2,14 +2,15 @@
 const DATA = JSON.parse(byId("data").textContent);
 const SECONDS_BETWEEN = 2;
 let lost = false;
+let ended = false;
 let startsShown = -1;
 
 function status() {
   const step = format.count(lastStep());
   if (run.summary) return ["finished", `finished in ${format.duration(run.summary.seconds)}`];
-  if (lost) return ["ended", `no answer any more: the run has ended, or cannot be reached; step ${step}`];
-  if (DATA.live) return ["running", run.starts.length ? "running" : "loading"];
-  return ["ended", `no summary: still running, or ended at step ${step}`];
+  if (lost) return ["ended", `no answer: the run has ended or cannot be reached; step ${step}`];
+  if (DATA.live && !ended) return ["running", run.starts.length ? "running" : "loading"];
+  return ["ended", DATA.live ? `ended at step ${step}` : `no summary: still running, or ended at step ${step}`];
 }
 
 function show() {
@@ -37,26 +38,30 @@ function showAnew() {
   show();
 }
 
+// Ask the server for what is new, again and again: it answers as soon as there is something. A run
+// that was started anew begins anew here.
 async function ask() {
-  let seen = DATA.next;
-  for (;;) {
-    await new Promise((resume) => setTimeout(resume, 1000 * SECONDS_BETWEEN));
-    if (document.hidden) continue;
+  let seen = 0, who = null;
+  while (!ended) {
     try {
       const answer = await fetch(`/events?after=${seen}`, { cache: "no-store" });
-      if (!answer.ok) throw new Error(answer.status);
+      if (!answer.ok) throw new Error(String(answer.status));
       const more = await answer.json();
-      seen = more.next;
-      more.events.forEach(take);
-      if (more.events.length || lost) {
-        lost = false;
-        show();
+      if (who !== null && more.run !== who) {
+        forget();
+        [seen, who] = [0, null];
+        continue;
       }
+      const isNew = more.events.length > 0 || lost || more.ended;
+      [who, seen, lost, ended] = [more.run, more.last, false, more.ended];
+      more.events.forEach(take);
+      if (isNew) show();
     } catch {
-      if (!lost && !run.summary) {
+      if (!lost) {
         lost = true;
         show();
       }
+      await new Promise((resume) => setTimeout(resume, 1000 * SECONDS_BETWEEN));
     }
   }
 }

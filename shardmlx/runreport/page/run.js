@@ -15,6 +15,11 @@ function take(event) {
   if (["start", "resume", "checkpoint", "straggler"].includes(event.event)) run.log.push(event);
 }
 
+function forget() {
+  for (const name of [...Object.values(KINDS), "log"]) run[name].length = 0;
+  run.summary = null;
+}
+
 const last = (events) => events[events.length - 1] || null;
 const start = () => record(last(run.starts));
 const layout = () => record(start().layout);

@@ -13,11 +13,12 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from shardmlx.common.http_listener import LOOPBACK, address_of, bind, trusted_hosts
 from shardmlx.config.serve import ServeConfig
 from shardmlx.errors import UserError
 from shardmlx.server import app, packages, streaming, uvicorn_thread
 from shardmlx.server.packages import check_packages
-from shardmlx.server.uvicorn_thread import LOOPBACK, HttpServer, address_of, bind, trusted_hosts
+from shardmlx.server.uvicorn_thread import HttpServer
 from tests.helpers.http_serving import Parrot, Serving, serving
 
 

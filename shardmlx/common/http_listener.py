@@ -1,0 +1,107 @@
+"""Listen for HTTP: a socket, the names by which requests may call it, the headers of answers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from shardmlx.errors import UserError, one_line
+
+MILLISECONDS_STALLED = 60_000
+"""Milliseconds for which a client may leave unread what it was sent."""
+
+ANSWERED = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""Headers of all answers that do not say otherwise."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine on itself."""
+
+
+def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
+    """Return a socket that listens at this address; port 0 is any that is free.
+
+    It listens at once, so that no other server can take the port; clients that connect wait until
+    its server has started. Raises ``UserError``, in which the options are called ``prefix`` and
+    ``host`` or ``port``, where that is not possible.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"{prefix}host {host}: {one_line(error)}", "give an address of this machine"
+        ) from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit both: a client that vanished or reads nothing is noticed.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, MILLISECONDS_STALLED)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise _explained(host, port, prefix, error) from None
+    return listener
+
+
+def _explained(host: str, port: int, prefix: str, error: OSError) -> UserError:
+    if error.errno == errno.EADDRINUSE:
+        return UserError(
+            f"{prefix}port {port} of {host} is taken", "give another, or 0 for any that is free"
+        )
+    if error.errno == errno.EACCES:
+        return UserError(
+            f"{prefix}port {port} is for the system's own services", "give one from 1024"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UserError(
+            f"{prefix}host {host} is no address of this machine", "give one, or 0.0.0.0 for all"
+        )
+    return UserError(
+        f"{prefix}host {host} {prefix}port {port}: {error.strerror or one_line(error)}"
+    )
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of the server at a socket, as one types it into a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
+    """Return the names that a request's ``Host`` may have; None for any.
+
+    Where only this machine reaches the server, they are this machine's own and ``extra``. Else they
+    are any, unless there are ``extra``.
+    """
+    host = listener.getsockname()[0]
+    if ip_address(host.partition("%")[0]).is_loopback:
+        return frozenset({*LOOPBACK, host, *extra})
+    return frozenset({*LOOPBACK, host, *extra}) if extra else None
+
+
+def is_for(host: str, hosts: Collection[str] | None) -> bool:
+    """Tell whether the ``Host`` of a request is one of ``hosts``; None takes any.
+
+    This is against DNS rebinding: a page on the internet can point a name of its own at 127.0.0.1
+    and have the browser send requests there, but their ``Host`` is then that name.
+    """
+    if hosts is None:
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    return name in hosts

@@ -1,0 +1,256 @@
+"""Show a run while it goes on: its page, its events, and its metrics for Prometheus, over HTTP.
+
+The server runs on threads of the process that trains, which waits for none of them: an event costs
+it one JSON line, and only a request costs more. No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import secrets
+import socket
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import ThreadingMixIn
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from shardmlx.common.http_listener import ANSWERED, address_of, is_for, trusted_hosts
+from shardmlx.common.reporter import metrics_line
+from shardmlx.errors import UserError
+from shardmlx.runreport.metrics_file import MOST_REPORTS, current, read_metrics
+from shardmlx.runreport.page import render_page
+from shardmlx.runreport.prometheus import Gauges
+
+MOST_CONNECTIONS = 16
+"""Connections at once; further ones are closed unanswered."""
+
+SECONDS_FOR_A_REQUEST = 20.0
+"""Seconds from connection to end of an answer, after which the connection is closed."""
+
+SECONDS_TO_WAIT = 10.0
+"""Seconds for which a page's question for events waits for one."""
+
+SECONDS_OF_A_PAGE = 15.0
+"""Seconds since its last question after which a page is taken to be closed."""
+
+SECONDS_TO_TELL = 1.0
+"""Seconds for which the end of a run waits for a page to ask once more."""
+
+SECONDS_BETWEEN_LOOKS = 0.25
+"""Seconds in which the server looks whether it shall stop, and what has taken too long."""
+
+
+class _Entry(NamedTuple):
+    """An event in the log: its number, from 1 on, whether it is a report, and its JSON."""
+
+    number: int
+    is_report: bool
+    line: str
+
+
+class EventLog:
+    """The events of a run, each with a number by which a page asks for those after it."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._entries: list[_Entry] = []
+        self._last = 0
+        self._has_ended = False
+
+    def add(self, event: str, line: str) -> None:
+        """Add an event; of very many reports every second one goes."""
+        with self._news:
+            if len(self._entries) >= 2 * MOST_REPORTS:
+                self._entries = _thinned(self._entries)
+            self._last += 1
+            self._entries.append(_Entry(self._last, event == "train", line))
+            self._news.notify_all()
+
+    def end(self) -> None:
+        """Let nobody wait any more: no event will come."""
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+    def after(self, number: int, patience: float = 0.0) -> tuple[int, list[str], bool]:
+        """Return the number of the last event, all events after that of ``number``, and whether
+        none will come any more; wait up to ``patience`` seconds for one."""
+        with self._news:
+            self._news.wait_for(lambda: self._last > number or self._has_ended, patience)
+            first = bisect_right(self._entries, number, key=lambda each: each.number)
+            return self._last, [each.line for each in self._entries[first:]], self._has_ended
+
+
+def _thinned(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Return the entries without every second report, from the last on, which stays."""
+    kept, is_kept = [], True
+    for each in reversed(entries):
+        if is_kept or not each.is_report:
+            kept.append(each)
+        is_kept ^= each.is_report
+    return kept[::-1]
+
+
+class LivePage:
+    """A server of a run on ``listener``, which it closes at its end.
+
+    Where the run resumes, what ``metrics_file`` has of it is shown too. Only requests for this
+    machine are answered where only this machine reaches the listener.
+    """
+
+    def __init__(self, listener: socket.socket, metrics_file: str | None = None) -> None:
+        self.address = address_of(listener)
+        self._metrics_file = metrics_file
+        self._log = EventLog()
+        self._gauges = Gauges()
+        self._resuming: list[dict[str, Any]] = []
+        self._server = _Server(listener, self._log, self._gauges)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            args=(SECONDS_BETWEEN_LOOKS,),
+            name="metrics",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def take(self, event: str, values: Mapping[str, Any]) -> None:
+        """Show an event: a listener of ``Reporter``."""
+        line = metrics_line(event, values)
+        if event == "start" and values.get("step") and self._metrics_file is not None:
+            # What was reported after the step from which the run resumes does not hold any more.
+            with contextlib.suppress(UserError):
+                self._resuming = list(read_metrics(self._metrics_file).events)
+            self._resuming.append(json.loads(line))
+            return
+        if event == "resume" and self._resuming:
+            for each in current([*self._resuming, json.loads(line)]):
+                self._add(each["event"], each, json.dumps(each))
+            self._resuming = []
+            return
+        self._add(event, values, line)
+
+    def _add(self, event: str, values: Mapping[str, Any], line: str) -> None:
+        self._gauges.take(event, values)
+        self._log.add(event, line)
+
+    def close(self) -> None:
+        """Stop answering, once a page that is open has been told that the run has ended, or after a
+        second. Connections that hang end with the process."""
+        self._log.end()
+        if time.monotonic() - self._server.asked_at < SECONDS_OF_A_PAGE:
+            self._server.has_told_end.wait(SECONDS_TO_TELL)
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingMixIn, HTTPServer):
+    """A server with a thread a connection, few of them, none for long."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, log: EventLog, gauges: Gauges) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.log = log
+        self.gauges = gauges
+        self.hosts = trusted_hosts(listener)
+        self.identity = secrets.token_hex(8)
+        self.asked_at = -math.inf
+        self.has_told_end = threading.Event()
+        self._open: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._open) >= MOST_CONNECTIONS
+            if not is_full:
+                self._open[request] = time.monotonic()
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that have taken too long, whatever they wait for."""
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                each for each, since in self._open.items() if now - since > SECONDS_FOR_A_REQUEST
+            ]
+        for each in late:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that went away is no matter of the run."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """A request: for the page, for events, or for metrics."""
+
+    server: _Server
+    server_version = "shardmlx"
+    sys_version = ""
+    timeout = SECONDS_FOR_A_REQUEST
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if not is_for(self.headers.get("host", ""), self.server.hosts):
+            self._answer(
+                421, "text/plain", b"this page is for its own machine: ask for localhost\n"
+            )
+        elif url.path == "/":
+            self._answer(200, "text/html", _page())
+        elif url.path == "/events":
+            self._events(url.query)
+        elif url.path == "/metrics":
+            self._answer(200, "text/plain; version=0.0.4", self.server.gauges.exposition())
+        else:
+            self._answer(404, "text/plain", b"there are /, /events and /metrics\n")
+
+    do_HEAD = do_GET
+
+    def _events(self, query: str) -> None:
+        """Answer with the events after a number, once there is one."""
+        given = parse_qs(query).get("after", [""])[0]
+        after = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else 0
+        self.server.asked_at = time.monotonic()
+        last, lines, has_ended = self.server.log.after(after, SECONDS_TO_WAIT)
+        facts = {"run": self.server.identity, "last": last, "ended": has_ended}
+        body = f'{json.dumps(facts)[:-1]}, "events": [{", ".join(lines)}]}}'
+        self._answer(200, "application/json", body.encode())
+        self.server.asked_at = time.monotonic()
+        if has_ended:
+            self.server.has_told_end.set()
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in ANSWERED.items():
+            self.send_header(name, value)
+        self.send_header("content-type", f"{kind}; charset=utf-8")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the terminal is the run's."""
+
+
+@cache
+def _page() -> bytes:
+    return render_page([], title="shardmlx: a run", is_live=True).encode()

@@ -1,0 +1,270 @@
+"""A run that can be looked at while it goes on, by whoever asks, however badly they behave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shardmlx.common.http_listener import bind
+from shardmlx.errors import UserError
+from shardmlx.runreport import live
+from shardmlx.runreport.live import EventLog, LivePage
+from shardmlx.runreport.metrics_file import current
+from tests.helpers.stories import story
+
+EVIL = 'a "name"\\\nshardmlx_evil 1'
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[LivePage]:
+    page = LivePage(bind("127.0.0.1", 0))
+    yield page
+    monkeypatch.setattr(live, "SECONDS_TO_TELL", 0.0)
+    page.close()
+
+
+def tell(page: LivePage, *events: dict[str, Any]) -> None:
+    """Do as a run does with its events."""
+    for each in events:
+        page.take(each["event"], {key: value for key, value in each.items() if key != "event"})
+
+
+def events(page: LivePage, after: int = 0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{page.address}/events?after={after}").json()["events"]
+    return found
+
+
+def metrics(page: LivePage) -> dict[tuple[str, str], float]:
+    """Return what Prometheus would read, by name and rank or part."""
+    text = httpx.get(f"{page.address}/metrics").text
+    return {
+        (sample.name.removeprefix("shardmlx_training_"), "/".join(sample.labels.values())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def connected(page: LivePage) -> socket.socket:
+    port = int(page.address.rpartition(":")[2])
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def test_the_events_are_those_of_the_run(page: LivePage) -> None:
+    told = current(story())[:7]
+    tell(page, *told)
+    assert events(page) == told
+    assert events(page, after=5) == told[5:]
+
+
+def test_the_page_asks_for_the_events(page: LivePage) -> None:
+    answer = httpx.get(page.address)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-frame-options"] == "DENY"
+    assert '"live": true' in answer.text
+    assert httpx.head(page.address).headers["content-length"] == str(len(answer.content))
+
+
+def test_a_question_waits_for_the_next_event(page: LivePage) -> None:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(events(page)))
+    thread.start()
+    thread.join(0.2)
+    assert answers == []
+    tell(page, {"event": "val", "step": 1, "loss": 2.0})
+    thread.join(30)
+    assert [[each["step"] for each in answer] for answer in answers] == [[1]]
+
+
+def test_prometheus_is_told_the_last_report(page: LivePage) -> None:
+    run = current(story())
+    tell(page, *run[:-1])
+    found = metrics(page)
+    train = [event for event in run if event["event"] == "train"]
+    last = train[-1]
+    assert found["up", ""] == 1
+    assert (found["step", ""], found["iterations", ""]) == (60, 60)
+    for name, key in (
+        *((each, each) for each in ("loss", "learning_rate", "tokens_per_second", "step_seconds")),
+        ("gradient_norm", "grad_norm"),
+        ("last_report_timestamp_seconds", "time"),
+    ):
+        assert found[name, ""] == last[key]
+    assert found["tokens_total", ""] == sum(event["tokens"] for event in train)
+    assert found["checkpoints_total", ""] == 6
+    assert (found["restarts_total", ""], found["stragglers_total", ""]) == (1, 1)
+    limits = [event for event in run if event["event"] == "start"][-1]["memory_limits"]
+    for rank, part in enumerate(last["ranks"]):
+        assert found["rank_step_seconds", f"{rank}/vm/bubble"] == part["idle_seconds"]
+        assert found["peak_memory_bytes", f"{rank}/vm"] == part["peak_memory_bytes"]
+        planned = found["planned_peak_memory_bytes", f"{rank}/vm"]
+        assert planned == limits[rank]["planned_peak_bytes"]
+        assert found["memory_limit_bytes", f"{rank}/vm"] == limits[rank]["memory_limit_bytes"]
+    tell(page, run[-1])
+    assert metrics(page)["up", ""] == 0
+
+
+def test_prometheus_reads_what_is_not_finite_or_strange(page: LivePage) -> None:
+    assert metrics(page)["up", ""] == 1
+    layout = {"ranks": [{"host": EVIL}]}
+    tell(page, {"event": "start", "step": 0, "layout": layout, "memory_limits": []})
+    ranks = [{"compute_seconds": 1, "exposed_comm_seconds": 0, "idle_seconds": 0}]
+    tell(page, {"event": "train", "step": 1, "loss": float("nan"), "ranks": ranks, "tokens": 3})
+    found = metrics(page)
+    assert found["loss", ""] != found["loss", ""]
+    assert found["rank_step_seconds", f"0/{EVIL}/compute"] == 1
+    assert events(page)[-1]["loss"] is None
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_a_name_that_is_not_this_machines_is_refused(page: LivePage, host: str) -> None:
+    """Against DNS rebinding."""
+    tell(page, {"event": "val", "step": 1, "loss": 2.0})
+    for path in ("/", "/events", "/metrics"):
+        assert httpx.get(page.address + path, headers={"host": host}).status_code == 421
+
+
+def test_everybody_may_ask_where_others_are_meant() -> None:
+    page = LivePage(bind("0.0.0.0", 0))
+    port = page.address.rpartition(":")[2]
+    answer = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"host": "mac.local"})
+    assert answer.status_code == 200
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/../metrics.jsonl", 404), ("POST", "/", 501)],
+)
+def test_there_is_nothing_else(page: LivePage, method: str, path: str, status: int) -> None:
+    assert httpx.request(method, page.address + path).status_code == status
+
+
+@pytest.mark.parametrize("after", ["", "-1", "x", "٣", "9" * 5000, "1.5", "0&after=1"])
+def test_a_question_without_sense_is_for_all(page: LivePage, after: str) -> None:
+    tell(page, {"event": "val", "step": 1, "loss": 2.0})
+    assert len(httpx.get(f"{page.address}/events", params=f"after={after}").json()["events"]) == 1
+
+
+def test_who_hangs_holds_up_neither_the_run_nor_others_for_long(
+    page: LivePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "SECONDS_FOR_A_REQUEST", 0.5)
+    with ExitStack() as stack:
+        hanging = [stack.enter_context(connected(page)) for _ in range(live.MOST_CONNECTIONS)]
+        for each in hanging:
+            each.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        start = time.monotonic()
+        tell(page, *story()[:5])
+        assert time.monotonic() - start < 0.5
+        # All of them are closed in the end, and then there is room again.
+        for each in hanging:
+            while each.recv(1 << 16):
+                pass
+        assert metrics(page)["step", ""] == story()[4]["step"]
+
+
+def test_further_connections_are_closed(page: LivePage) -> None:
+    with ExitStack() as stack:
+        for _ in range(live.MOST_CONNECTIONS):
+            stack.enter_context(connected(page)).sendall(b"GET ")
+        last = stack.enter_context(connected(page))
+        assert last.recv(1) == b""
+
+
+def test_who_reads_nothing_is_let_go(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SECONDS_FOR_A_REQUEST", 0.5)
+    for step in range(2000):
+        tell(page, {"event": "val", "step": step, "loss": 1.0, "filling": "x" * 5000})
+    with connected(page) as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.sendall(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        end = time.monotonic() + 30
+        while page._server._open and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not page._server._open
+
+
+def test_an_open_page_learns_of_the_end() -> None:
+    page = LivePage(bind("127.0.0.1", 0))
+    tell(page, *story()[:3])
+    heard: list[Any] = []
+
+    def look() -> None:
+        seen, has_ended = 0, False
+        while not has_ended:
+            answer = httpx.get(f"{page.address}/events?after={seen}").json()
+            heard.extend(answer["events"])
+            seen, has_ended = answer["last"], answer["ended"]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    while len(heard) < 3:
+        time.sleep(0.01)
+    tell(page, {"event": "summary", "steps": 60})
+    page.close()
+    thread.join(30)
+    assert [event["event"] for event in heard][3:] == ["summary"]
+
+
+def test_an_end_without_a_page_waits_for_none() -> None:
+    page = LivePage(bind("127.0.0.1", 0))
+    start = time.monotonic()
+    page.close()
+    assert time.monotonic() - start < live.SECONDS_TO_TELL
+
+
+def test_a_run_that_resumes_is_shown_whole(tmp_path: Path) -> None:
+    lines = story()
+    at = next(i for i, event in enumerate(lines) if event["event"] == "resume")
+    before = tmp_path / "metrics.jsonl"
+    before.write_text("".join(f"{json.dumps(each)}\n" for each in lines[: at - 1]) + '{"half')
+    page = LivePage(bind("127.0.0.1", 0), str(before))
+    tell(page, *lines[at - 1 :])
+    assert metrics(page)["restarts_total", ""] == 1
+    page._log.end()
+    assert events(page) == current(lines)
+    page.close()
+
+
+def test_a_process_ends_whoever_hangs() -> None:
+    program = (
+        "import socket; from shardmlx.common.http_listener import bind;"
+        "from shardmlx.runreport.live import LivePage;"
+        "page = LivePage(bind('127.0.0.1', 0));"
+        "port = int(page.address.rpartition(':')[2]);"
+        "one = socket.create_connection(('127.0.0.1', port)); one.sendall(b'GET /events HTTP/1.0');"
+        "raise SystemExit(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
+
+
+def test_a_port_that_is_taken_is_named(page: LivePage) -> None:
+    port = int(page.address.rpartition(":")[2])
+    with pytest.raises(UserError, match=rf"^--metrics-port {port} of 127\.0\.0\.1 is taken: give"):
+        bind("127.0.0.1", port, "--metrics-")
+
+
+def test_of_very_many_reports_every_second_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_REPORTS", 10)
+    log = EventLog()
+    log.add("start", "start")
+    for step in range(1, 26):
+        log.add("train", str(step))
+    last, lines, _ = log.after(0)
+    assert last == 26
+    assert lines == ["start", *map(str, range(1, 20, 2)), *map(str, range(20, 26))]
+    assert log.after(25)[1] == ["25"]
