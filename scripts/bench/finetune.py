@@ -9,6 +9,7 @@ same tokens; a core and a BLAS thread for each process, or what the name says. B
 
   mlx_lm.lora      one process, its own command, with OpenBLAS in front as our ranks have it
   1 rank           shardmlx.train
+  2 ranks, plain   shardmlx.train as it is called without options of its own: what it chooses
   2 ranks, ...     two pipeline stages, divided by what shardmlx.profile measures at the start; two
                    replicas
   ..., packed      the same with --pack, which pads nothing
@@ -51,6 +52,7 @@ from _turns import Contender, warmed_up
 
 THEIRS, ONE = "mlx_lm.lora", "1 rank"
 THEIRS_2, ONE_2 = "mlx_lm.lora, 2 threads", "1 rank, 2 threads"
+PLAIN = "2 ranks, plain"
 STAGES, REPLICAS, HYBRID = "2 ranks, 2 stages", "2 ranks, 2 replicas", "4 ranks, 2 x 2"
 
 BASES = {ONE_2: THEIRS_2, HYBRID: THEIRS_2}
@@ -112,6 +114,8 @@ def contenders(
 
     yield theirs(THEIRS, 1)
     yield ours(ONE, 1)
+    if wanted(PLAIN):
+        yield ours(PLAIN, 2)
     if wanted(STAGES):
         profile = config.with_suffix(".profile")
         shapes = ["--rows", 1, "--lengths", work.profiled, "--config", config, "-o", profile]
