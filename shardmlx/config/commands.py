@@ -34,6 +34,12 @@ COMMANDS = (
         ranks=True,
     ),
     Command(
+        name="report",
+        group=TRAIN,
+        help="show a run from its metrics, as a page or a picture",
+        options="config.report",
+    ),
+    Command(
         name="generate",
         group=USE,
         help="answer a prompt, or a file of prompts",

@@ -41,7 +41,7 @@ _TRAINING = "training, as in mlx_lm.lora"
 _PIPELINE = "pipeline"
 _CHECKPOINTS = "checkpoints and failures"
 
-REPORTERS = ("wandb", "swanlab")
+REPORTERS = ("wandb", "swanlab", "tensorboard")
 
 STORAGES = ("auto", "shared", "rank0", "neighbour")
 
@@ -275,10 +275,10 @@ class TrainConfig:
             raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:
             raise OptionError("seed", f"is {self.seed}", "give less than 2**32")
-        for service in (self.report_to or "").split(","):
-            if service.strip().lower() not in ("", *REPORTERS):
+        for service in self.services:
+            if service not in REPORTERS:
                 raise OptionError(
-                    "report_to", f"names {service.strip()!r}", f"choose from {', '.join(REPORTERS)}"
+                    "report_to", f"names {service!r}", f"choose from {', '.join(REPORTERS)}"
                 )
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise OptionError(
@@ -302,6 +302,12 @@ class TrainConfig:
             raise OptionError(
                 "virtual_stages", f"is {self.virtual_stages}: {self.schedule} runs {fitting}"
             )
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names in ``report_to``, in lower case."""
+        names = (name.strip().lower() for name in (self.report_to or "").split(","))
+        return tuple(name for name in names if name)
 
     def to_adapter_config(self) -> dict[str, Any]:
         """Return what ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.

@@ -100,9 +100,10 @@ class TrainingReport:
         self._callback: Any = None
 
     def open_services(self) -> None:
-        """Start the services of ``--report-to``. On rank 0 only."""
+        """Start the services of ``--report-to`` that mlx-lm knows. On rank 0 only."""
+        known = (each for each in self._config.services if each != "tensorboard")
         self._callback = get_reporting_callbacks(
-            self._config.report_to,
+            ",".join(known),
             project_name=self._config.project_name,
             log_dir=self._config.adapter_path,
             config=self._config.to_adapter_config(),

@@ -62,6 +62,9 @@ from shardmlx.training.plan import (
 from shardmlx.training.predicted import longest_inputs
 from shardmlx.training.token_cache import open_cache
 
+_PACKAGES = {"tensorboard": "tensorboardX"}
+"""Packages of the services of --report-to that are not called as these are."""
+
 __all__ = ["SETUP_SECONDS", "TrainingRun", "optimizer_of", "prepare_training"]
 
 
@@ -195,9 +198,12 @@ def optimizer_of(fine_tune: FineTune) -> Optimizer:
 
 def _check_output(config: TrainConfig, model_path: Path) -> None:
     """Make sure, before hours of work, that what the run will write can be written."""
-    for service in (config.report_to or "").lower().replace(",", " ").split():
-        if find_spec(service) is None:
-            raise UserError(f"--report-to {service}: it is not installed", f"pip install {service}")
+    for service in config.services:
+        package = _PACKAGES.get(service, service)
+        if find_spec(package) is None:
+            raise UserError(
+                f"--report-to {service}: {package} is not installed", f"pip install {package}"
+            )
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
     if config.rebalance is not None:

@@ -30,6 +30,7 @@ from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.runreport.live import LivePage
+from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.report import TrainingReport
@@ -69,7 +70,9 @@ def _train(
     blas: Blas | None = None,
 ) -> None:
     live = on_rank_0(transport, "opening the metrics port", partial(_open_live, config))
-    listeners = [*filter(None, (on_event,)), *([live.take] if live is not None else [])]
+    board = TensorBoardLog(config.adapter_path) if "tensorboard" in config.services else None
+    viewers = [each for each in (live, board) if each is not None]
+    listeners = [*filter(None, (on_event,)), *(each.take for each in viewers)]
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = on_rank_0(
         transport, "start", lambda: Reporter(metrics, listeners=listeners)
@@ -87,8 +90,8 @@ def _train(
             trainer.test()
     finally:
         reporter.close()
-        if live is not None:
-            live.close()
+        for each in viewers:
+            each.close()
 
 
 def _open_live(config: TrainConfig) -> LivePage | None:

@@ -227,3 +227,17 @@ def test_uvicorns_protocol_tells_when_a_request_is_answered() -> None:
             function = getattr(uvicorn.Server, name)
             assert inspect.iscoroutinefunction(function)
             assert list(inspect.signature(function).parameters) == ["self", "sockets"]
+
+
+def test_tensorboardx_writes_events_without_a_queue(tmp_path: Path) -> None:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.summary import scalar
+
+    with contract(compat.EventFile, "tensorboardX"):
+        assert "multiprocessing" not in inspect.getsource(EventsWriter)
+        file = compat.EventFile(tmp_path)
+        file.write(scalar("loss", 1.0), 7, 0.0)
+        file.flush()
+        (path,) = tmp_path.iterdir()
+        assert b"loss" in path.read_bytes()
+        file.close()

@@ -1,0 +1,79 @@
+"""Write the events of a run for TensorBoard, with tensorboardX. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmlx.common.units import GIB
+from shardmlx.compat import EventFile
+
+_OF_A_REPORT = {
+    "loss/training": "loss",
+    "learning_rate": "learning_rate",
+    "gradient_norm": "grad_norm",
+    "tokens_per_second": "tokens_per_second",
+    "step_seconds": "step_seconds",
+    "bubble": "bubble",
+}
+"""Fields of a report of training, by their names in TensorBoard."""
+
+_OF_A_RANK = {
+    "compute_seconds": "compute_seconds",
+    "exposed_communication_seconds": "exposed_comm_seconds",
+    "bubble_seconds": "idle_seconds",
+}
+
+
+class TensorBoardLog:
+    """The event files of a run, in the directory ``tensorboard`` of its adapters.
+
+    Nothing is written before the run begins.
+    """
+
+    def __init__(self, adapter_path: str) -> None:
+        self._directory = Path(adapter_path) / "tensorboard"
+        self._file: EventFile | None = None
+        self._step = 0
+
+    def take(self, event: str, values: Mapping[str, Any]) -> None:
+        """Write an event: a listener of ``Reporter``."""
+        if self._file is None:
+            self._file = EventFile(self._directory)
+        self._step = values.get("step", self._step)
+        if event == "resume":
+            self._file.begin_again(self._step + 1, values["time"])
+        for summary in _summaries(event, values):
+            self._file.write(summary, self._step, values["time"])
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _summaries(event: str, values: Mapping[str, Any]) -> Iterator[Any]:
+    from tensorboardX.summary import scalar, text
+
+    if event == "start":
+        yield text("options", _options(values["options"]))
+    elif event == "val":
+        yield scalar("loss/validation", values["loss"])
+    elif event == "test":
+        yield scalar("loss/test", values["loss"])
+    elif event == "train":
+        for name, field in _OF_A_REPORT.items():
+            if values[field] is not None:
+                yield scalar(name, values[field])
+        for each in values["ranks"]:
+            rank = f"rank_{each['rank']}"
+            for name, field in _OF_A_RANK.items():
+                yield scalar(f"{rank}/{name}", each[field])
+            yield scalar(f"{rank}/peak_memory_gib", each["peak_memory_bytes"] / GIB)
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    """Return a table in Markdown, in which no value is markup."""
+    rows = (f"| {name} | `{str(value).replace('`', ' ')}` |" for name, value in options.items())
+    return "\n".join(["| option | value |", "|---|---|", *rows])

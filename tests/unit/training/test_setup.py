@@ -1,0 +1,28 @@
+"""What a run needs is checked before its weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.training import setup
+
+
+@pytest.mark.parametrize(
+    ("services", "line"),
+    [
+        ("tensorboard", "--report-to tensorboard: tensorboardX is not installed: pip install"),
+        ("SwanLab, tensorboard", "--report-to swanlab: swanlab is not installed: pip install swan"),
+    ],
+)
+def test_a_service_without_its_package_says_what_to_install(
+    services: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "find_spec", lambda name: None)
+    config = TrainConfig(report_to=services, adapter_path=str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        setup._check_output(config, tmp_path / "model")
+    assert str(refused.value).startswith(line)
