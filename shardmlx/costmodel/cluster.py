@@ -56,8 +56,13 @@ class Cluster:
                 )
 
     def capacity(self, rank: int) -> float:
-        """Return the bytes that a rank may use; ``inf`` where the machine's memory is not known."""
-        memory = self.machines[rank].memory
+        """Return the bytes that a rank may use; ``inf`` where the machine's memory is not known.
+
+        What macOS wires counts where it is known, and else a part of the memory.
+        """
+        memory, wired = self.machines[rank].memory, self.machines[rank].wired
+        if wired is not None:
+            return wired
         return math.inf if memory is None else memory * self.memory_fraction
 
     def clock(self, rank: int, workload: Workload, checkpoint: bool) -> Speed | Measured:

@@ -35,6 +35,8 @@ class Machine:
     """Ranks that mpirun starts there before it goes on to the next host."""
     memory: int | None = None
     """Bytes of the whole machine."""
+    wired: int | None = None
+    """Bytes of these that macOS lets the GPU wire: Metal's recommended working set."""
     flops: float | None = None
     """FLOP/s of the whole machine."""
     link: float | None = None
@@ -51,7 +53,7 @@ class Machine:
             raise ValueError(f"{self.host} has {self.slots} slots")
         if self.kind == "":
             raise ValueError(f"{self.host} has a kind without a name")
-        for what in (self.memory, self.flops, self.link, self.latency):
+        for what in (self.memory, self.wired, self.flops, self.link, self.latency):
             if what is not None and not (math.isfinite(what) and what > 0):
                 raise ValueError(f"{self.host} has {what} of something")
 
@@ -98,6 +100,7 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
             machine,
             slots=1,
             memory=None if machine.memory is None else machine.memory // machine.slots,
+            wired=None if machine.wired is None else machine.wired // machine.slots,
             flops=None if machine.flops is None else machine.flops / machine.slots,
         )
         for machine in machines
@@ -115,6 +118,7 @@ _PASSED_OVER = ("port", "username", "user-name", "user_name")
 UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "memory": BYTES,
+        "wired": BYTES,
         "flops": {
             f"{prefix}{unit}": size
             for unit in ("", "FLOPS", "FLOP/s")
@@ -136,10 +140,17 @@ _KIND = "kind"
 KEYS = (*UNITS, _KIND)
 """The keys of a comment; a kind is any name."""
 
-_EXAMPLES = {"memory": "64GiB", "flops": "27T", "link": "40Gbps", "latency": "30us"}
+_EXAMPLES = {
+    "memory": "64GiB",
+    "wired": "48GiB",
+    "flops": "27T",
+    "link": "40Gbps",
+    "latency": "30us",
+}
 
 _LIMITS = {
     "memory": ((1, "MiB"), (1, "PB")),
+    "wired": ((1, "MiB"), (1, "PB")),
     "flops": ((1, "M"), (1000, "P")),
     "link": ((1, "kB/s"), (1, "PB/s")),
     "latency": ((1, "ns"), (1000, "s")),
@@ -336,7 +347,7 @@ def _machine(entries: list[_Entry]) -> Machine:
             "ranks there as it has cores",
             f"write {first.host} slots=1",
         )
-    memory = facts.pop("memory", None)
+    memory, wired = facts.pop("memory", None), facts.pop("wired", None)
     slots = (first.slots or 1) + len(others)
     if memory is not None and memory < slots * _LEAST_MEMORY:
         raise UserError(
@@ -344,10 +355,15 @@ def _machine(entries: list[_Entry]) -> Machine:
             f"{slots} slots",
             "give more memory, or fewer slots",
         )
+    if memory is not None and wired is not None and wired > memory:
+        raise UserError(
+            f"{first.where}: host {first.host!r} wires more memory than it has", "give wired less"
+        )
     return Machine(
         host=first.host,
         slots=slots,
         memory=None if memory is None else round(memory),
+        wired=None if wired is None else round(wired),
         where=first.where,
         **facts,
     )

@@ -162,7 +162,10 @@ def budgets_of(
             for each in [sharing[machine.host, bound.name]]
         ]
         most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
-        part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory{_shared(count)}"
+        part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory"
+        if machine.wired is not None:
+            part = "what macOS wires for the GPU, by the hostfile"
+        part += _shared(count)
         if limit is not None:
             total, reason = float(limit), "--memory-limit"
             if limit > most:
@@ -184,7 +187,11 @@ def _shared(count: int) -> str:
 def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
     """Return the same machines with no more memory than these, all of which may be used."""
     machines = (
-        replace(machine, memory=None if math.isinf(budget.nbytes) else max(1, int(budget.nbytes)))
+        replace(
+            machine,
+            memory=None if math.isinf(budget.nbytes) else max(1, int(budget.nbytes)),
+            wired=None,
+        )
         for machine, budget in zip(cluster.machines, budgets, strict=True)
     )
     return replace(cluster, machines=tuple(machines), memory_fraction=1.0)

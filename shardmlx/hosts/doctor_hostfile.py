@@ -57,9 +57,12 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
     memory = host.facts.memory_limit or host.facts.memory
     flops = host.flops.get("bf16") or host.flops.get("fp32")
     kind = kind_key(host.facts.chip or "")
+    memory = memory or machine.memory
+    wired = host.working_set or machine.wired
     return replace(
         machine,
-        memory=memory or machine.memory,
+        memory=memory,
+        wired=min(wired, memory) if wired and memory else wired,
         flops=flops or machine.flops,
         link=max((min(each.there, each.back) for each in speeds), default=machine.link),
         latency=min((each.latency for each in speeds), default=machine.latency),
@@ -81,6 +84,7 @@ def hostfile_text(
 def _line(machine: Machine, written: str | None) -> str:
     facts = {
         "memory": machine.memory and _memory(machine.memory),
+        "wired": machine.wired and _memory(machine.wired),
         "flops": machine.flops and _scaled(machine.flops, _FLOPS),
         "link": machine.link and _scaled(8 * machine.link, _BITS),
         "latency": machine.latency and _scaled(machine.latency, _SECONDS),

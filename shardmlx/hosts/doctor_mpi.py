@@ -26,6 +26,7 @@ from shardmlx.hosts.host_facts import HostFacts, collect, interface_to
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.reachability import addresses_of
 from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
+from shardmlx.loading.allocator import working_set
 
 SECONDS_FOR_FACTS = 120.0
 """Seconds for all tools that a machine is asked with."""
@@ -50,6 +51,7 @@ class _Rank:
     library: str | None
     blas: Blas
     device: str
+    working_set: int | None
     flops: Mapping[str, float]
     copies: str | None
 
@@ -104,7 +106,12 @@ class Examiner:
         transport.barrier("multiplying matrices")
         device = mx.default_device()
         found = _Rank(
-            transport.library, blas, _name_of(device), _flops(device, self._seconds), copies
+            transport.library,
+            blas,
+            _name_of(device),
+            working_set(),
+            _flops(device, self._seconds),
+            copies,
         )
         ranks = transport.all_gather(found, "multiplying matrices")
         links = tuple(self._links(routes))
@@ -215,6 +222,7 @@ def _host(
         blas=str(replace(lead.blas, hint="")).removeprefix("BLAS: "),
         blas_hint=INSTALL_OPENBLAS if lead.blas.hint else "",
         device=lead.device,
+        working_set=lead.working_set,
         flops={dtype: sum(rank.flops.get(dtype, 0.0) for rank in ranks) for dtype in dtypes},
         copies=next((rank.copies for rank in ranks if rank.copies), None),
         clock_offset=None if speed is None else speed.clock_offset,

@@ -201,7 +201,9 @@ def _wired_limit(host: Host) -> str | None:
     if not host.facts.is_mac:
         return "not applicable"
     limit = host.facts.wired_limit
-    return "left to macOS" if limit == 0 else _bytes(limit)
+    if limit == 0:
+        return "left to macOS" + (f": {gibibytes(host.working_set)}" if host.working_set else "")
+    return _bytes(limit)
 
 
 def _firewall(host: Host) -> str | None:

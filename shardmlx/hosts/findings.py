@@ -66,7 +66,8 @@ class Route:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are those of all its ranks at once, by dtype;
-    ``copies`` is what is wrong with messages, None if nothing."""
+    ``copies`` is what is wrong with messages, None if nothing; ``working_set`` the bytes that macOS
+    lets the GPU wire, None where nothing is wired."""
 
     name: str
     ranks: tuple[int, ...]
@@ -77,6 +78,7 @@ class Host:
     device: str
     flops: Mapping[str, float]
     copies: str | None
+    working_set: int | None = None
     clock_offset: float | None = None
     clock_error: float | None = None
 

@@ -146,10 +146,11 @@ def choose(
     much the best of them fails, another ``UserError`` what keeps all of them from being divided.
     """
     choice = _fastest(workload, cluster, limits, advance)
-    if all(machine.memory is None for machine in cluster.machines):
+    if all(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
         return choice
     roomy = replace(
-        cluster, machines=tuple(replace(each, memory=None) for each in cluster.machines)
+        cluster,
+        machines=tuple(replace(each, memory=None, wired=None) for each in cluster.machines),
     )
     try:
         unlimited = _fastest(workload, roomy, limits, advance).prediction

@@ -30,12 +30,16 @@ def error_of(directory: Path, text: str | bytes) -> str:
 
 
 def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
-    line = "mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=1us kind=m2\n"
+    line = (
+        "mac-studio.local slots=1  "
+        "# memory=64GiB wired=48GiB flops=27T link=40Gbps latency=1us kind=m2\n"
+    )
     assert read(tmp_path, line) == (
         Machine(
             host="mac-studio.local",
             slots=1,
             memory=64 * 2**30,
+            wired=48 * 2**30,
             flops=27e12,
             link=5e9,
             latency=1e-6,
@@ -113,8 +117,8 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("memroy=1GiB", "hosts, line 2: unknown key 'memroy': did you mean memory?"),
         (
             "colour=grey",
-            "hosts, line 2: unknown key 'colour': the planner knows memory, flops, link, latency, "
-            "kind; prose goes without =",
+            "hosts, line 2: unknown key 'colour': the planner knows memory, wired, flops, link, "
+            "latency, kind; prose goes without =",
         ),
         ("kind=", "hosts, line 2: kind has no name: give one, like kind=m2-ultra"),
         ("link=1Gbps link=1Gbps", "hosts, line 2: link is given twice: give it once"),
@@ -264,6 +268,11 @@ def test_the_examples_have_all_that_the_planner_wants(
         assert machine.memory is not None
         assert machine.flops is not None
         assert (machine.link is not None) == is_linked
+
+
+def test_no_machine_wires_more_than_it_has(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="host 'a' wires more memory than it has: give wired less"):
+        read(tmp_path, "a slots=1  # memory=8GiB wired=9GiB\n")
 
 
 def test_every_example_is_tested() -> None:

@@ -85,6 +85,17 @@ def test_what_macos_wires_counts_instead_of_a_part_of_the_machine() -> None:
     assert (other.nbytes, other.wirable) == (11 * GIB, 11 * GIB)
 
 
+def test_a_hostfile_may_know_what_macos_wires() -> None:
+    studio, mini = MACS.machines
+    small = replace(MACS, machines=(studio, replace(mini, wired=11 * GIB)))
+    budget = budgets_of(small)[1]
+    assert budget.nbytes == small.capacity(1) == 11 * GIB
+    assert budget.reason == "what macOS wires for the GPU, by the hostfile"
+    # What Metal itself says on the machine counts more, and a limit of the user's most.
+    assert budgets_of(small, working_sets=(None, 10 * GIB))[1].nbytes == 10 * GIB
+    assert within(small, budgets_of(small, 5 * GIB)).capacity(1) == 5 * GIB
+
+
 def in_cgroup(nbytes: int, name: str = "cgroup job", outside: int = 0) -> ProcessMemory:
     return ProcessMemory(outside, (MemoryBound(name, nbytes, "the memory cgroup"),))
 

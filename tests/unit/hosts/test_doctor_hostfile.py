@@ -20,6 +20,7 @@ MEASURED = Machine(
     host="studio.local",
     slots=2,
     memory=64 * GIB,
+    wired=48 * GIB,
     flops=27.2e12,
     link=2e9,
     latency=30.5e-6,
@@ -37,8 +38,8 @@ def test_the_planner_reads_what_was_written(tmp_path: Path) -> None:
     bare = Machine(host="10.0.0.7")
     text = hostfile_text([MEASURED, bare], date="2026-11-21")
     assert text.splitlines()[-2:] == [
-        "studio.local slots=2  # memory=64GiB flops=27.2T link=16Gbps latency=30.5us "
-        "kind=apple-m2-ultra",
+        "studio.local slots=2  # memory=64GiB wired=48GiB flops=27.2T link=16Gbps "
+        "latency=30.5us kind=apple-m2-ultra",
         "10.0.0.7 slots=1",
     ]
     assert read(text, tmp_path) == (MEASURED, bare)
@@ -77,6 +78,16 @@ def test_without_a_hostfile_machines_go_by_the_names_that_mpirun_has(tmp_path: P
         "mac1.local",
         "mac2",
     ]
+
+
+def test_what_macos_wires_is_written_and_is_never_more_than_the_memory(tmp_path: Path) -> None:
+    mac, small = (
+        host("mac", of={"memory": 16 * GIB}, working_set=11 * GIB),
+        host("small", 1, of={"memory": 8 * GIB}, working_set=11 * GIB),
+    )
+    machines = machines_of(Examination((mac, small), ()))
+    assert [each.wired for each in machines] == [11 * GIB, 8 * GIB]
+    assert [each.wired for each in read(hostfile_text(machines), tmp_path)] == [11 * GIB, 8 * GIB]
 
 
 def test_the_planner_takes_each_pair_of_a_switch_as_it_was_measured() -> None:

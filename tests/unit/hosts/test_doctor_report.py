@@ -48,6 +48,10 @@ def test_a_mac() -> None:
     }
 
 
+def test_what_is_left_to_macos_is_shown_with_what_metal_says_of_it() -> None:
+    assert rows(host("a", working_set=11 * GIB))["wired limit"] == "left to macOS: 11.00 GiB"
+
+
 def test_what_is_not_known_is_shown_as_unknown() -> None:
     known = ["chip", "cores", "memory", "memory_free", "wired_limit", "disk_free", "firewall"]
     nobody: dict[str, Any] = {**dict.fromkeys(known), "interfaces": (), "versions": {"mlx": None}}
