@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
-from shardmlx.config.inference import SAMPLING, InferenceConfig
+from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
 from shardmlx.config.options import option
 from shardmlx.models.kv_cache import held
 
@@ -19,16 +19,24 @@ class ChatConfig(InferenceConfig):
     """The model to talk with, and how. Raises ``OptionError``, a ``UserError``."""
 
     max_tokens: int = option(
-        256, "tokens of an answer at most", minimum=1, short="-m", group=SAMPLING
+        256,
+        "tokens of an answer at most",
+        metavar="TOKENS",
+        minimum=1,
+        short="-m",
+        group=SAMPLING,
     )
-    system_prompt: str | None = option(None, "system prompt of the chat template", group=_CHAT)
+    system_prompt: str | None = option(
+        None, "system prompt of the chat template", metavar="TEXT", group=_CHAT
+    )
     cache_tokens: int = option(
         8192,
         "tokens of a conversation at most, and of its KV cache",
+        metavar="TOKENS",
         minimum=256,
         group=_CHAT,
     )
-    verbose: bool = option(True, "print more than the answers", group=_CHAT)
+    verbose: bool = option(True, "print more than the answers", takes_value=True, group=_CHAT)
 
     def __post_init__(self) -> None:
         super(ChatConfig, self).__post_init__()
@@ -42,6 +50,8 @@ def build_parser(rank: int = 0) -> CommandParser:
         "chat",
         "Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
         rank=rank,
+        groups=(MODEL, _CHAT),
+        refused=REFUSED,
     )
 
 

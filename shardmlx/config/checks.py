@@ -184,6 +184,41 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
 
 
+def parse_lr_schedule(text: str) -> dict[str, Any]:
+    """Return the schedule that ``NAME`` or ``NAME:X,X`` stands for. Raises ``ValueError``."""
+    name, colon, rest = text.partition(":")
+    if name not in LR_SCHEDULES:
+        names = ", ".join(LR_SCHEDULES)
+        raise ValueError(did_you_mean(name, LR_SCHEDULES) or f"choose from {names}")
+    if not colon:
+        return {"name": name}
+    try:
+        numbers = [int(word) if word.isdecimal() else float(word) for word in rest.split(",")]
+    except ValueError:
+        needed = ", ".join(LR_SCHEDULES[name])
+        raise ValueError(f"give numbers after the colon: {needed}") from None
+    return {"name": name, "arguments": numbers}
+
+
+def filled_lr_schedule(
+    schedule: Mapping[str, Any] | None, warmup: int | None, rate: float, updates: int
+) -> dict[str, Any]:
+    """Return a schedule with ``warmup``, and with the arguments that it lacks where these follow
+    from the learning rate and the number of optimizer updates.
+
+    Without a schedule the rate stays at ``rate`` after the warm-up.
+    """
+    steady = {"name": "linear_schedule", "arguments": [rate, rate, 1]}
+    filled: dict[str, Any] = dict(steady if schedule is None else schedule)
+    if warmup is not None:
+        filled["warmup"] = warmup
+    left = max(1, updates - (filled.get("warmup") or 0))
+    defaults = {"cosine_decay": [rate, left], "linear_schedule": [rate, 0.0, left]}
+    if "arguments" not in filled and filled.get("name") in defaults:
+        filled["arguments"] = defaults[filled["name"]]
+    return filled
+
+
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> None:
     """Check one Hugging Face data set, or a list of them, each with its ``path`` and ``weight``."""
     for each in [dataset] if isinstance(dataset, Mapping) else dataset:

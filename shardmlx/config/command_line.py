@@ -39,7 +39,14 @@ class Given:
 
 
 class CommandParser(OneLineParser):
-    """A command line that names the command whose help to see, and takes old names of options."""
+    """A command line that names the command whose help to see, and takes old names of options.
+
+    ``options`` is the dataclass that it is made from. Keys of a YAML file that are ``passed_over``
+    have a hint what to write instead.
+    """
+
+    options: type[DataclassInstance]
+    passed_over: Mapping[str, str] | None = None
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
@@ -65,6 +72,23 @@ class _OldName(argparse.Action):
             parser.advise(_renamed(str(option_string), flag_of(self.dest)))
 
 
+class _Refused(argparse.Action):
+    """Say why an option of another program is not here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        raise UserError(f"{option_string} of mlx_lm is not here", str(self.help_instead))
+
+    def __init__(self, *, help_instead: str, **how: Any) -> None:
+        super().__init__(help=argparse.SUPPRESS, nargs="?", **how)
+        self.help_instead = help_instead
+
+
 def _renamed(old: str, new: str) -> str:
     return f"{old} is called {new} now: the old name goes with the next release"
 
@@ -77,14 +101,17 @@ def build_parser(
     rank: int = 0,
     groups: Sequence[str] = (),
     shown: Collection[str] | None = None,
+    refused: Mapping[str, str] | None = None,
+    passed_over: Mapping[str, str] | None = None,
     epilog: str = "",
 ) -> CommandParser:
     """Build the command line of an options dataclass. Parsed, it holds only the flags that were
     given.
 
-    Help lists ``groups`` first, and only the options in ``shown``. The parser raises ``UserError``
-    where argparse would print usage and exit; ``--help`` and ``--version`` print on rank 0 and exit
-    with status 0 on every rank.
+    Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
+    a reason; keys of a YAML file that are ``passed_over`` have a hint. The parser raises
+    ``UserError`` where argparse would print usage and exit; ``--help`` and ``--version`` print on
+    rank 0 and exit with status 0 on every rank.
     """
     options = declared(cls)
     parser = CommandParser(
@@ -95,6 +122,8 @@ def build_parser(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.options = cls
+    parser.passed_over = passed_over
     parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
     flags = [each for each in options if each.rules.flag]
     names = dict.fromkeys([*groups, *(each.rules.group for each in flags)])
@@ -102,6 +131,8 @@ def build_parser(
     for each in flags:
         is_shown = shown is None or each.name in shown
         _add(places[each.rules.group], each, is_shown=is_shown)
+        for other in each.rules.also:
+            parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
         for old in each.rules.old:
             parser.add_argument(
                 old,
@@ -110,6 +141,8 @@ def build_parser(
                 help=argparse.SUPPRESS,
                 **_type(each),
             )
+    for flag, reason in (refused or {}).items():
+        parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
     return parser
 
 
@@ -200,6 +233,9 @@ def _build(
     given = Given(flags, {key: value for key, value in written.items() if value is not None})
     values = {**given.file, **given.flags}
     for each in known:
+        if each.rules.excludes is not None and each.name in values:
+            _exclude(each, given, values)
+    for each in known:
         if each.default is None and each.name not in values:
             raise UserError(f"{each.flag} is missing", f"see {parser.prog} --help")
     try:
@@ -212,6 +248,17 @@ def _build(
         if error.name in values:
             raise UserError(f"{path}: {error.problem}", error.remedy) from None
         raise
+
+
+def _exclude(each: Declared, given: Given, values: dict[str, Any]) -> None:
+    """Let one of two options win that exclude each other: a flag over the file. Raises
+    ``UserError`` where both are given in the same place."""
+    other = str(each.rules.excludes)
+    for names in (given.flags, given.file):
+        if each.name in names and other in names:
+            raise UserError(f"{each.flag} is given, and {flag_of(other)} too", "leave one out")
+    if other in given.flags:
+        del values[each.name]
 
 
 def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
@@ -250,5 +297,12 @@ def _read_file(path: str, known: Sequence[Declared], parser: CommandParser) -> d
             written[each.name] = written.pop(old)
             parser.advise(f"{path}: {_renamed(old, each.name)}")
     names = [each.name for each in known]
+    hints = parser.passed_over
+    for key in [] if hints is None else list(written):
+        hint = (hints or {}).get(str(key))
+        if key not in names and (hint or not did_you_mean(str(key), names)):
+            del written[key]
+            what = f"{path}: {key} is passed over, as mlx_lm.lora does"
+            parser.advise(f"{what}: {hint or 'take it out'}")
     check_keys(written, names, path, f"take it out, or see {parser.prog} --help")
     return written

@@ -1,4 +1,4 @@
-"""The options that training and generating have in common, in whatever group of their help."""
+"""The options that several commands have in common, in whatever group of their help."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ WEIGHTS = ("auto", "local", "rank0")
 
 
 def model_argument() -> Any:
+    """Declare the model as the first word of a command that reads headers alone."""
     return option(
         REQUIRED,
         "directory, .safetensors file, or Hugging Face repository (OWNER/NAME); headers are enough",
@@ -21,7 +22,18 @@ def model_argument() -> Any:
     )
 
 
+def model_option(default: str, group: str) -> Any:
+    """Declare the model of a command that loads weights."""
+    return option(
+        default,
+        "model directory, or Hugging Face repository (OWNER/NAME)",
+        metavar="MODEL",
+        group=group,
+    )
+
+
 def revision_option(group: str | None = None) -> Any:
+    """Declare the revision of the model's repository."""
     return option(
         None,
         "branch, tag or commit of a Hugging Face repository",
@@ -31,27 +43,51 @@ def revision_option(group: str | None = None) -> Any:
     )
 
 
+def config_option(group: str) -> Any:
+    """Declare the YAML file with options."""
+    return option(
+        None,
+        "YAML file with any of these options; flags win over it",
+        metavar="FILE",
+        short="-c",
+        group=group,
+    )
+
+
 def weights_option(group: str) -> Any:
+    """Declare which ranks read the weights."""
     return option(
         "auto",
-        "who reads them: each rank that has the model or can ask the hub, and rank 0 for the "
-        "others; each its own; or rank 0 for all",
+        "who reads the weights: each rank that has the model or can ask the hub, and rank 0 for "
+        "the others; each its own; or rank 0 for all",
         choices=WEIGHTS,
         group=group,
     )
 
 
 def weight_cache_option(group: str) -> Any:
+    """Declare where a rank keeps weights that it was sent."""
     return option(
-        None, "directory in which a rank keeps the part of the model that it was sent", group=group
+        None,
+        "directory in which a rank keeps the part of the model that it was sent",
+        metavar="DIR",
+        unset="they are not kept",
+        group=group,
     )
 
 
 def stage_map_option(group: str) -> Any:
-    return option(None, "YAML file that divides the layers; wins over --partitioner", group=group)
+    """Declare the file that divides the layers."""
+    return option(
+        None,
+        "YAML file that divides the layers; wins over --partitioner",
+        metavar="FILE",
+        group=group,
+    )
 
 
 def hostfile_option(group: str, default: str | None = None) -> Any:
+    """Declare the hostfile as what says what the machines have."""
     return option(
         default,
         "hostfile that says what the machines have, for the partitioners and the prediction",
@@ -72,6 +108,7 @@ FASTEST, SMALLEST = "balanced", "memory"
 
 
 def partitioner_option(group: str) -> Any:
+    """Declare how layers are divided."""
     return option(
         AUTO,
         f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
@@ -81,11 +118,13 @@ def partitioner_option(group: str) -> Any:
 
 
 def memory_limit_option(group: str) -> Any:
+    """Declare the memory that a process may take."""
     return option(
         None,
-        "memory that the process of each rank may take, like 12GiB (default: the least of three "
-        "quarters of its share of the machine, or what macOS wires, and of what a memory cgroup "
-        "or ulimit allows)",
+        "memory that the process of each rank may take, like 12GiB",
+        metavar="SIZE",
+        unset="chosen: the least of three quarters of its share of the machine, or what macOS "
+        "wires, and of what a memory cgroup or ulimit allows",
         above=0,
         parse=parse_bytes,
         group=group,
@@ -93,18 +132,22 @@ def memory_limit_option(group: str) -> Any:
 
 
 def dtype_option(group: str) -> Any:
+    """Declare the type of weights and activations."""
     return option(
         None,
-        "type of weights and activations (default: as stored)",
+        "type of weights and activations",
+        unset="as stored",
         choices=("float32", "bfloat16", "float16"),
         group=group,
     )
 
 
 def timeout_option(group: str) -> Any:
+    """Declare how long a rank waits for another."""
     return option(
         600.0,
-        "seconds a rank may wait for another before the run fails",
+        "time that a rank may wait for another before the run fails",
+        metavar="SECONDS",
         above=0,
         group=group,
     )

@@ -22,11 +22,16 @@ class DoctorConfig:
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
     json: str | None = option(
-        None, "file for all that was found, as JSON; - for stdout, without the tables",
+        None,
+        "file for all that was found, as JSON; - for stdout, without the tables",
+        metavar="FILE",
         group=_OUTPUT,
-    )  # fmt: skip
+    )
     write_hostfile: str | None = option(
-        None, "hostfile to write, with what was measured, for shardmlx.plan", group=_OUTPUT
+        None,
+        "hostfile to write, with what was measured, for shardmlx plan",
+        metavar="FILE",
+        group=_OUTPUT,
     )
     strict: bool = option(False, "end with status 1 if there are warnings", group=_OUTPUT)
 
@@ -34,22 +39,38 @@ class DoctorConfig:
         None,
         "hostfile: the hosts to ask with --ssh; else the names, slots and users that "
         "--write-hostfile keeps",
+        metavar="FILE",
         group=_MEASURING,
     )
     seconds: float = option(
-        1.0, "to measure each direction of a link, and matrix products", above=0, group=_MEASURING
+        1.0,
+        "time to measure each direction of a link, and matrix products",
+        metavar="SECONDS",
+        above=0,
+        group=_MEASURING,
     )
     timeout: float = option(
-        60.0, "seconds that a rank may wait for another", above=0, group=_MEASURING
+        60.0,
+        "time that a rank may wait for another",
+        metavar="SECONDS",
+        above=0,
+        group=_MEASURING,
     )
 
     ssh: bool = option(False, "ask the hosts with ssh instead, without mpirun and MLX", group=_SSH)
     agent: str | None = option(
-        None, "what logs in on other hosts, called as AGENT HOST COMMAND (default: ssh)",
+        None,
+        "what logs in on other hosts, called as AGENT HOST COMMAND",
+        metavar="AGENT",
+        unset="ssh",
         group=_SSH,
-    )  # fmt: skip
+    )
     python: str = option(
-        sys.executable, "the Python of the ranks, the same path on all hosts", group=_SSH
+        sys.executable,
+        "the Python of the ranks, the same path on all hosts",
+        metavar="FILE",
+        unset="the one that runs this command",
+        group=_SSH,
     )
 
     def __post_init__(self) -> None:

@@ -7,30 +7,46 @@ from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
-from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig
 from shardmlx.config.options import OptionError, option
 
 _PROMPT = "prompt"
+
+_REFUSED = {
+    **REFUSED,
+    "--image": "models here read text alone",
+    "--prompt-cache-file": "KV caches live as long as the command: chat and serve keep prefixes",
+    "--quantize-activations": "layers compute as mlx_lm does without it: leave it out",
+    "-qa": "layers compute as mlx_lm does without it: leave it out",
+}
+"""Options of mlx_lm.generate that are not here, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
     """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
-    prompt: str = option("hello", "prompt; - reads it from stdin", short="-p", group=_PROMPT)
+    prompt: str = option(
+        "hello", "prompt; - reads it from stdin", metavar="TEXT", short="-p", group=_PROMPT
+    )
+    system_prompt: str | None = option(
+        None, "system prompt of the chat template", metavar="TEXT", group=_PROMPT
+    )
     prompts: str | None = option(
         None,
         'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
         "answered in JSON lines in the same order",
+        metavar="FILE",
         group=_PROMPT,
     )
     output: str | None = option(
-        None, "file for the answers to --prompts (default: stdout)", group=_PROMPT
+        None, "file for the answers to --prompts", metavar="FILE", unset="stdout", group=_PROMPT
     )
-    system_prompt: str | None = option(None, "system prompt of the chat template", group=_PROMPT)
-    prefill_response: str | None = option(None, "text with which the answer begins", group=_PROMPT)
+    prefill_response: str | None = option(
+        None, "text with which the answer begins", metavar="TEXT", group=_PROMPT
+    )
     ignore_chat_template: bool = option(False, "use the prompt as it is", group=_PROMPT)
-    verbose: bool = option(True, "print more than the text", group=_PROMPT)
+    verbose: bool = option(True, "print more than the answer", takes_value=True, group=_PROMPT)
 
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()
@@ -45,6 +61,8 @@ def build_parser(rank: int = 0) -> CommandParser:
         "generate",
         "Generate text through pipeline stages, one MPI rank each.",
         rank=rank,
+        groups=(MODEL, _PROMPT),
+        refused=_REFUSED,
     )
 
 

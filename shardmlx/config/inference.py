@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config.common_options import (
+    config_option,
     dtype_option,
     hostfile_option,
     memory_limit_option,
+    model_option,
     partitioner_option,
+    revision_option,
     stage_map_option,
     timeout_option,
     weight_cache_option,
@@ -21,6 +26,26 @@ from shardmlx.config.options import OptionError, check_options, option
 MODEL = "model"
 SAMPLING = "sampling"
 PIPELINE = "pipeline"
+
+_NO_DRAFT = "there is no speculative decoding here: leave it out"
+_NO_QUANTISED_CACHE = (
+    "KV caches keep the type of the model: a smaller --max-kv-size takes less memory"
+)
+_IS_PIPELINE = "ranks are always a pipeline here: leave it out"
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "--draft-model": _NO_DRAFT,
+        "--num-draft-tokens": _NO_DRAFT,
+        "--kv-bits": _NO_QUANTISED_CACHE,
+        "--kv-group-size": _NO_QUANTISED_CACHE,
+        "--quantized-kv-start": _NO_QUANTISED_CACHE,
+        "--pipeline": _IS_PIPELINE,
+        "--use-default-chat-template": "transformers has no default any more: give the model a "
+        "chat_template.jinja",
+    }
+)
+"""Options of mlx_lm's commands that no command has here, and why."""
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
@@ -38,73 +63,104 @@ class InferenceConfig:
     Raises ``OptionError``, a ``UserError``.
     """
 
-    model: str = option(
-        "mlx-community/Llama-3.2-3B-Instruct-4bit",
-        "model directory, or Hugging Face repository",
-        group=MODEL,
+    model: str = model_option("mlx-community/Llama-3.2-3B-Instruct-4bit", MODEL)
+    revision: str | None = revision_option(MODEL)
+    adapter_path: str | None = option(
+        None, "directory of trained adapters", metavar="DIR", group=MODEL
     )
     weights: str = weights_option(MODEL)
     weight_cache: str | None = weight_cache_option(MODEL)
-    adapter_path: str | None = option(None, "directory of trained adapters", group=MODEL)
     trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
-    extra_eos_token: str | None = option(
-        None, "further tokens that end an answer, with spaces between", group=MODEL
-    )
-    config: str | None = option(
-        None, "YAML file with any of these options; flags win over it", short="-c", group=MODEL
+    extra_eos_token: Sequence[str] = option(
+        [],
+        "further tokens that end an answer",
+        metavar="TOKEN",
+        parse=str.split,
+        group=MODEL,
     )
     chat_template_config: str | None = option(
-        None, "further arguments of the chat template, as a JSON object", group=MODEL
+        None,
+        "further arguments of the chat template, as a JSON object",
+        metavar="JSON",
+        also=("--chat-template-args",),
+        group=MODEL,
     )
+    config: str | None = config_option(MODEL)
 
     max_tokens: int = option(
-        100, "tokens to generate at most", minimum=1, short="-m", group=SAMPLING
+        100,
+        "tokens to generate at most",
+        metavar="TOKENS",
+        minimum=1,
+        short="-m",
+        group=SAMPLING,
     )
     temp: float = option(
-        0.0, "sampling temperature; 0 takes the likeliest token", minimum=0, group=SAMPLING
+        0.0,
+        "sampling temperature; 0 takes the likeliest token",
+        metavar="X",
+        minimum=0,
+        group=SAMPLING,
     )
     top_p: float = option(
         1.0,
         "sample from the likeliest tokens that together have this probability",
+        metavar="P",
         minimum=0,
         group=SAMPLING,
     )
     min_p: float = option(
         0.0,
         "leave out tokens less likely than this times the likeliest",
+        metavar="P",
         minimum=0,
         group=SAMPLING,
     )
-    top_k: int = option(0, "sample from so many tokens; 0 for all", minimum=0, group=SAMPLING)
+    top_k: int = option(
+        0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0, group=SAMPLING
+    )
     min_tokens_to_keep: int = option(
-        1, "tokens that --min-p leaves at least", minimum=1, group=SAMPLING
+        1, "tokens that --min-p leaves at least", metavar="TOKENS", minimum=1, group=SAMPLING
     )
     xtc_probability: float = option(
         0.0,
         "probability with which XTC sampling leaves out the likeliest tokens",
+        metavar="P",
         minimum=0,
         group=SAMPLING,
     )
     xtc_threshold: float = option(
-        0.1, "probability above which XTC sampling may leave out a token", minimum=0, group=SAMPLING
+        0.1,
+        "probability above which XTC sampling may leave out a token",
+        metavar="P",
+        minimum=0,
+        group=SAMPLING,
     )
-    seed: int | None = option(None, "seed of sampling", minimum=0, group=SAMPLING)
+    seed: int | None = option(
+        None, "seed of sampling", unset="another one each time", minimum=0, group=SAMPLING
+    )
 
-    stage_map: str | None = stage_map_option(PIPELINE)
-    partitioner: str = partitioner_option(PIPELINE)
     hostfile: str | None = hostfile_option(PIPELINE)
+    partitioner: str = partitioner_option(PIPELINE)
+    stage_map: str | None = stage_map_option(PIPELINE)
     batch_size: int = option(
-        8, "prompts under way at a time, over all groups together", minimum=1, group=PIPELINE
+        8, "sequences under way at a time, over all groups together", minimum=1, group=PIPELINE
     )
     prefill_step_size: int | None = option(
         None,
-        f"tokens of a prompt computed at a time, in chunked prefill (default: {PIPELINED_CHUNK}, "
-        f"{WHOLE_CHUNK} on one rank)",
+        "tokens of a prompt computed at a time, in chunked prefill",
+        metavar="TOKENS",
+        unset=f"{PIPELINED_CHUNK}, {WHOLE_CHUNK} on one rank",
         minimum=1,
         group=PIPELINE,
     )
     max_kv_size: int | None = option(
-        None, "tokens of each sequence that its KV cache keeps", minimum=8, group=PIPELINE
+        None,
+        "tokens of each sequence that its KV cache keeps",
+        metavar="TOKENS",
+        unset="all",
+        minimum=8,
+        group=PIPELINE,
     )
     memory_limit: int | None = memory_limit_option(PIPELINE)
     dtype: str | None = dtype_option(PIPELINE)
@@ -112,6 +168,9 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        # One word with spaces between, as mlx_lm took it, counts as several.
+        words = [word for each in self.extra_eos_token for word in each.split()]
+        object.__setattr__(self, "extra_eos_token", words)
         if self.seed is not None and self.seed >= 2**64:
             raise OptionError("seed", f"is {self.seed}", "give less than 2**64")
         for name, most in (

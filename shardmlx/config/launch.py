@@ -56,6 +56,7 @@ class LaunchFlags:
         sys.executable,
         "the Python of the ranks, the same path on all hosts",
         metavar="FILE",
+        unset="the one that runs this command",
         group=_MPIRUN,
     )
     mpirun_options: str = option(

@@ -36,8 +36,10 @@ class OptionError(UserError):
 class Option:
     """The rules of an option, beside its name, type and default.
 
-    ``metavar`` is the unit of the value, or what it names; ``unset`` says by what rule the value is
-    chosen where the default is None. ``old`` are former names, which are still understood.
+    ``metavar`` is the unit of the value, or what it names; ``unset`` says what applies, or by what
+    rule a value is chosen, where none is given, if the default does not say it. ``old`` are former
+    names, which are still understood, ``also`` flags of the same meaning in other programs. An
+    option that ``excludes`` another takes its place.
     """
 
     help: str
@@ -48,6 +50,8 @@ class Option:
     positional: bool = False
     short: str | None = None
     old: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    excludes: str | None = None
     takes_value: bool = False  # a switch that may be followed by True or False
     one_each: bool = False  # of a list: each use of the flag adds one value
     minimum: float | None = None
@@ -145,8 +149,10 @@ def _default(each: Field[Any]) -> str | None:
     value = each.default if each.default_factory is MISSING else each.default_factory()
     if value is MISSING:
         return None
-    if value is None or value in ([], {}):
-        return _rules(each).unset or "none"
+    if _rules(each).unset is not None:
+        return _rules(each).unset
+    if value is None or value in ([], {}, ""):
+        return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -9,7 +9,7 @@ from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.common_options import model_argument, timeout_option
 from shardmlx.config.options import OptionError, option
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import PASSED_OVER, TrainConfig
 
 MEASURED_PARTS = (8, 2, 1)
 """The parts of --max-seq-length that are measured: an eighth of its tokens, a half, and all."""
@@ -17,7 +17,7 @@ MEASURED_PARTS = (8, 2, 1)
 _MEASURED = "what is measured"
 
 _SHOWN = (
-    *("model", "rows", "lengths", "output", "timeout", "config"),
+    *("model", "revision", "rows", "lengths", "output", "timeout", "config"),
     *("fine_tune_type", "num_layers", "max_seq_length", "dtype", "optimizer", "grad_checkpoint"),
 )
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
@@ -76,6 +76,7 @@ def build_parser(rank: int = 0) -> CommandParser:
         rank=rank,
         groups=(_MEASURED,),
         shown=_SHOWN,
+        passed_over=PASSED_OVER,
         epilog="Takes every option of shardmlx train too: they say what is trained, and how.",
     )
 

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
-from shardmlx.config.inference import SAMPLING, InferenceConfig
+from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
 from shardmlx.config.options import OptionError, option
 from shardmlx.models.kv_cache import held
 
 _SERVER = "server"
+
+_REFUSED = {
+    **REFUSED,
+    "--log-level": "give --access-log for a line of each request",
+    "--chat-template": "write it into the model's chat_template.jinja",
+    "--decode-concurrency": "give --batch-size, for prompts and answers together",
+    "--prompt-concurrency": "give --batch-size, for prompts and answers together",
+    "--prompt-cache-size": "give --cache-tokens: KV caches are counted in tokens",
+    "--prompt-cache-bytes": "give --cache-tokens: KV caches are counted in tokens",
+}
+"""Options of mlx_lm.server that are not here, and why."""
 
 KEY_VARIABLE = "SHARDMLX_API_KEY"
 """The environment variable that may hold the key, which a command line shows to all."""
@@ -25,33 +36,47 @@ class ServeConfig(InferenceConfig):
     max_tokens: int = option(
         512,
         "tokens of an answer at most, where a request says nothing",
+        metavar="TOKENS",
         minimum=1,
         short="-m",
         group=SAMPLING,
     )
     host: str = option(
-        "127.0.0.1", "address to listen at; others than this machine's own need it", group=_SERVER
+        "127.0.0.1",
+        "address to listen at; others than this machine's own need it",
+        metavar="ADDRESS",
+        group=_SERVER,
     )
-    port: int = option(8080, "port to listen at; 0 takes a free one", minimum=0, group=_SERVER)
+    port: int = option(
+        8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, group=_SERVER
+    )
     api_key: str | None = option(
         None,
         f"what requests must bring as bearer token; other users of this machine do not see it in "
         f"${KEY_VARIABLE}",
+        metavar="KEY",
+        unset=f"${KEY_VARIABLE}, if it is set",
         group=_SERVER,
     )
     allow_origin: str | None = option(
-        None, "web site whose pages may ask, like https://example.org; * for all", group=_SERVER
+        None,
+        "web sites whose pages may ask, like https://example.org, with commas between; * for all",
+        metavar="ORIGIN",
+        also=("--allowed-origins",),
+        group=_SERVER,
     )
     allow_host: str | None = option(
         None,
         "names by which requests may call this server beside localhost, with commas between: "
         "those that a proxy passes on",
+        metavar="HOST",
         group=_SERVER,
     )
     cache_tokens: int = option(
         16384,
         "tokens that the KV caches of all requests hold together; prompt and answer of a request "
         "may have as many",
+        metavar="TOKENS",
         minimum=256,
         group=_SERVER,
     )
@@ -61,11 +86,21 @@ class ServeConfig(InferenceConfig):
         group=_SERVER,
     )
     max_queue: int = option(
-        64, "requests that may wait; further ones are refused", minimum=0, group=_SERVER
+        64,
+        "requests that may wait; further ones are refused",
+        metavar="REQUESTS",
+        minimum=0,
+        group=_SERVER,
     )
-    max_body: int = option(4_000_000, "bytes of a request at most", minimum=1000, group=_SERVER)
+    max_body: int = option(
+        4_000_000, "size of a request at most", metavar="BYTES", minimum=1000, group=_SERVER
+    )
     grace: float = option(
-        30.0, "seconds that open requests are given when the server stops", minimum=0, group=_SERVER
+        30.0,
+        "time that open requests are given when the server stops",
+        metavar="SECONDS",
+        minimum=0,
+        group=_SERVER,
     )
     access_log: bool = option(False, "print a line for each request", group=_SERVER)
 
@@ -77,6 +112,11 @@ class ServeConfig(InferenceConfig):
             object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError("api_key", "is empty or not ASCII", "give letters and digits")
+
+    @property
+    def origins(self) -> list[str]:
+        """The web sites of ``allow_origin``."""
+        return [each.strip() for each in (self.allow_origin or "").split(",") if each.strip()]
 
     @property
     def extra_hosts(self) -> list[str]:
@@ -100,6 +140,8 @@ def build_parser(rank: int = 0) -> CommandParser:
         "Serve a model over HTTP, with the API of OpenAI and a chat page, through "
         "pipeline stages, one MPI rank each.",
         rank=rank,
+        groups=(MODEL, _SERVER),
+        refused=_REFUSED,
     )
 
 

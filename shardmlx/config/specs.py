@@ -30,6 +30,7 @@ class ModelSource(Spec):
     """The model, and who reads its weights."""
 
     model: str
+    revision: str | None
     weights: str
     weight_cache: str | None
 
@@ -170,6 +171,7 @@ class RunSpec:
     """A training run as far as its plan depends on it."""
 
     model: str
+    revision: str | None
     fine_tune: FineTune
     batch: BatchOptions
     layout: LayoutOptions
@@ -189,6 +191,7 @@ class RunSpec:
         """Take the parts out of the options of ``shardmlx.train``."""
         return cls(
             model=options.model,
+            revision=options.revision,
             fine_tune=FineTune.of(options),
             batch=BatchOptions.of(options),
             layout=LayoutOptions.of(options),

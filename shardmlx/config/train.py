@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
@@ -15,6 +16,8 @@ from shardmlx.config.checks import (
     check_lora,
     check_lr_schedule,
     check_optimizer_config,
+    filled_lr_schedule,
+    parse_lr_schedule,
 )
 from shardmlx.config.command_line import (
     CommandParser,
@@ -24,10 +27,13 @@ from shardmlx.config.command_line import (
 )
 from shardmlx.config.common_options import (
     AUTO,
+    config_option,
     dtype_option,
     hostfile_option,
     memory_limit_option,
+    model_option,
     partitioner_option,
+    revision_option,
     stage_map_option,
     timeout_option,
     weight_cache_option,
@@ -38,12 +44,28 @@ from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _DATA = "model and data"
 _TRAINING = "training, as in mlx_lm.lora"
+_LORA = "LoRA, and the learning rate: instead of lora_parameters and lr_schedule in YAML"
 _PIPELINE = "pipeline"
+_OUTPUT = "reports"
 _CHECKPOINTS = "checkpoints and failures"
+
+_OF_LORA = "lora_parameters: rank 8, scale 20, dropout 0"
 
 REPORTERS = ("wandb", "swanlab", "tensorboard")
 
 STORAGES = ("auto", "shared", "rank0", "neighbour")
+
+PASSED_OVER: Mapping[str, str] = MappingProxyType(
+    {
+        "lora_layers": "the number of layers is num_layers",
+        "use_dora": "DoRA is fine_tune_type: dora",
+        "use_wandb": "W&B is report_to: wandb",
+        "wandb": "W&B is report_to: wandb, with the project's name in project_name",
+        "adapter_file": "the directory of the adapters is adapter_path",
+        "alpha": "mlx-lm scales by scale in lora_parameters",
+    }
+)
+"""Keys of older or other YAML files that mlx_lm.lora passes over, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +76,35 @@ class TrainConfig:
     and are read only. Raises ``OptionError``, a ``UserError``.
     """
 
-    model: str = option(
-        "Qwen/Qwen3-0.6b", "model directory, or Hugging Face repository", group=_DATA
-    )
-    weights: str = weights_option(_DATA)
-    weight_cache: str | None = weight_cache_option(_DATA)
+    model: str = model_option("Qwen/Qwen3-0.6b", _DATA)
+    revision: str | None = revision_option(_DATA)
     data: str = option(
         "mlx-community/WikiSQL",
-        "directory with {train,valid,test}.jsonl, or Hugging Face data set",
+        "directory with {train,valid,test}.jsonl, .csv or .parquet, or Hugging Face data set",
+        metavar="DIR",
+        group=_DATA,
+    )
+    mask_prompt: bool = option(False, "leave the prompt out of the loss", group=_DATA)
+    max_seq_length: int = option(
+        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2, group=_DATA
+    )
+    long_sequences: str = option(
+        "cut",
+        "what to do with sequences longer than --max-seq-length",
+        choices=("cut", "error"),
         group=_DATA,
     )
     data_cache: str = option(
         "auto",
         "directory in which rank 0 keeps the tokens of data files for later runs; auto: "
         "~/.cache/shardmlx/data; none: they are not kept",
+        metavar="DIR",
         group=_DATA,
+    )
+    weights: str = weights_option(_DATA)
+    weight_cache: str | None = weight_cache_option(_DATA)
+    trust_remote_code: bool = option(
+        False, "run code that comes with model or tokenizer", group=_DATA
     )
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
         None, "Hugging Face data sets with their splits and features", flag=False
@@ -77,20 +113,29 @@ class TrainConfig:
     completion_feature: str = option("completion", "key of the completion", flag=False)
     chat_feature: str = option("messages", "key of the chat messages", flag=False)
     text_feature: str = option("text", "key of plain text", flag=False)
-    max_seq_length: int = option(2048, "longest sequence in tokens", minimum=2, group=_DATA)
-    long_sequences: str = option(
-        "cut", "what to do with sequences longer than that", choices=("cut", "error"), group=_DATA
-    )
-    mask_prompt: bool = option(False, "leave the prompt out of the loss", group=_DATA)
-    trust_remote_code: bool = option(
-        False, "run code that comes with model or tokenizer", group=_DATA
-    )
 
-    config: str | None = option(
-        None, "YAML file with any of these options; flags win over it", short="-c", group=_TRAINING
+    config: str | None = config_option(_TRAINING)
+    dry_run: bool = option(
+        False,
+        "print the plan: memory of each rank, time of a step, what would be written; then end",
+        group=_TRAINING,
     )
     train: bool = option(False, "train; implied unless --test is given", group=_TRAINING)
     test: bool = option(False, "evaluate on the test set: alone, or after --train", group=_TRAINING)
+    batch_size: int = option(
+        4, "sequences a step, over all replicas together", minimum=1, group=_TRAINING
+    )
+    iters: int = option(1000, "steps to train for", metavar="STEPS", minimum=1, group=_TRAINING)
+    epochs: float | None = option(
+        None,
+        "passes over the training set to train for, instead of --iters",
+        metavar="N",
+        unset="as many as --iters makes",
+        above=0,
+        excludes="iters",
+        group=_TRAINING,
+    )
+    learning_rate: float = option(1e-5, "learning rate", metavar="RATE", above=0, group=_TRAINING)
     fine_tune_type: str = option(
         "lora",
         "what to train: adapters, or the weights of the decoder layers",
@@ -100,8 +145,30 @@ class TrainConfig:
     num_layers: int = option(
         16, "how many of the last layers to train; -1 for all", minimum=-1, group=_TRAINING
     )
-    lora_parameters: Mapping[str, Any] = option(
-        {"rank": 8, "dropout": 0.0, "scale": 20.0}, "rank, scale, dropout, keys", flag=False
+    adapter_path: str = option(
+        "adapters", "directory of the adapters", metavar="DIR", group=_TRAINING
+    )
+    resume_adapter_file: str | None = option(
+        None, "adapters or weights to start from", metavar="FILE", group=_TRAINING
+    )
+    save_every: int = option(
+        100, "steps between saved adapters", metavar="STEPS", minimum=1, group=_TRAINING
+    )
+    steps_per_report: int = option(
+        10, "steps between reports", metavar="STEPS", minimum=1, group=_TRAINING
+    )
+    steps_per_eval: int = option(
+        200, "steps between validations", metavar="STEPS", minimum=1, group=_TRAINING
+    )
+    val_batches: int = option(
+        25,
+        "batches of one validation; -1 for all, 0 for none",
+        metavar="BATCHES",
+        minimum=-1,
+        group=_TRAINING,
+    )
+    test_batches: int = option(
+        500, "batches of the test; -1 for all", metavar="BATCHES", minimum=-1, group=_TRAINING
     )
     optimizer: str = option(
         "adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower, group=_TRAINING
@@ -109,50 +176,77 @@ class TrainConfig:
     optimizer_config: Mapping[str, Any] = option(
         {name: {} for name in OPTIMIZERS}, "settings of each optimizer", flag=False
     )
-    learning_rate: float = option(1e-5, "learning rate", above=0, group=_TRAINING)
-    lr_schedule: Mapping[str, Any] | None = option(
-        None, "learning-rate schedule: name, arguments, warmup, warmup_init", flag=False
-    )
-    batch_size: int = option(
-        4, "sequences a step, over all replicas together", minimum=1, group=_TRAINING
-    )
-    iters: int = option(1000, "steps to train for", minimum=1, group=_TRAINING)
     grad_accumulation_steps: int = option(
-        1, "steps whose gradients make one optimizer update", minimum=1, group=_TRAINING
+        1,
+        "steps whose gradients make one optimizer update",
+        metavar="STEPS",
+        minimum=1,
+        group=_TRAINING,
     )
     grad_checkpoint: bool | None = option(
         None,
-        "recompute activations in backward, to save memory (default: where nothing else fits)",
+        "recompute activations in backward, to save memory",
+        unset="chosen: on where nothing else fits",
         group=_TRAINING,
     )
     clear_cache_threshold: int = option(
         0,
         "empty MLX's buffer cache between steps above this size, like 2GiB",
+        metavar="SIZE",
         minimum=0,
         parse=parse_bytes,
         group=_TRAINING,
     )
-    val_batches: int = option(
-        25, "batches of one validation; -1 for all, 0 for none", minimum=-1, group=_TRAINING
-    )
-    test_batches: int = option(500, "batches of the test; -1 for all", minimum=-1, group=_TRAINING)
-    steps_per_report: int = option(10, "steps between reports", minimum=1, group=_TRAINING)
-    steps_per_eval: int = option(200, "steps between validations", minimum=1, group=_TRAINING)
-    save_every: int = option(100, "steps between saved adapters", minimum=1, group=_TRAINING)
-    adapter_path: str = option("adapters", "directory of the adapters", group=_TRAINING)
-    resume_adapter_file: str | None = option(
-        None, "adapters or weights to start from", group=_TRAINING
-    )
     seed: int = option(0, "seed of data order, dropout and new weights", minimum=0, group=_TRAINING)
-    report_to: str | None = option(
-        None, f"services to log to, with commas between: {', '.join(REPORTERS)}", group=_TRAINING
-    )
-    project_name: str | None = option(None, "name of the project there", group=_TRAINING)
 
-    stage_map: str | None = stage_map_option(_PIPELINE)
+    lora_rank: int | None = option(
+        None, "rank of the adapters", unset=_OF_LORA, minimum=1, group=_LORA
+    )
+    lora_scale: float | None = option(
+        None, "factor of the adapters' output", metavar="X", unset=_OF_LORA, group=_LORA
+    )
+    lora_dropout: float | None = option(
+        None,
+        "share of the adapters' inputs that is dropped",
+        metavar="SHARE",
+        unset=_OF_LORA,
+        minimum=0,
+        group=_LORA,
+    )
+    lora_keys: Sequence[str] = option(
+        [],
+        "modules that have adapters, like self_attn.q_proj mlp.up_proj",
+        metavar="NAME",
+        unset="all linear layers",
+        group=_LORA,
+    )
+    lora_parameters: Mapping[str, Any] = option(
+        {"rank": 8, "dropout": 0.0, "scale": 20.0}, "rank, scale, dropout, keys", flag=False
+    )
+    lr_schedule: Mapping[str, Any] | None = option(
+        None,
+        "learning-rate schedule, perhaps with its arguments: cosine_decay, or "
+        "linear_schedule:1e-5,0,1000. Without, cosine_decay and linear_schedule fall from "
+        "--learning-rate to 0 over the run. In YAML a mapping of name, arguments, warmup and "
+        "warmup_init",
+        metavar="NAME[:X,X]",
+        unset="none: the rate stays",
+        parse=parse_lr_schedule,
+        group=_LORA,
+    )
+    warmup: int | None = option(
+        None,
+        "updates in which the learning rate rises from 0",
+        metavar="UPDATES",
+        minimum=0,
+        unset="none, or warmup in lr_schedule",
+        group=_LORA,
+    )
+
     pipeline_stages: int | None = option(
         None,
-        "ranks in one pipeline; what is left of mpirun's -n becomes replicas",
+        "ranks in one pipeline; what is left of the ranks becomes replicas",
+        unset="all ranks",
         minimum=1,
         group=_PIPELINE,
     )
@@ -163,14 +257,18 @@ class TrainConfig:
         minimum=1,
         group=_PIPELINE,
     )
-    virtual_stages: int | None = option(
-        None, "stages a rank (default: the schedule's)", minimum=1, group=_PIPELINE
-    )
-    partitioner: str = partitioner_option(_PIPELINE)
     hostfile: str | None = hostfile_option(_PIPELINE)
     profile: str | None = option(
         None,
-        "times measured by shardmlx.profile, for the same; several files with commas between",
+        "times measured by shardmlx profile, for the same; several files with commas between",
+        metavar="FILE",
+        group=_PIPELINE,
+    )
+    micro_batch_size: int | None = option(
+        None,
+        "sequences a micro-batch",
+        unset="chosen: the fastest of what fits",
+        minimum=1,
         group=_PIPELINE,
     )
     schedule: str = option(
@@ -180,17 +278,25 @@ class TrainConfig:
         choices=(AUTO, *SCHEDULES),
         group=_PIPELINE,
     )
-    micro_batch_size: int | None = option(
-        None, "sequences a micro-batch (default: chosen)", minimum=1, group=_PIPELINE
+    virtual_stages: int | None = option(
+        None, "stages a rank", unset="the schedule's own", minimum=1, group=_PIPELINE
     )
+    partitioner: str = partitioner_option(_PIPELINE)
+    stage_map: str | None = stage_map_option(_PIPELINE)
     pack: bool | None = option(
         None,
-        "texts of a micro-batch one after the other in one row, none padded; the loss is the same "
-        "(default: where that is predicted to be faster)",
+        "sequences of a micro-batch one after the other in one row, none padded; the loss is the "
+        "same",
+        unset="chosen: on where that is predicted to be faster",
         group=_PIPELINE,
     )
     max_grad_norm: float | None = option(
-        None, "clip the norm of the whole gradient to this", above=0, group=_PIPELINE
+        None,
+        "clip the global gradient norm to this",
+        metavar="NORM",
+        unset="it is not clipped",
+        above=0,
+        group=_PIPELINE,
     )
     dtype: str | None = dtype_option(_PIPELINE)
     unfreeze_all: bool = option(
@@ -199,30 +305,53 @@ class TrainConfig:
         group=_PIPELINE,
     )
     memory_limit: int | None = memory_limit_option(_PIPELINE)
+
     metrics_file: str | None = option(
-        None, "write one JSON line for every report here", group=_PIPELINE
+        None, "write one JSON line for every report here", metavar="FILE", group=_OUTPUT
+    )
+    report_to: str | None = option(
+        None,
+        f"services to log to, with commas between: {', '.join(REPORTERS)}",
+        metavar="NAMES",
+        group=_OUTPUT,
+    )
+    project_name: str | None = option(
+        None, "name of the project there", metavar="NAME", group=_OUTPUT
     )
     metrics_port: int | None = option(
         None,
         "port at which rank 0 shows the run: its page, and /metrics for Prometheus; 0 takes a free "
         "one",
+        metavar="PORT",
         minimum=0,
-        group=_PIPELINE,
+        group=_OUTPUT,
     )
     metrics_host: str = option(
         "127.0.0.1",
         "address at which it does; others than this machine's own need it",
         metavar="ADDRESS",
-        group=_PIPELINE,
+        group=_OUTPUT,
     )
     trace: str | None = option(
-        None, "write what every rank did when here, for Perfetto", group=_PIPELINE
+        None, "write what every rank did when here, for Perfetto", metavar="FILE", group=_OUTPUT
+    )
+    rebalance: str | None = option(
+        None,
+        "write here the stage map that the measured times would want",
+        metavar="FILE",
+        group=_OUTPUT,
     )
 
     checkpoint_dir: str | None = option(
-        None, "save here all that the run is, to resume it later", group=_CHECKPOINTS
+        None,
+        "save here all that the run is, to resume it later",
+        metavar="DIR",
+        unset="none; ADAPTER-PATH/checkpoints under launch",
+        group=_CHECKPOINTS,
     )
-    checkpoint_every: int = option(100, "steps between checkpoints", minimum=1, group=_CHECKPOINTS)
+    checkpoint_every: int = option(
+        100, "steps between checkpoints", metavar="STEPS", minimum=1, group=_CHECKPOINTS
+    )
     keep_checkpoints: int = option(
         2, "how many checkpoints stay; older ones are deleted", minimum=1, group=_CHECKPOINTS
     )
@@ -236,17 +365,13 @@ class TrainConfig:
     resume: str = option(
         "auto",
         "auto: from the newest good checkpoint, if there is one; never; or the directory of one",
+        metavar="DIR",
         group=_CHECKPOINTS,
     )
     on_nonfinite: str = option(
         "stop",
         "when loss or gradient is not finite: stop the run, or skip the update and count it",
         choices=("stop", "skip"),
-        group=_CHECKPOINTS,
-    )
-    rebalance: str | None = option(
-        None,
-        "write here the stage map that the measured times would want",
         group=_CHECKPOINTS,
     )
     timeout: float = timeout_option(_CHECKPOINTS)
@@ -264,11 +389,12 @@ class TrainConfig:
             object.__setattr__(self, "train", True)
         if not self.train and self.resume not in ("auto", "never"):
             raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
+        self._merge_lora()
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
         check_optimizer_config(self.optimizer_config)
-        if self.lr_schedule is not None:
-            check_lr_schedule(self.lr_schedule)
+        if self.epochs is None:
+            self._fill_lr_schedule()
         if self.hf_dataset is not None:
             check_hf_dataset(self.hf_dataset)
         if self.metrics_port is not None and self.metrics_port > 65535:
@@ -309,6 +435,30 @@ class TrainConfig:
         names = (name.strip().lower() for name in (self.report_to or "").split(","))
         return tuple(name for name in names if name)
 
+    def _merge_lora(self) -> None:
+        """Put the LoRA options that have flags into ``lora_parameters``."""
+        flags = {
+            "rank": self.lora_rank,
+            "scale": self.lora_scale,
+            "dropout": self.lora_dropout,
+            "keys": self.lora_keys or None,
+        }
+        given = {key: value for key, value in flags.items() if value is not None}
+        object.__setattr__(self, "lora_parameters", {**self.lora_parameters, **given})
+
+    def _fill_lr_schedule(self) -> None:
+        """Give the schedule the arguments and the warm-up that it lacks, and check it."""
+        if self.lr_schedule is None and not self.warmup:
+            return
+        updates = max(1, self.iters // self.grad_accumulation_steps)
+        schedule = filled_lr_schedule(self.lr_schedule, self.warmup, self.learning_rate, updates)
+        check_lr_schedule(schedule)
+        object.__setattr__(self, "lr_schedule", schedule)
+
+    def with_iters(self, iters: int) -> TrainConfig:
+        """Return the same for so many steps, in the place of ``epochs``."""
+        return replace(self, iters=iters, epochs=None)
+
     def to_adapter_config(self) -> dict[str, Any]:
         """Return what ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.
 
@@ -327,6 +477,7 @@ def build_parser(rank: int = 0) -> CommandParser:
         "train",
         "Fine-tune a language model through pipeline stages, one MPI rank each.",
         rank=rank,
+        passed_over=PASSED_OVER,
     )
 
 

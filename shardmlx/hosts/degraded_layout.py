@@ -104,7 +104,7 @@ def _runs_on(wanted: str | None, host: str) -> bool:
 def _workload(run: RunSpec) -> Workload | None:
     """Read the model's headers; None where they cannot be read from here."""
     try:
-        return Workload.of(open_model(run.model), run.fine_tune, run.batch)
+        return Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch)
     except (UserError, OSError):
         return None
 

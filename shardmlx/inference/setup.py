@@ -174,7 +174,7 @@ def _read_prompts(
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
     tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.eos)
-    for token in (config.extra_eos_token or "").split():
+    for token in config.extra_eos_token:
         try:
             tokenizer.add_eos_token(token)
         except ValueError:

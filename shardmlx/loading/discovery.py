@@ -66,14 +66,16 @@ def find_weights(
     *,
     mode: str,
     cache: str | None,
+    revision: str | None = None,
     adapters: str | None = None,
 ) -> Weights:
     """Find where each rank reads ``model`` and its ``adapters``, a directory or a safetensors file.
 
     ``mode`` is --weights, ``cache`` the directory in which what a rank lacks is kept for
-    later runs. All ranks must call it. Raises ``AgreedError``.
+    later runs, ``revision`` a branch, tag or commit of a repository. All ranks must call it.
+    Raises ``AgreedError``.
     """
-    bundle = _find_model(transport, reporter, model, mode, cache)
+    bundle = _find_model(transport, reporter, model, revision, mode, cache)
     if not adapters:
         return Weights(bundle, None)
     try:
@@ -84,27 +86,33 @@ def find_weights(
 
 
 def _find_model(
-    transport: Transport, reporter: Reporter, model: str, mode: str, cache: str | None
+    transport: Transport,
+    reporter: Reporter,
+    model: str,
+    revision: str | None,
+    mode: str,
+    cache: str | None,
 ) -> Bundle:
     is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
     if transport.size == 1 or (mode == "local" and not is_here):
         # From the hub every rank gets all, as mlx-lm does.
-        return Bundle(transport, on_all_ranks(transport, _LOOKING, lambda: find_model(model)))
-    first = on_rank_0(transport, _LOOKING, lambda: _look_first(model))
+        found_here = on_all_ranks(transport, _LOOKING, lambda: find_model(model, revision))
+        return Bundle(transport, found_here)
+    first = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
     identity, commit = transport.broadcast(first and (first.identity, first.commit), what=_LOOKING)
     found = first
     if found is None and mode == "rank0":
         found = _Found(Holding.LACKS, why=_NOT_ASKED)
     if found is None:
-        found = _look(model, is_here, identity, commit)
+        found = _look(model, revision, is_here, identity, commit)
     return _settle(transport, reporter, found, f"--model {model}", mode, cache)
 
 
-def _look_first(model: str) -> _Found:
+def _look_first(model: str, revision: str | None) -> _Found:
     """Look on rank 0, which must have all that others may need, or be able to get it."""
-    repository = None if Path(model).exists() else _open(model)
+    repository = None if Path(model).exists() else _open(model, revision)
     if repository is None:
-        return _whole(find_model(model))
+        return _whole(find_model(model, revision))
     snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
     try:
         manifest = _manifest_of(repository)
@@ -120,10 +128,10 @@ def _look_first(model: str) -> _Found:
     )
 
 
-def _open(model: str) -> Repository | None:
+def _open(model: str, revision: str | None) -> Repository | None:
     """Open a repository; None where ``find_model`` says why not, or finds a cached one."""
     try:
-        repository = open_repository(model)
+        repository = open_repository(model, revision)
     except UserError:
         return None
     return repository if repository is not None and repository.revision is not None else None
@@ -134,12 +142,14 @@ def _whole(path: Path) -> _Found:
     return _Found(Holding.WHOLE, fingerprint(path, files), path, files=files)
 
 
-def _look(model: str, is_directory: bool, identity: str, commit: str | None) -> _Found:
+def _look(
+    model: str, revision: str | None, is_directory: bool, identity: str, commit: str | None
+) -> _Found:
     """Look on another rank: what rank 0 has found may be here, or to be had, too."""
     try:
         if is_directory:
             return _look_here(Path(model), _weight_files(Path(model)), identity)
-        snapshot = whole_snapshot(model, commit, FILES_TO_DOWNLOAD)
+        snapshot = whole_snapshot(model, commit or revision, FILES_TO_DOWNLOAD)
         if commit is None:
             if snapshot is None:
                 return _Found(Holding.LACKS, why="the hub does not give it")

@@ -86,31 +86,35 @@ def download(
     copy.flush()
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, revision: str | None = None) -> Path:
     """Return the directory of a local model, or of a Hugging Face repository.
 
-    The repository is downloaded if need be. Raises ``UserError``.
+    Of the repository ``revision`` is downloaded if need be: a branch, tag or commit. Raises
+    ``UserError``.
     """
     path = Path(model)
     if path.is_dir():
+        if revision is not None:
+            raise UserError(f"--revision {revision} of {model}, which is here", "leave it out")
         return path
     if path.exists():
         raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
     from huggingface_hub import snapshot_download
 
     try:
-        with hub_errors(model, None):
-            return Path(snapshot_download(model, allow_patterns=list(FILES_TO_DOWNLOAD)))
+        with hub_errors(model, revision):
+            patterns = list(FILES_TO_DOWNLOAD)
+            return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Unreachable as error:
         raise no_directory(model, error) from None
 
 
-def open_repository(name: str, commit: str | None = None) -> Repository | None:
+def open_repository(name: str, revision: str | None = None) -> Repository | None:
     """Open a repository whose hub answers; None where only its cache can be asked.
 
     Raises ``UserError``.
     """
-    source = find_repository(name, commit)
+    source = find_repository(name, revision)
     return source if isinstance(source, Repository) else None
 
 

@@ -80,6 +80,7 @@ def open_on_all_ranks(
             source.model,
             mode=source.weights,
             cache=source.weight_cache,
+            revision=source.revision,
             adapters=adapters,
         )
     with weights:

@@ -100,7 +100,7 @@ def find_source(name: str, revision: str | None = None) -> Source:
     path = Path(name).expanduser()
     if path.exists():
         if revision is not None:
-            raise UserError(f"--revision {revision} of {name}, which is here: leave --revision out")
+            raise UserError(f"--revision {revision} of {name}, which is here", "leave it out")
         return Directory(path) if path.is_dir() else SingleFile(path)
     if name.startswith((".", "/", "~")) or name.endswith(SUFFIX):
         raise UserError(f"{name} does not exist: check the path")

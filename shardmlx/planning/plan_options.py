@@ -9,7 +9,7 @@ from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_given_options, words_of
 from shardmlx.config.common_options import hostfile_option, model_argument
 from shardmlx.config.options import REQUIRED, declared, option
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
 from shardmlx.costmodel.layer_memory import BACKENDS
 from shardmlx.errors import UserError
@@ -18,7 +18,7 @@ _MACHINES = "machines"
 _OUTPUT = "output"
 
 _SHOWN = (
-    *("model", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
+    *("model", "revision", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
     *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "partitioner"),
     *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "grad_checkpoint", "pack"),
@@ -85,6 +85,7 @@ def build_parser(rank: int = 0) -> CommandParser:
         rank=rank,
         groups=(_MACHINES, _OUTPUT),
         shown=_SHOWN,
+        passed_over=PASSED_OVER,
         epilog="Takes every option of shardmlx train too. What is given, by flag or file, is "
         "settled.",
     )

@@ -77,7 +77,7 @@ def plan_training(
     )
     cluster = limited(cluster, run.machines.memory_limit)
     cluster.check_speeds()
-    workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
+    workload = Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch)
     limits = _limits(run, data_parallel, cluster.size)
     if limits.stage_map is not None:
         limits.stage_map.check_layers(workload.shape.num_layers)

@@ -137,7 +137,7 @@ class RequestServer:
                 ),
             ),
             hosts=trusted_hosts(listener, config.extra_hosts),
-            origins=[config.allow_origin] if config.allow_origin else [],
+            origins=config.origins,
             max_body_bytes=config.max_body,
             memory=MemoryCollector(
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory

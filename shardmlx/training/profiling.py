@@ -246,7 +246,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
-    files = open_model(options.model)
+    files = open_model(options.model, options.revision)
     return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -40,6 +41,7 @@ from shardmlx.loading.build import build_model, count_parameters
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
+    PlanInputs,
     compare_plans,
     gather_plan_inputs,
     measure_again,
@@ -65,7 +67,16 @@ from shardmlx.training.token_cache import open_cache
 _PACKAGES = {"tensorboard": "tensorboardX"}
 """Packages of the services of --report-to that are not called as these are."""
 
-__all__ = ["SETUP_SECONDS", "TrainingRun", "optimizer_of", "prepare_training"]
+__all__ = [
+    "SETUP_SECONDS",
+    "PlannedRun",
+    "TrainingRun",
+    "open_for_training",
+    "optimizer_of",
+    "plan_run",
+    "prepare_training",
+    "steps_of_epochs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +110,61 @@ class TrainingRun:
         return list(self.engine.stages.values())
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run whose plan is made and fits, and of which no weight is read.
+
+    ``data`` is on rank 0 only; ``slices`` are those of all stages.
+    """
+
+    config: TrainConfig
+    run: RunSpec
+    inputs: PlanInputs[Workload]
+    plan: Plan
+    slices: list[Slice]
+    optimizer: Optimizer
+    data: DataSets | None
+    sizes: Mapping[str, int]
+    lengths: SequenceLengths
+    limits: tuple[MemoryLimits, ...]
+
+    @property
+    def mean_length(self) -> int:
+        """Mean length of the rows of a step, in tokens, as they are computed."""
+        return self.lengths.exact if self.plan.pack else self.lengths.padded
+
+
 def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
     """Check everything, then load. All ranks must call it.
 
     No weight is read before model, plan and data are known to be good on all ranks. Raises the
     same ``AgreedError`` on all of them.
     """
+    with open_for_training(config, transport, reporter) as opened:
+        return _load_run(plan_run(config, transport, reporter, opened), transport, reporter, opened)
+
+
+def open_for_training(
+    config: TrainConfig, transport: Transport, reporter: Reporter
+) -> AbstractContextManager[OpenedModel]:
+    """Find the model and what a run starts from on all ranks. All ranks must call it."""
     adapters = config.resume_adapter_file if config.train else config.adapter_path
-    source = ModelSource.of(config)
-    with open_on_all_ranks(transport, reporter, source, adapters) as opened:
-        return _prepare(config, transport, reporter, opened)
+    return open_on_all_ranks(transport, reporter, ModelSource.of(config), adapters)
 
 
-def _prepare(
+def plan_run(
     config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
-) -> TrainingRun:
-    given = RunSpec.of(config)
-    run = on_all_ranks(transport, "dividing the ranks", partial(given.for_ranks, transport.size))
+) -> PlannedRun:
+    """Check the options, read the data and choose the plan. All ranks must call it.
+
+    Raises the same ``AgreedError`` on all of them.
+    """
+    asked, epochs = config, config.epochs
+    if epochs is not None:  # until the data is read
+        config = asked.with_iters(asked.iters)
+    run = on_all_ranks(
+        transport, "dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size)
+    )
     model = on_all_ranks(
         transport,
         "building the model",
@@ -126,9 +175,7 @@ def _prepare(
     )
     # What the options get wrong is found before the data is read.
     on_all_ranks(transport, "planning", partial(make_plan, run.first, inputs, opened, model))
-    optimizer = on_all_ranks(
-        transport, "building the optimizer", partial(optimizer_of, run.fine_tune)
-    )
+    on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
     on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
@@ -137,6 +184,10 @@ def _prepare(
         sizes, lengths = transport.broadcast(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
         )
+        if epochs is not None and config.train:
+            config = asked.with_iters(steps_of_epochs(epochs, sizes["train"], config.batch_size))
+            run = replace(run, fine_tune=FineTune.of(config))
+            reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
         choice: Choice = on_all_ranks(
             transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
@@ -147,38 +198,71 @@ def _prepare(
             partial(of_model, choice.plan, choice.run, opened, model),
         )
         compare_plans(transport, plan.digest)
-        is_open, run = choice.run != run, choice.run
-        config = _settled(config, run)
-        inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch))
-        reporter.say(headline(run, plan))
-        if is_open and config.train:
-            reporter.say(str(choice))
-        if config.train:
-            reporter.say(_trainable(model))
-        planned = memory_of(run, plan, inputs, lengths)
-        limits = limit_memory(
-            transport.rank, inputs.budgets, planned, inputs.cluster.backend, reporter
+    reporter.say(headline(choice.run, plan))
+    if choice.run != run and config.train:
+        reporter.say(str(choice))
+    if config.train:
+        reporter.say(_trainable(model))
+    run = choice.run
+    inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch))
+    planned = memory_of(run, plan, inputs, lengths)
+    backend = inputs.cluster.backend
+    return PlannedRun(
+        config=_settled(config, run),
+        run=run,
+        inputs=inputs,
+        plan=plan,
+        slices=slices,
+        optimizer=optimizer_of(run.fine_tune),
+        data=data,
+        sizes=sizes,
+        lengths=lengths,
+        limits=limit_memory(transport.rank, inputs.budgets, planned, backend, reporter),
+    )
+
+
+def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
+    """Return the steps that so many passes over a training set take.
+
+    As in mlx-lm, a pass leaves out what does not fill its last batch.
+    """
+    return max(1, round(epochs * max(1, samples // batch_size)))
+
+
+def _load_run(
+    planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
+) -> TrainingRun:
+    """Find the checkpoint to go on from, and load this rank's stages. Collective."""
+    config, plan = planned.config, planned.plan
+    with transport.longer_timeout(SETUP_SECONDS):
+        identity, resumption = _find_checkpoint(
+            config, transport, reporter, opened, planned.data, plan
         )
-        identity, resumption = _find_checkpoint(config, transport, reporter, opened, data, plan)
         stages = _load(
-            transport, reporter, plan, slices, opened, limits, bool(config.grad_checkpoint)
+            transport,
+            reporter,
+            plan,
+            planned.slices,
+            opened,
+            planned.limits,
+            bool(config.grad_checkpoint),
         )
     return TrainingRun(
         config=config,
         transport=transport,
         reporter=reporter,
         model_path=opened.path,
-        workload=inputs.sizes,
-        cluster=inputs.cluster,
+        workload=planned.inputs.sizes,
+        cluster=planned.inputs.cluster,
         plan=plan,
         engine=Engine(plan, transport, stages),
-        optimizer=optimizer,
-        data=data,
-        sizes=sizes,
+        optimizer=planned.optimizer,
+        data=planned.data,
+        sizes=planned.sizes,
         resumption=resumption,
         identity=identity,
-        limits=limits,
-        mean_length=lengths.exact if plan.pack else lengths.padded,
+        limits=planned.limits,
+        mean_length=planned.mean_length,
     )
 
 

@@ -33,6 +33,7 @@ from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
+from shardmlx.training.dry_run import dry_run
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
 from shardmlx.training.soundness import Soundness
@@ -83,6 +84,9 @@ def _train(
         if live is not None:
             reporter.say(f"The run at {live.address}, for Prometheus at {live.address}/metrics")
         transport.activity.begin("loading")
+        if config.dry_run:
+            dry_run(config, transport, reporter)
+            return
         trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:
             trainer.train()

@@ -182,6 +182,9 @@ def test_an_option_that_makes_another_run_is_refused_by_name(model: Path, name: 
 
 MAY_CHANGE: dict[str, Any] = {
     "iters": 7,
+    "epochs": 2.0,  # the steps of which are counted when the data is read
+    "dry_run": True,
+    "revision": "v2",  # what is in it is compared
     "val_batches": 1,
     "test": True,
     "test_batches": 3,
@@ -202,6 +205,8 @@ MAY_CHANGE: dict[str, Any] = {
     "schedule": "gpipe",
     "micro_batch_size": 2,
     "metrics_file": "metrics.jsonl",
+    "metrics_port": 8000,
+    "metrics_host": "0.0.0.0",
     "trace": "trace.json",
     "checkpoint_dir": "elsewhere",
     "checkpoint_every": 3,
@@ -233,8 +238,9 @@ def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     compared_apart |= {"optimizer_config", "hf_dataset"}
     like_others = {"train", "config", "virtual_stages", "prompt_feature", "completion_feature"}
     like_others |= {"chat_feature"}
+    in_others = {"lora_rank", "lora_scale", "lora_dropout", "lora_keys", "warmup"}
     assert set(SAME_OPTIONS) == set(OTHER)
-    known = [*OTHER, *MAY_CHANGE, *compared_apart, *like_others]
+    known = [*OTHER, *MAY_CHANGE, *compared_apart, *like_others, *in_others]
     assert sorted(known) == sorted(field.name for field in fields(TrainConfig))
 
 

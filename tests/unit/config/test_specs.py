@@ -71,6 +71,7 @@ def test_few_modules_know_all_options_of_train() -> None:
         "__init__.py",  # which exports it
         "config/train.py",
         "train.py",
+        "training/dry_run.py",
         "training/setup.py",
         "training/trainer.py",
         "hosts/launch_options.py",

@@ -46,7 +46,7 @@ def on_two_ranks(work: Callable[[Transport], Any]) -> list[Any]:
 
 
 def opened(model: Path, transport: Transport) -> Any:
-    source = ModelSource(model=str(model), weights="auto", weight_cache=None)
+    source = ModelSource(model=str(model), revision=None, weights="auto", weight_cache=None)
     with open_on_all_ranks(transport, Reporter(quiet=True), source, "") as found:
         return found.path, found.adapters, found.shape.num_layers, found.eos, found.digest
 

@@ -1,0 +1,68 @@
+"""Options of generate, chat and serve: mlx_lm's are taken, or refused by name with a reason."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+import pytest
+
+from shardmlx.config import chat, generate, serve
+from shardmlx.errors import UserError
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def server_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the flags of mlx_lm.server, which builds its parser in ``main``."""
+    from mlx_lm import server
+
+    class Built(Exception):
+        pass
+
+    def stop(parser: argparse.ArgumentParser, *args: Any) -> None:
+        raise Built(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(Built) as built:
+        server.main()
+    return flags_of(built.value.args[0])
+
+
+def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, ours in (("generate", generate), ("chat", chat)):
+        theirs = importlib.import_module(f"mlx_lm.{name}").setup_arg_parser()
+        assert flags_of(theirs) <= flags_of(ours.build_parser())
+    assert server_flags(monkeypatch) <= flags_of(serve.build_parser())
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "reason"),
+    [
+        (generate, "--draft-model small", "there is no speculative decoding here: leave it out"),
+        (generate, "--kv-bits 4", "KV caches keep the type of the model"),
+        (generate, "-qa", "layers compute as mlx_lm does without it"),
+        (chat, "--pipeline", "ranks are always a pipeline here"),
+        (serve, "--log-level INFO", "give --access-log"),
+        (serve, "--prompt-cache-bytes 1GB", "give --cache-tokens"),
+    ],
+)
+def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) -> None:
+    with pytest.raises(UserError) as error:
+        module.load_config(words.split())
+    assert str(error.value).startswith(f"{words.split()[0]} of mlx_lm is not here: {reason}")
+
+
+def test_spellings_of_mlx_lm_mean_the_same() -> None:
+    config = generate.load_config(["--extra-eos-token", "<|a|>", "<|b|>", "--verbose", "False"])
+    assert config.extra_eos_token == ["<|a|>", "<|b|>"]
+    assert not config.verbose
+    assert generate.load_config(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
+    served = serve.load_config(
+        ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
+    )
+    assert served.origins == ["https://a.org", "https://b.org"]
+    assert served.template_arguments == {"x": 1}
