@@ -10,7 +10,6 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.common.environment import Blas
-from shardmlx.common.http_listener import bind
-from shardmlx.common.reporter import Bar, Listener, Reporter
+from shardmlx.common.reporter import Bar, Listener
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -29,14 +27,13 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
-from shardmlx.runreport.live import LivePage
-from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.dry_run import dry_run
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
 from shardmlx.training.soundness import Soundness
+from shardmlx.training.viewers import ViewerOptions, open_reporter
 
 _TAMER = "lower --learning-rate, or give --dtype float32"
 
@@ -70,19 +67,9 @@ def _train(
     on_event: Listener | None = None,
     blas: Blas | None = None,
 ) -> None:
-    live = on_rank_0(transport, "opening the metrics port", partial(_open_live, config))
-    board = TensorBoardLog(config.adapter_path) if "tensorboard" in config.services else None
-    viewers = [each for each in (live, board) if each is not None]
-    listeners = [*filter(None, (on_event,)), *(each.take for each in viewers)]
-    metrics = Path(config.metrics_file) if config.metrics_file else None
-    reporter = on_rank_0(
-        transport, "start", lambda: Reporter(metrics, listeners=listeners)
-    ) or Reporter(quiet=True)
-    try:
+    with open_reporter(ViewerOptions.of(config), transport, on_event) as reporter:
         if blas is not None:
             reporter.say(str(blas))
-        if live is not None:
-            reporter.say(f"The run at {live.address}, for Prometheus at {live.address}/metrics")
         transport.activity.begin("loading")
         if config.dry_run:
             dry_run(config, transport, reporter)
@@ -92,18 +79,6 @@ def _train(
             trainer.train()
         if config.test:
             trainer.test()
-    finally:
-        reporter.close()
-        for each in viewers:
-            each.close()
-
-
-def _open_live(config: TrainConfig) -> LivePage | None:
-    """Return the page of the run that others can look at, if it is asked for."""
-    if config.metrics_port is None:
-        return None
-    listener = bind(config.metrics_host, config.metrics_port, "--metrics-")
-    return LivePage(listener, config.metrics_file)
 
 
 class Trainer:

@@ -3,7 +3,8 @@ const charts = [];
 let axis = "step";
 let zoom = null;
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const faint = (name) => `color-mix(in srgb, ${colour(name)} 22%, ${colour("back")})`;
 
 // Where an event stands on the horizontal axis: at its step, or at its hours since the beginning.
@@ -18,7 +19,8 @@ function columnsOf(lines) {
   const rows = new Map();
   lines.forEach(({ events, get }, index) => {
     for (const event of events) {
-      const x = place(event), y = get(event);
+      const x = place(event),
+        y = get(event);
       if (x === null || !isNumber(y)) continue;
       if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null));
       rows.get(x)[index] = y;
@@ -29,8 +31,13 @@ function columnsOf(lines) {
 }
 
 function marks() {
-  const from = (events, kind) => events.map((event) => ({ kind, x: place(event) })).filter((each) => each.x !== null);
-  return [...from(run.checkpoints, "checkpoint"), ...from(run.resumes, "restart"), ...from(run.stragglers, "straggler")];
+  const from = (events, kind) =>
+    events.map((event) => ({ kind, x: place(event) })).filter((each) => each.x !== null);
+  return [
+    ...from(run.checkpoints, "checkpoint"),
+    ...from(run.resumes, "restart"),
+    ...from(run.stragglers, "straggler"),
+  ];
 }
 
 const MARKS = {
@@ -41,7 +48,9 @@ const MARKS = {
 
 // A checkpoint is a triangle below, a restart a dashed line, a straggler a line with a diamond.
 function drawMarks(u) {
-  const { left, top, width, height } = u.bbox, { ctx } = u, unit = devicePixelRatio;
+  const { left, top, width, height } = u.bbox,
+    { ctx } = u,
+    unit = devicePixelRatio;
   ctx.save();
   for (const { kind, x } of marks()) {
     const at = u.valToPos(x, "x", true);
@@ -63,7 +72,13 @@ function drawMarks(u) {
     ctx.stroke();
     if (kind !== "straggler") continue;
     ctx.beginPath();
-    for (const [dx, dy] of [[0, 0], [4.5, 4.5], [0, 9], [-4.5, 4.5]]) ctx.lineTo(at + dx * unit, top + dy * unit);
+    for (const [dx, dy] of [
+      [0, 0],
+      [4.5, 4.5],
+      [0, 9],
+      [-4.5, 4.5],
+    ])
+      ctx.lineTo(at + dx * unit, top + dy * unit);
     ctx.fill();
   }
   ctx.restore();
@@ -82,19 +97,30 @@ function showRange(u) {
 function wholeRange() {
   const xs = [...run.trains, ...run.vals].map(place).filter(isNumber);
   if (!xs.length) return [0, 1];
-  const low = Math.min(...xs), high = Math.max(...xs);
+  const low = Math.min(...xs),
+    high = Math.max(...xs);
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
 
 const tick = (value) => {
   const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e6)) return value.toExponential(Number.isInteger(Number(value.toPrecision(1)) / 10 ** Math.floor(Math.log10(size))) ? 0 : 1).replace("e+", "e");
+  if (size && (size < 1e-3 || size >= 1e6))
+    return value
+      .toExponential(
+        Number.isInteger(Number(value.toPrecision(1)) / 10 ** Math.floor(Math.log10(size))) ? 0 : 1,
+      )
+      .replace("e+", "e");
   return String(Number(value.toPrecision(6)));
 };
 
 // Options of a chart with these ``lines``: {label, colour, show, get, events, fill, dash, points}.
 function optionsOf(spec, lines, size) {
-  const axes = { stroke: colour("muted"), font: "12px system-ui, sans-serif", grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1, size: 4 } };
+  const axes = {
+    stroke: colour("muted"),
+    font: "12px system-ui, sans-serif",
+    grid: { stroke: colour("line"), width: 1 },
+    ticks: { stroke: colour("line"), width: 1, size: 4 },
+  };
   return {
     ...size,
     padding: [12, 12, 0, 0],
@@ -109,11 +135,28 @@ function optionsOf(spec, lines, size) {
       y: { range: (u, low, high) => rangeOf(spec, low, high) },
     },
     axes: [
-      { ...axes, size: 30, space: 60, incrs: axis === "step" ? [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6] : undefined, values: (u, values) => values.map((value) => (axis === "step" ? format.count(value) : `${tick(value)} h`)) },
+      {
+        ...axes,
+        size: 30,
+        space: 60,
+        incrs:
+          axis === "step"
+            ? [
+                1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5,
+                5e5, 1e6,
+              ]
+            : undefined,
+        values: (u, values) =>
+          values.map((value) => (axis === "step" ? format.count(value) : `${tick(value)} h`)),
+      },
       { ...axes, size: 58, space: 28, values: (u, values) => values.map(tick) },
     ],
     series: [
-      { label: axis === "step" ? "step" : "hours", value: (u, value) => (isNumber(value) ? (axis === "step" ? format.count(value) : value.toFixed(3)) : "") },
+      {
+        label: axis === "step" ? "step" : "hours",
+        value: (u, value) =>
+          isNumber(value) ? (axis === "step" ? format.count(value) : value.toFixed(3)) : "",
+      },
       ...lines.map((line, index) => ({
         label: line.label,
         stroke: colour(line.colour),
@@ -121,20 +164,33 @@ function optionsOf(spec, lines, size) {
         fill: line.fill ? faint(line.colour) : undefined,
         dash: line.dash,
         spanGaps: true,
-        points: { show: line.points || ((u, i, from, to) => to - from < 60), size: 5, fill: colour("back") },
-        value: (u, value, si, i) => (i === null || i === undefined ? "" : line.show(line.own ? line.own(u.data, i) : value)),
+        points: {
+          show: line.points || ((u, i, from, to) => to - from < 60),
+          size: 5,
+          fill: colour("back"),
+        },
+        value: (u, value, si, i) =>
+          i === null || i === undefined ? "" : line.show(line.own ? line.own(u.data, i) : value),
       })),
     ],
-    bands: spec.stacked ? lines.slice(1).map((_, index) => ({ series: [index + 1, index + 2] })) : [],
+    bands: spec.stacked
+      ? lines.slice(1).map((_, index) => ({ series: [index + 1, index + 2] }))
+      : [],
     legend: { markers: { width: 2 } },
     hooks: {
       draw: [drawMarks],
-      setSelect: [(u) => {
-        const { left, width } = u.select;
-        if (width > 4) zoomTo([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
-        u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-      }],
-      setCursor: [(u) => { if (u.cursor.idx === null || u.cursor.idx === undefined) showLast(u); }],
+      setSelect: [
+        (u) => {
+          const { left, width } = u.select;
+          if (width > 4) zoomTo([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        },
+      ],
+      setCursor: [
+        (u) => {
+          if (u.cursor.idx === null || u.cursor.idx === undefined) showLast(u);
+        },
+      ],
     },
   };
 }
@@ -148,18 +204,24 @@ function showLast(u) {
 function rangeOf(spec, low, high) {
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
   if (spec.ceiling) return [0, spec.ceiling()];
-  const floor = spec.fromZero ? 0 : low, room = (high - floor || Math.abs(high) || 1) * 0.08;
+  const floor = spec.fromZero ? 0 : low,
+    room = (high - floor || Math.abs(high) || 1) * 0.08;
   return [spec.fromZero ? 0 : floor - room, high + room];
 }
 
 // A sentence that says what a chart shows, for who does not see it.
 function inWords(spec, lines) {
-  const said = lines.filter((line) => !line.quiet).map((line) => {
-    const found = line.events.map((event) => ({ step: event.step, value: line.get(event) })).filter((each) => isNumber(each.value));
-    if (!found.length) return `${line.label}: nothing yet`;
-    const first = found[0], end = found[found.length - 1];
-    return `${line.label}: ${line.show(first.value)} at step ${first.step}, ${line.show(end.value)} at step ${end.step}`;
-  });
+  const said = lines
+    .filter((line) => !line.quiet)
+    .map((line) => {
+      const found = line.events
+        .map((event) => ({ step: event.step, value: line.get(event) }))
+        .filter((each) => isNumber(each.value));
+      if (!found.length) return `${line.label}: nothing yet`;
+      const first = found[0],
+        end = found[found.length - 1];
+      return `${line.label}: ${line.show(first.value)} at step ${first.step}, ${line.show(end.value)} at step ${end.step}`;
+    });
   return `${spec.title}. ${said.join("; ")}. All values are in the table under Numbers.`;
 }
 
@@ -187,7 +249,9 @@ function showChart(parent, spec, lines) {
   const size = { width: picture.clientWidth || 300, height: spec.height || 200 };
   const plot = new uPlot(optionsOf(spec, lines, size), columns, picture);
   charts.push({ spec, plot, picture, lines });
-  new ResizeObserver(() => plot.setSize({ width: picture.clientWidth, height: size.height })).observe(picture);
+  new ResizeObserver(() =>
+    plot.setSize({ width: picture.clientWidth, height: size.height }),
+  ).observe(picture);
   showLast(plot);
 }
 
@@ -198,10 +262,18 @@ function forgetCharts() {
   }
 }
 
-const line = (label, name, events, get, show, more) => ({ label, colour: name, events, get, show, ...more });
+const line = (label, name, events, get, show, more) => ({
+  label,
+  colour: name,
+  events,
+  get,
+  show,
+  ...more,
+});
 
 function curves() {
-  const parent = byId("curves"), options = record(start().options);
+  const parent = byId("curves"),
+    options = record(start().options);
   const of = (field) => (event) => event[field];
   showChart(parent, { id: "curve-loss", title: "Loss" }, [
     line("training", "accent", run.trains, of("loss"), format.loss),
@@ -216,12 +288,28 @@ function curves() {
   const clip = number(options.max_grad_norm);
   showChart(parent, { id: "curve-norm", title: "Global gradient norm", fromZero: true }, [
     line("norm", "accent", run.trains, of("grad_norm"), format.loss),
-    ...(clip === null ? [] : [line("clipped to", "second", run.trains, () => clip, format.value, { dash: [6, 4], points: false, quiet: true })]),
+    ...(clip === null
+      ? []
+      : [
+          line("clipped to", "second", run.trains, () => clip, format.value, {
+            dash: [6, 4],
+            points: false,
+            quiet: true,
+          }),
+        ]),
   ]);
   const planned = number(record(record(start().predicted).data).step_seconds);
   showChart(parent, { id: "curve-step", title: "Seconds of a step", fromZero: true }, [
     line("measured", "accent", run.trains, of("step_seconds"), format.seconds),
-    ...(planned === null ? [] : [line("planned", "second", run.trains, () => planned, format.seconds, { dash: [6, 4], points: false, quiet: true })]),
+    ...(planned === null
+      ? []
+      : [
+          line("planned", "second", run.trains, () => planned, format.seconds, {
+            dash: [6, 4],
+            points: false,
+            quiet: true,
+          }),
+        ]),
   ]);
 }
 
@@ -234,17 +322,38 @@ const PARTS = [
 // The stacked seconds of each rank: the highest line is the sum of all parts.
 function rankCurves() {
   const sum = (rank, count) => (event) => {
-    const part = partOf(event, rank), values = PARTS.slice(0, count).map((each) => part[each.field]);
+    const part = partOf(event, rank),
+      values = PARTS.slice(0, count).map((each) => part[each.field]);
     return values.every(isNumber) ? values.reduce((a, b) => a + b, 0) : null;
   };
-  const highest = () => 1.06 * Math.max(1e-9, ...ranks().flatMap((rank) => run.trains.map((event) => sum(rank, 3)(event) ?? 0)));
+  const highest = () =>
+    1.06 *
+    Math.max(
+      1e-9,
+      ...ranks().flatMap((rank) => run.trains.map((event) => sum(rank, 3)(event) ?? 0)),
+    );
   for (const rank of ranks()) {
     const lines = [...PARTS].reverse().map((part, index) => {
       const count = PARTS.length - index;
       // uPlot is given sums; the legend has the part itself.
-      const own = (data, i) => data[index + 1][i] - (index + 2 < data.length ? data[index + 2][i] : 0);
-      return line(part.name, part.colour, run.trains, sum(rank, count), format.seconds, { fill: true, own, points: () => false });
+      const own = (data, i) =>
+        data[index + 1][i] - (index + 2 < data.length ? data[index + 2][i] : 0);
+      return line(part.name, part.colour, run.trains, sum(rank, count), format.seconds, {
+        fill: true,
+        own,
+        points: () => false,
+      });
     });
-    showChart(byId("rank-curves"), { id: `rank-${rank}`, title: `Seconds of a step on ${nameOf(rank)}`, stacked: true, height: 150, ceiling: highest }, lines);
+    showChart(
+      byId("rank-curves"),
+      {
+        id: `rank-${rank}`,
+        title: `Seconds of a step on ${nameOf(rank)}`,
+        stacked: true,
+        height: 150,
+        ceiling: highest,
+      },
+      lines,
+    );
   }
 }

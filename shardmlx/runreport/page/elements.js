@@ -38,13 +38,18 @@ function table(columns, rows, caption) {
     {},
     element("caption", { className: "unseen" }, caption),
     element("thead", {}, element("tr", {}, head)),
-    element("tbody", {}, rows.map((row) => element("tr", {}, row.map(cell("td"))))),
+    element(
+      "tbody",
+      {},
+      rows.map((row) => element("tr", {}, row.map(cell("td")))),
+    ),
   );
 }
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const list = (value) => (Array.isArray(value) ? value : []);
-const record = (value) => (value && typeof value === "object" && !Array.isArray(value) ? value : {});
+const record = (value) =>
+  value && typeof value === "object" && !Array.isArray(value) ? value : {};
 const number = (value) => (isNumber(value) ? value : null);
 
 // Numbers for people; "–" where there is none.
@@ -69,7 +74,12 @@ const format = {
     return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   },
   count: (value) => (isNumber(value) ? value.toLocaleString("en") : NONE),
-  value: (value) => (value === null || value === undefined ? NONE : typeof value === "string" ? value : JSON.stringify(value)),
+  value: (value) =>
+    value === null || value === undefined
+      ? NONE
+      : typeof value === "string"
+        ? value
+        : JSON.stringify(value),
 };
 
 const plural = (count, word, words) => `${count} ${count === 1 ? word : words || `${word}s`}`;

@@ -10,7 +10,10 @@ function status() {
   if (run.summary) return ["finished", `finished in ${format.duration(run.summary.seconds)}`];
   if (lost) return ["ended", `no answer: the run has ended or cannot be reached; step ${step}`];
   if (DATA.live && !ended) return ["running", run.starts.length ? "running" : "loading"];
-  return ["ended", DATA.live ? `ended at step ${step}` : `no summary: still running, or ended at step ${step}`];
+  return [
+    "ended",
+    DATA.live ? `ended at step ${step}` : `no summary: still running, or ended at step ${step}`,
+  ];
 }
 
 function show() {
@@ -41,7 +44,8 @@ function showAnew() {
 // Ask the server for what is new, again and again: it answers as soon as there is something. A run
 // that was started anew begins anew here.
 async function ask() {
-  let seen = 0, who = null;
+  let seen = 0,
+    who = null;
   while (!ended) {
     try {
       const answer = await fetch(`/events?after=${seen}`, { cache: "no-store" });
@@ -71,11 +75,16 @@ byId("axis").addEventListener("change", (event) => {
   zoom = null;
   showAnew();
 });
-byId("numbers").addEventListener("toggle", () => { if (byId("numbers").open) numberTable(); });
+byId("numbers").addEventListener("toggle", () => {
+  if (byId("numbers").open) numberTable();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAnew);
 
-byId("axis").hidden = !DATA.events.some((event) => event.event === "train" && isNumber(event.time)) && !DATA.live;
-byId("about").textContent = DATA.unreadable ? `${plural(DATA.unreadable, "line")} of the file could not be read and ${DATA.unreadable === 1 ? "is" : "are"} left out.` : "";
+byId("axis").hidden =
+  !DATA.events.some((event) => event.event === "train" && isNumber(event.time)) && !DATA.live;
+byId("about").textContent = DATA.unreadable
+  ? `${plural(DATA.unreadable, "line")} of the file could not be read and ${DATA.unreadable === 1 ? "is" : "are"} left out.`
+  : "";
 DATA.events.forEach(take);
 show();
 if (DATA.live) ask();

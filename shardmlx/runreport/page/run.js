@@ -1,12 +1,24 @@
 // The run, as far as its events tell of it.
 const run = {
-  starts: [], trains: [], vals: [], tests: [], checkpoints: [], resumes: [], stragglers: [],
-  summary: null, log: [],
+  starts: [],
+  trains: [],
+  vals: [],
+  tests: [],
+  checkpoints: [],
+  resumes: [],
+  stragglers: [],
+  summary: null,
+  log: [],
 };
 
 const KINDS = {
-  start: "starts", train: "trains", val: "vals", test: "tests", checkpoint: "checkpoints",
-  resume: "resumes", straggler: "stragglers",
+  start: "starts",
+  train: "trains",
+  val: "vals",
+  test: "tests",
+  checkpoint: "checkpoints",
+  resume: "resumes",
+  straggler: "stragglers",
 };
 
 function take(event) {
@@ -25,16 +37,20 @@ const start = () => record(last(run.starts));
 const layout = () => record(start().layout);
 const lastStep = () => number(record(last(run.trains)).step) ?? number(start().step) ?? 0;
 const beginning = () => {
-  const times = [...run.starts, ...run.trains, ...run.vals].map((each) => each.time).filter(isNumber);
+  const times = [...run.starts, ...run.trains, ...run.vals]
+    .map((each) => each.time)
+    .filter(isNumber);
   return times.length ? Math.min(...times) : null;
 };
 
 // A rank's part of a report; {} where a rank was not there, as before a restart on more machines.
-const partOf = (event, rank) => record(list(event.ranks).find((each) => record(each).rank === rank));
+const partOf = (event, rank) =>
+  record(list(event.ranks).find((each) => record(each).rank === rank));
 
 function ranks() {
   const found = new Set();
-  for (const event of run.trains) for (const each of list(event.ranks)) found.add(record(each).rank);
+  for (const event of run.trains)
+    for (const each of list(event.ranks)) found.add(record(each).rank);
   for (const each of list(layout().ranks)) found.add(record(each).rank);
   return [...found].filter(isNumber).sort((a, b) => a - b);
 }
@@ -48,20 +64,30 @@ const nameOf = (rank) => (hostOf(rank) ? `rank ${rank}, ${hostOf(rank)}` : `rank
 
 function stagesOf(rank) {
   const of = record(list(layout().ranks).find((each) => record(each).rank === rank)).pipeline_rank;
-  return list(layout().stages).map(record).filter((stage) => stage.pipeline_rank === of);
+  return list(layout().stages)
+    .map(record)
+    .filter((stage) => stage.pipeline_rank === of);
 }
 
 function layersOf(stage) {
-  const first = stage.first_layer, count = stage.num_layers;
+  const first = stage.first_layer,
+    count = stage.num_layers;
   const ends = [stage.has_embedding && "embedding", stage.has_lm_head && "lm_head"].filter(Boolean);
-  return [count === 1 ? `layer ${first}` : `layers ${first}–${first + count - 1}`, ...ends].join(" + ");
+  return [count === 1 ? `layer ${first}` : `layers ${first}–${first + count - 1}`, ...ends].join(
+    " + ",
+  );
 }
 
 // The mean over reports of what ``get`` finds in one, each weighted by its steps.
 function meanOver(get) {
-  let total = 0, steps = 0, before = null;
+  let total = 0,
+    steps = 0,
+    before = null;
   for (const event of run.trains) {
-    const count = isNumber(before) && event.step > before ? event.step - before : event.step - (number(record(run.starts[0]).step) ?? 0);
+    const count =
+      isNumber(before) && event.step > before
+        ? event.step - before
+        : event.step - (number(record(run.starts[0]).step) ?? 0);
     before = event.step;
     const value = get(event);
     if (isNumber(value) && count > 0) {
@@ -86,4 +112,5 @@ function newest(rank, field) {
   return null;
 }
 
-const limitsOf = (rank) => record(list(start().memory_limits ?? record(run.summary).memory_limits)[rank]);
+const limitsOf = (rank) =>
+  record(list(start().memory_limits ?? record(run.summary).memory_limits)[rank]);

@@ -1,124 +1,330 @@
 // What the page says in words and numbers.
 
 function tiles() {
-  const end = record(last(run.trains)), best = Math.min(...run.vals.map((each) => each.loss).filter(isNumber));
+  const end = record(last(run.trains)),
+    best = Math.min(...run.vals.map((each) => each.loss).filter(isNumber));
   const iters = number(start().iters);
-  const shares = ranks().map((rank) => newest(rank, "peak_memory_bytes") / limitsOf(rank).memory_limit_bytes).filter(isNumber);
-  const val = record(last(run.vals)).loss, test = record(last(run.tests)).loss;
+  const shares = ranks()
+    .map((rank) => newest(rank, "peak_memory_bytes") / limitsOf(rank).memory_limit_bytes)
+    .filter(isNumber);
+  const val = record(last(run.vals)).loss,
+    test = record(last(run.tests)).loss;
   const found = [
-    ["step", iters === null ? format.count(lastStep()) : `${format.count(lastStep())} / ${format.count(iters)}`, ""],
+    [
+      "step",
+      iters === null
+        ? format.count(lastStep())
+        : `${format.count(lastStep())} / ${format.count(iters)}`,
+      "",
+    ],
     ["training loss", format.loss(end.loss), ""],
-    ["validation loss", format.loss(val), isNumber(val) && best < val ? `best ${format.loss(best)}` : ""],
+    [
+      "validation loss",
+      format.loss(val),
+      isNumber(val) && best < val ? `best ${format.loss(best)}` : "",
+    ],
     isNumber(test) ? ["test loss", format.loss(test), ""] : null,
     ["tokens/s", format.rate(end.tokens_per_second), ""],
     ["seconds a step", format.seconds(end.step_seconds), ""],
     ["bubble", format.percent(end.bubble), "mean of all ranks"],
-    shares.length ? ["memory", format.percent(Math.max(...shares)), "of its limit, on the fullest rank"] : null,
+    shares.length
+      ? ["memory", format.percent(Math.max(...shares)), "of its limit, on the fullest rank"]
+      : null,
   ].filter(Boolean);
-  fill(byId("tiles"), found.map(([name, value, note]) => element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("small", {}, note) : null))));
+  fill(
+    byId("tiles"),
+    found.map(([name, value, note]) =>
+      element(
+        "div",
+        {},
+        element("dt", {}, name),
+        element("dd", {}, value, note ? element("small", {}, note) : null),
+      ),
+    ),
+  );
 }
 
+// The last part of a path; the whole name of a repository.
+const shortName = (name) =>
+  /^[/.~]/.test(name) ? name.replace(/[/]+$/, "").split("/").pop() || name : name;
+
 function header() {
-  const options = record(start().options), { data_parallel: dp, pipeline_parallel: pp } = layout();
-  if (typeof options.model === "string") byId("model").textContent = options.model;
-  const schedule = record(start().schedule), parts = [];
-  if (isNumber(dp)) parts.push(`${plural(dp * pp, "rank")}: ${dp} data parallel × ${pp} pipeline parallel`);
+  const options = record(start().options),
+    { data_parallel: dp, pipeline_parallel: pp } = layout();
+  if (typeof options.model === "string") byId("model").textContent = shortName(options.model);
+  if (DATA.live) document.title = `step ${lastStep()}: ${byId("model").textContent}`;
+  const schedule = record(start().schedule),
+    parts = [];
+  if (isNumber(dp))
+    parts.push(`${plural(dp * pp, "rank")}: ${dp} data parallel × ${pp} pipeline parallel`);
   if (schedule.name) parts.push(format.value(schedule.name) + (schedule.packed ? ", packed" : ""));
   if (options.fine_tune_type) parts.push(format.value(options.fine_tune_type));
   if (options.data) parts.push(`data ${format.value(options.data)}`);
   if (isNumber(beginning())) parts.push(`began ${format.clock(beginning())}`);
-  byId("summary").textContent = parts.join(" · ") || "This file has no start line: it was written by an older shardmlx, so that layout, plan and options are not known.";
+  byId("summary").textContent =
+    parts.join(" · ") ||
+    "This file has no start line: it was written by an older shardmlx, so that layout, plan and options are not known.";
 }
 
 function rankTable() {
   const seconds = PARTS.map((part) => ({ title: part.name, number: true }));
-  const columns = ["rank", "host", "layers", ...seconds, "mean step", { title: "peak memory", number: true }, { title: "planned", number: true }, { title: "limit", number: true }, "memory"];
+  const columns = [
+    "rank",
+    "host",
+    "layers",
+    ...seconds,
+    "mean step",
+    { title: "peak memory", number: true },
+    { title: "planned", number: true },
+    { title: "limit", number: true },
+    "memory",
+  ];
   const rows = ranks().map((rank) => {
     const limits = limitsOf(rank);
     return [
-      String(rank), hostOf(rank) || NONE, stagesOf(rank).map(layersOf).join(", ") || NONE,
-      ...PARTS.map((part) => format.seconds(meanOfRank(rank, part.field))), timeBar(rank),
+      String(rank),
+      hostOf(rank) || NONE,
+      stagesOf(rank).map(layersOf).join(", ") || NONE,
+      ...PARTS.map((part) => format.seconds(meanOfRank(rank, part.field))),
+      timeBar(rank),
       format.bytes(newest(rank, "peak_memory_bytes")),
       format.bytes(number(limits.planned_peak_bytes) ?? newest(rank, "planned_peak_bytes")),
-      format.bytes(limits.memory_limit_bytes), memoryBar(rank),
+      format.bytes(limits.memory_limit_bytes),
+      memoryBar(rank),
     ];
   });
   fill(byId("ranks"), table(columns, rows, "Ranks: mean step and memory"));
-  const key = PARTS.map((part) => [element("i", { className: `swatch ${part.colour}` }), ` ${part.name}  `]);
-  fill(byId("parts"), key.flat(), element("i", { className: "swatch memory" }), " peak memory  ", element("i", { className: "swatch-line memory-plan" }), " planned");
+  const key = PARTS.map((part) => [
+    element("i", { className: `swatch ${part.colour}` }),
+    ` ${part.name}  `,
+  ]);
+  fill(
+    byId("parts"),
+    key.flat(),
+    element("i", { className: "swatch memory" }),
+    " peak memory  ",
+    element("i", { className: "swatch-line memory-plan" }),
+    " planned",
+  );
 }
 
 function layoutAndSchedule() {
-  const { data_parallel: dp } = layout(), schedule = record(start().schedule);
+  const { data_parallel: dp } = layout(),
+    schedule = record(start().schedule);
   const known = Object.keys(schedule).length > 0;
-  const said = known ? [
-    `${format.value(schedule.name)}: ${plural(schedule.microbatches, "micro-batch", "micro-batches")} of ${plural(schedule.micro_batch_size, "sequence")}${dp > 1 ? ` on each of ${dp} replicas` : ""}${schedule.packed ? ", packed" : ""}; predicted bubble ${format.percent(schedule.bubble)}.`,
-  ] : ["Not known: the file has no start line."];
+  const said = known
+    ? [
+        `${format.value(schedule.name)}: ${plural(schedule.microbatches, "micro-batch", "micro-batches")} of ${plural(schedule.micro_batch_size, "sequence")}${dp > 1 ? ` on each of ${dp} replicas` : ""}${schedule.packed ? ", packed" : ""}; predicted bubble ${format.percent(schedule.bubble)}.`,
+      ]
+    : ["Not known: the file has no start line."];
   fill(byId("layout"), layerStrip());
   const picture = schedulePicture();
-  const missing = known && !picture ? "A step has too many actions to be drawn here: shardmlx schedule draws them." : null;
-  fill(byId("schedule"), element("p", {}, ...said), picture, missing ? element("p", { className: "muted" }, missing) : null);
+  const missing =
+    known && !picture
+      ? "A step has too many actions to be drawn here: shardmlx schedule draws them."
+      : null;
+  fill(
+    byId("schedule"),
+    element("p", {}, ...said),
+    picture,
+    missing ? element("p", { className: "muted" }, missing) : null,
+  );
 }
 
 function times() {
-  const predicted = record(start().predicted), full = record(predicted.full), data = record(predicted.data);
+  const predicted = record(start().predicted),
+    full = record(predicted.full),
+    data = record(predicted.data);
   const reports = run.trains.map((event) => event.step_seconds).filter(isNumber);
-  const after = record(record(run.summary).predicted), summary = record(run.summary);
-  const none = "not predicted: without times of the machines (--profile, or flops= in the hostfile) the plan knows no seconds";
-  const predictedOr = (each) => (isNumber(each.step_seconds) ? format.seconds(each.step_seconds) : NONE);
+  const after = record(record(run.summary).predicted),
+    summary = record(run.summary);
+  const none =
+    "not predicted: without times of the machines (--profile, or flops= in the hostfile) the plan knows no seconds";
+  const predictedOr = (each) =>
+    isNumber(each.step_seconds) ? format.seconds(each.step_seconds) : NONE;
   const mean = meanOver((event) => event.step_seconds);
-  const walls = isNumber(summary.seconds) && isNumber(summary.steps) && !run.resumes.length ? summary.seconds / summary.steps : null;
+  const walls =
+    isNumber(summary.seconds) && isNumber(summary.steps) && !run.resumes.length
+      ? summary.seconds / summary.steps
+      : null;
   const rows = [
-    ["planned, full sequences", predictedOr(full), isNumber(full.step_seconds) ? `What plan prints: each sequence has ${format.count(full.sequence_length)} tokens, as long as --max-seq-length allows.` : none],
-    ["planned, these data", predictedOr(data), isNumber(data.step_seconds) ? `What the run chose its schedule by: sequences of ${format.count(data.sequence_length)} tokens, the mean of the training data.` : none],
-    ["measured, one report", reports.length ? `${format.seconds(Math.min(...reports))} to ${format.seconds(Math.max(...reports))}` : NONE, "What each line of the run prints: the mean of the steps since the line before. Batches of longer sequences take longer."],
-    ["measured, all steps", format.seconds(mean), "What the table at the end prints: the mean of all steps. Validation, checkpoints and saving are not in it."],
-    ["predicted, steps that were run", predictedOr(after), isNumber(after.step_seconds) ? `Predicted after the run for the sequences that it met, ${format.count(after.sequence_length)} tokens in the mean: what the measured mean is compared with.` : run.summary ? none : "Told at the end of the run."],
-    ["by the clock", format.seconds(walls), "All the time of the run divided by its steps: with validation, checkpoints and saving, without loading."],
+    [
+      "planned, full sequences",
+      predictedOr(full),
+      isNumber(full.step_seconds)
+        ? `What plan prints: each sequence has ${format.count(full.sequence_length)} tokens, as long as --max-seq-length allows.`
+        : none,
+    ],
+    [
+      "planned, these data",
+      predictedOr(data),
+      isNumber(data.step_seconds)
+        ? `What the run chose its schedule by: sequences of ${format.count(data.sequence_length)} tokens, the mean of the training data.`
+        : none,
+    ],
+    [
+      "measured, one report",
+      reports.length
+        ? `${format.seconds(Math.min(...reports))} to ${format.seconds(Math.max(...reports))}`
+        : NONE,
+      "What each line of the run prints: the mean of the steps since the line before. Batches of longer sequences take longer.",
+    ],
+    [
+      "measured, all steps",
+      format.seconds(mean),
+      "What the table at the end prints: the mean of all steps. Validation, checkpoints and saving are not in it.",
+    ],
+    [
+      "predicted, steps that were run",
+      predictedOr(after),
+      isNumber(after.step_seconds)
+        ? `Predicted after the run for the sequences that it met, ${format.count(after.sequence_length)} tokens in the mean: what the measured mean is compared with.`
+        : run.summary
+          ? none
+          : "Told at the end of the run.",
+    ],
+    [
+      "by the clock",
+      format.seconds(walls),
+      "All the time of the run divided by its steps: with validation, checkpoints and saving, without loading.",
+    ],
   ];
-  fill(byId("times"), table(["which", { title: "seconds", number: true }, "what it is"], rows, "Seconds of a step"));
+  fill(
+    byId("times"),
+    table(["which", { title: "seconds", number: true }, "what it is"], rows, "Seconds of a step"),
+  );
 }
 
 function logTable() {
   const rows = run.log.map((event, index) => {
-    const sign = (kind) => element("span", { className: MARKS[kind].colour }, MARKS[kind].sign, " ", MARKS[kind].name);
-    const step = format.count(event.step), when = format.clock(event.time);
-    if (event.event === "checkpoint") return [step, when, sign("checkpoint"), `${format.bytes(event.bytes)} written in ${format.seconds(event.seconds)}; training waited ${format.seconds(event.exposed_seconds)}`];
-    if (event.event === "straggler") return [step, when, sign("straggler"), `rank ${event.rank} on ${format.value(event.host)} computes ${format.seconds(event.compute_seconds)} a step where ${format.seconds(event.expected_seconds)} were expected`];
+    const sign = (kind) =>
+      element("span", { className: MARKS[kind].colour }, MARKS[kind].sign, " ", MARKS[kind].name);
+    const step = format.count(event.step),
+      when = format.clock(event.time);
+    if (event.event === "checkpoint")
+      return [
+        step,
+        when,
+        sign("checkpoint"),
+        `${format.bytes(event.bytes)} written in ${format.seconds(event.seconds)}; training waited ${format.seconds(event.exposed_seconds)}`,
+      ];
+    if (event.event === "straggler")
+      return [
+        step,
+        when,
+        sign("straggler"),
+        `rank ${event.rank} on ${format.value(event.host)} computes ${format.seconds(event.compute_seconds)} a step where ${format.seconds(event.expected_seconds)} were expected`,
+      ];
     if (event.event === "resume") {
-      const again = isNumber(event.repeated_steps) && event.repeated_steps > 0 ? `; ${plural(event.repeated_steps, "step")} made again` : "";
+      const again =
+        isNumber(event.repeated_steps) && event.repeated_steps > 0
+          ? `; ${plural(event.repeated_steps, "step")} made again`
+          : "";
       return [step, when, sign("restart"), `from ${format.value(event.checkpoint)}${again}`];
     }
     const size = list(record(event.layout).ranks).length;
-    return [step, when, "start", `shardmlx ${format.value(event.version)}${size ? ` on ${plural(size, "rank")}` : ""}`];
+    return [
+      step,
+      when,
+      "start",
+      `shardmlx ${format.value(event.version)}${size ? ` on ${plural(size, "rank")}` : ""}`,
+    ];
   });
-  fill(byId("log"), rows.length ? table([{ title: "step", number: true }, "time", "what", "details"], rows, "Checkpoints, restarts and stragglers") : element("p", { className: "muted" }, "None so far."));
+  fill(
+    byId("log"),
+    rows.length
+      ? table(
+          [{ title: "step", number: true }, "time", "what", "details"],
+          rows,
+          "Checkpoints, restarts and stragglers",
+        )
+      : element("p", { className: "muted" }, "None so far."),
+  );
   const seen = Object.keys(MARKS).filter((kind) => marks().some((each) => each.kind === kind));
-  fill(byId("marks"), seen.map((kind) => element("span", { className: MARKS[kind].colour }, `${MARKS[kind].sign} ${MARKS[kind].name}  `)));
+  fill(
+    byId("marks"),
+    seen.map((kind) =>
+      element(
+        "span",
+        { className: MARKS[kind].colour },
+        `${MARKS[kind].sign} ${MARKS[kind].name}  `,
+      ),
+    ),
+  );
 }
 
 function optionTables() {
-  const options = record(start().options), changed = new Set(list(start().changed));
+  const options = record(start().options),
+    changed = new Set(list(start().changed));
   const names = Object.keys(options).sort();
-  const pairs = (wanted) => element("dl", { className: "options" }, wanted.map((name) => element("div", {}, element("dt", {}, name), element("dd", {}, format.value(options[name])))));
-  const own = names.filter((name) => changed.has(name)), others = names.filter((name) => !changed.has(name));
-  fill(byId("options"),
+  const pairs = (wanted) =>
+    element(
+      "dl",
+      { className: "options" },
+      wanted.map((name) =>
+        element("div", {}, element("dt", {}, name), element("dd", {}, format.value(options[name]))),
+      ),
+    );
+  const own = names.filter((name) => changed.has(name)),
+    others = names.filter((name) => !changed.has(name));
+  fill(
+    byId("options"),
     names.length ? pairs(own) : element("p", { className: "muted" }, "Not known."),
-    others.length ? element("details", {}, element("summary", {}, `${others.length} more, at their defaults`), pairs(others)) : null);
+    others.length
+      ? element(
+          "details",
+          {},
+          element("summary", {}, `${others.length} more, at their defaults`),
+          pairs(others),
+        )
+      : null,
+  );
 }
 
 // Made when it is opened: it may be long.
 function numberTable() {
-  const fields = [["loss", format.loss], ["learning_rate", format.small], ["grad_norm", format.loss], ["tokens", format.count], ["tokens_per_second", format.rate], ["step_seconds", format.seconds], ["bubble", format.percent]];
-  const columns = ["step", "validation_loss", ...fields.map(([name]) => name)].map((title) => ({ title: title.replaceAll("_", " "), number: true }));
+  const fields = [
+    ["loss", format.loss],
+    ["learning_rate", format.small],
+    ["grad_norm", format.loss],
+    ["tokens", format.count],
+    ["tokens_per_second", format.rate],
+    ["step_seconds", format.seconds],
+    ["bubble", format.percent],
+  ];
+  const columns = ["step", "validation_loss", ...fields.map(([name]) => name)].map((title) => ({
+    title: title.replaceAll("_", " "),
+    number: true,
+  }));
   const rows = new Map();
-  const row = (step) => rows.get(step) || rows.set(step, new Array(columns.length).fill("")).get(step);
+  const row = (step) =>
+    rows.get(step) || rows.set(step, new Array(columns.length).fill("")).get(step);
   for (const event of run.vals) row(event.step)[1] = format.loss(event.loss);
-  for (const event of run.trains) fields.forEach(([name, show], index) => { row(event.step)[index + 2] = show(event[name]); });
-  const sorted = [...rows].sort(([a], [b]) => a - b).map(([step, [, ...rest]]) => [format.count(step), ...rest]);
-  const per = ranks().length ? table(
-    ["step", "rank", ...PARTS.map((part) => part.name), "peak memory"].map((title) => ({ title, number: true })),
-    run.trains.flatMap((event) => list(event.ranks).map(record).map((each) => [format.count(event.step), format.value(each.rank), ...PARTS.map((part) => format.seconds(each[part.field])), format.bytes(each.peak_memory_bytes)])),
-    "Every report of every rank") : null;
+  for (const event of run.trains)
+    fields.forEach(([name, show], index) => {
+      row(event.step)[index + 2] = show(event[name]);
+    });
+  const sorted = [...rows]
+    .sort(([a], [b]) => a - b)
+    .map(([step, [, ...rest]]) => [format.count(step), ...rest]);
+  const per = ranks().length
+    ? table(
+        ["step", "rank", ...PARTS.map((part) => part.name), "peak memory"].map((title) => ({
+          title,
+          number: true,
+        })),
+        run.trains.flatMap((event) =>
+          list(event.ranks)
+            .map(record)
+            .map((each) => [
+              format.count(event.step),
+              format.value(each.rank),
+              ...PARTS.map((part) => format.seconds(each[part.field])),
+              format.bytes(each.peak_memory_bytes),
+            ]),
+        ),
+        "Every report of every rank",
+      )
+    : null;
   fill(byId("numbers").querySelector("div"), table(columns, sorted, "Every report"), per);
 }
