@@ -157,12 +157,12 @@ class Engine:
                 self._post_input(run)
             for action in actions:
                 self._current = action
-                transport.activity.begin(f"{before}, stage {action.stage}, {action}")
+                transport.activity.begin(f"{before}, {_in_words(action)}")
                 transport.check(self._who)
                 self._act(action, run)
             for action, handle in run.outbox:
                 self._current = action
-                self._wait(action, handle, "sending to")
+                self._wait(action, handle, "sending", "to")
         except TransportError:
             raise
         except Exception as error:
@@ -238,7 +238,7 @@ class Engine:
     def _receive(self, action: Action, run: _Run) -> None:
         handle = run.posted.pop(action)
         with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
-            self._wait(action, handle, "waiting for")
+            self._wait(action, handle, "waiting for", "from")
         if action.kind is Kind.RECV_F:
             run.arrays[action] = handle.array  # type: ignore[assignment]  # an mx.array was posted
             self._post_input(run)
@@ -256,9 +256,13 @@ class Engine:
         part = self.stages[action.stage].part
         return (*run.microbatches[action.microbatch].shape, part.hidden_size), part.dtype
 
-    def _wait(self, action: Action, handle: Handle, how: str) -> None:
+    def _wait(self, action: Action, handle: Handle, does: str, where: str) -> None:
         self.transport.wait(
-            handle, lambda: f"{self._who()}, {how} {self.transport.name(self._peer(action))}"
+            handle,
+            lambda: (
+                f"{self.transport.name(self.transport.rank)}, stage {action.stage}, {does} "
+                f"{action.words} {where} {self.transport.name(self._peer(action))} ({action})"
+            ),
         )
 
     def _peer(self, action: Action) -> int:
@@ -271,10 +275,12 @@ class Engine:
         return (self._runs, self.replica, _tag(action))
 
     def _who(self) -> str:
-        where = f"rank {self.transport.rank} on {self.transport.hosts[self.transport.rank]}"
-        if self._current is None:
-            return where
-        return f"{where}, stage {self._current.stage}, {self._current}"
+        me = self.transport.name(self.transport.rank)
+        return me if self._current is None else f"{me}, {_in_words(self._current)}"
+
+
+def _in_words(action: Action) -> str:
+    return f"stage {action.stage}, {action.words} ({action})"
 
 
 def _tag(action: Action) -> int:

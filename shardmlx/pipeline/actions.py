@@ -31,6 +31,18 @@ class Kind(StrEnum):
         return len(self.value) == 1
 
 
+_WORDS = {
+    Kind.F: "forward of",
+    Kind.B: "backward of",
+    Kind.I: "input gradient of",
+    Kind.W: "weight gradients of",
+    Kind.SEND_F: "the hidden states of",
+    Kind.RECV_F: "the hidden states of",
+    Kind.SEND_B: "the gradient of",
+    Kind.RECV_B: "the gradient of",
+}
+"""The work of an action on a micro-batch, or what its message holds."""
+
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
@@ -46,6 +58,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """The action in plain words, without its stage: ``the gradient of micro-batch 3``."""
+        return f"{_WORDS[self.kind]} micro-batch {self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

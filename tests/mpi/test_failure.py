@@ -16,6 +16,15 @@ HOST = re.escape(socket.gethostname().split(".")[0])
 DIED = r"died \(was it killed, or out of memory\?\); it was last in .+"
 SILENT = r"has given no sign of life for 4 s(: its process is stopped)?; it was last in .+"
 KILLED = 128 + signal.SIGKILL
+LOADING = rf"loading, waiting for rank \d on {HOST}"
+
+
+def message(stage: int) -> str:
+    """Return the pattern of a message that a stage waits for, or sends, in plain words."""
+    return (
+        rf"stage {stage}, (waiting for|sending) the (gradient|hidden states) of micro-batch \d "
+        rf"(from|to) rank \d on {HOST} \({stage}\w+\)"
+    )
 
 
 @pytest.fixture
@@ -42,7 +51,11 @@ def fail(rank: int, when: str, how: str, arguments: list[str | Path]) -> tuple[J
 
 @pytest.mark.parametrize(
     ("when", "where"),
-    [("loading", ": "), ("step", ", stage 1, 1F1: "), ("validation", ", stage 1, 1F1: ")],
+    [
+        ("loading", ": "),
+        ("step", r", stage 1, forward of micro-batch 1 \(1F1\): "),
+        ("validation", r", stage 1, forward of micro-batch 1 \(1F1\): "),
+    ],
 )
 def test_an_error(when: str, where: str, arguments: list[str | Path]) -> None:
     """A RuntimeError is what MLX raises where memory does not suffice."""
@@ -56,9 +69,9 @@ def test_an_error(when: str, where: str, arguments: list[str | Path]) -> None:
 @pytest.mark.parametrize(
     ("rank", "when", "reporter", "where"),
     [
-        (1, "loading", 0, r"loading"),
-        (1, "step", 0, r"stage 0, 0\w+"),
-        (0, "step", 1, r"stage 1, 1\w+"),
+        (1, "loading", 0, LOADING),
+        (1, "step", 0, message(0)),
+        (0, "step", 1, message(1)),
     ],
 )
 def test_a_rank_that_is_killed(
@@ -67,15 +80,15 @@ def test_a_rank_that_is_killed(
     job, line = fail(rank, when, "kill", arguments)
     assert job.returncode == KILLED, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}, (waiting for|sending to) rank "
-        rf"\d on {HOST}: rank {rank} on {HOST} {DIED}",
+        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}: "
+        rf"rank {rank} on {HOST} {DIED}",
         line,
     ), line
 
 
 @pytest.mark.parametrize(
     ("rank", "when", "reporter", "where"),
-    [(1, "loading", 0, r"loading"), (0, "step", 1, r"stage 1, 1\w+")],
+    [(1, "loading", 0, LOADING), (0, "step", 1, message(1))],
 )
 def test_a_rank_that_is_stopped(
     rank: int, when: str, reporter: int, where: str, arguments: list[str | Path]
@@ -84,8 +97,8 @@ def test_a_rank_that_is_stopped(
     job, line = fail(rank, when, "stop", [*arguments, "--timeout", "5"])
     assert job.returncode == 1, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}, (waiting for|sending to) rank "
-        rf"\d on {HOST}: rank {rank} on {HOST} {SILENT}",
+        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}: "
+        rf"rank {rank} on {HOST} {SILENT}",
         line,
     ), line
 
@@ -105,7 +118,8 @@ def test_a_stage_that_computes_for_ever(arguments: list[str | Path]) -> None:
     job, line = fail(1, "step", "hang", arguments)
     assert job.returncode == 1, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank [02] on {HOST}, stage [02], (0RECV_B|2RECV_F)\d, waiting for "
-        rf"rank 1 on {HOST}: nothing came for 3 s \(see --timeout\)",
+        rf"shardmlx: failed: rank [02] on {HOST}, stage [02], waiting for the (gradient|hidden "
+        rf"states) of micro-batch \d from rank 1 on {HOST} \((0RECV_B|2RECV_F)\d\): nothing came "
+        r"for 3 s \(see --timeout\)",
         line,
     )

@@ -224,7 +224,10 @@ def test_a_failing_action_is_named_with_rank_host_and_stage() -> None:
         engine = Engine(plan, transport, stages)
         engine.train_step(split(batch, 1, 0, 1), scale=1.0)
 
-    with pytest.raises(EngineError, match=r"^rank 1 on localhost, stage 1, 1I0: TypeError: "):
+    with pytest.raises(
+        EngineError,
+        match=r"^rank 1 on localhost, stage 1, input gradient of micro-batch 0 \(1I0\): TypeError: ",
+    ):
         LocalNetwork(2).run(work)
 
 
@@ -238,7 +241,8 @@ def test_a_wait_that_times_out_names_action_and_peer() -> None:
             engine.train_step(split(batch, 1, 0, 1), scale=1.0)
 
     what = (
-        r"^rank 1 on localhost, stage 1, 1RECV_F0, waiting for rank 0 on localhost: "
+        r"^rank 1 on localhost, stage 1, waiting for the hidden states of micro-batch 0 from "
+        r"rank 0 on localhost \(1RECV_F0\): "
         r"nothing came for 0\.2 s \(see --timeout\)$"
     )
     with pytest.raises(TransportTimeout, match=what):
