@@ -89,7 +89,7 @@ class Declared:
             return self.rules.metavar
         if self.rules.choices is not None:
             return "{" + ",".join(self.rules.choices) + "}"
-        return "" if bool in self.kinds else "N" if int in self.kinds else ""
+        return "N" if int in self.kinds and bool not in self.kinds else ""
 
     @property
     def help(self) -> str:
@@ -155,6 +155,8 @@ def _default(each: Field[Any]) -> str | None:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 

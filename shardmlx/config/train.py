@@ -44,12 +44,10 @@ from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _DATA = "model and data"
 _TRAINING = "training, as in mlx_lm.lora"
-_LORA = "LoRA, and the learning rate: instead of lora_parameters and lr_schedule in YAML"
+_LORA = "LoRA and the learning rate"
 _PIPELINE = "pipeline"
 _OUTPUT = "reports"
 _CHECKPOINTS = "checkpoints and failures"
-
-_OF_LORA = "lora_parameters: rank 8, scale 20, dropout 0"
 
 REPORTERS = ("wandb", "swanlab", "tensorboard")
 
@@ -200,16 +198,20 @@ class TrainConfig:
     seed: int = option(0, "seed of data order, dropout and new weights", minimum=0, group=_TRAINING)
 
     lora_rank: int | None = option(
-        None, "rank of the adapters", unset=_OF_LORA, minimum=1, group=_LORA
+        None, "rank of the adapters", unset="8, or as in lora_parameters", minimum=1, group=_LORA
     )
     lora_scale: float | None = option(
-        None, "factor of the adapters' output", metavar="X", unset=_OF_LORA, group=_LORA
+        None,
+        "factor of the adapters' output",
+        metavar="X",
+        unset="20, or as in lora_parameters",
+        group=_LORA,
     )
     lora_dropout: float | None = option(
         None,
         "share of the adapters' inputs that is dropped",
         metavar="SHARE",
-        unset=_OF_LORA,
+        unset="0, or as in lora_parameters",
         minimum=0,
         group=_LORA,
     )

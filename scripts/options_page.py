@@ -1,0 +1,169 @@
+"""Write the pages of options out of what the commands declare.
+
+``python scripts/options_page.py`` writes them; a test compares them with what this would write.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from shardmlx.config.commands import COMMANDS
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.options import Declared, declared
+from shardmlx.config.train import TrainConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+PAGES = {
+    "options.md": ("train", "report", "plan", "profile", "launch"),
+    "options-others.md": ("generate", "chat", "serve", "inspect", "schedule", "doctor"),
+}
+"""The commands of each page."""
+
+_MADE = """\
+This page is made from the code, as `--help` is: `python scripts/options_page.py` writes it anew."""
+
+_HEADS = {
+    "options.md": f"""\
+# Options of training, planning and launching
+
+The options of `train`, `report`, `plan`, `profile` and `launch`, with their units and defaults; see
+also [options of the other commands](options-others.md). {_MADE}
+
+`train` reads options from a YAML file too, with `-c FILE`. There an option has its name without
+dashes, and with `_` for `-`: `--batch-size 8` is `batch_size: 8`. A flag wins over the file.
+`--mask-prompt` switches on, and `--no-mask-prompt` off. A SIZE has a unit, like `12GiB` or `500MB`.
+Every command also has `--help` and `--version`.
+""",
+    "options-others.md": f"""\
+# Options of the other commands
+
+The options of `generate`, `chat`, `serve`, `inspect`, `schedule` and `doctor`, with their units and
+defaults. Those of training: [options](options.md). {_MADE}
+
+`generate`, `chat` and `serve` read options from a YAML file too, with `-c FILE`, as `train` does.
+""",
+}
+
+_YAML = """\
+### LoRA and the learning rate in YAML
+
+A file of `mlx_lm.lora` can be used as it is. This one has what only YAML can say in full:
+
+```yaml
+model: mistralai/Mistral-7B-Instruct-v0.3
+data: my-data
+iters: 1000
+learning_rate: 1e-5
+lora_parameters:
+  rank: 16
+  scale: 20.0        # of the adapters' output; other programs write alpha / rank
+  dropout: 0.05
+  keys: ["self_attn.q_proj", "self_attn.v_proj"]   # without keys: all linear layers
+optimizer: adamw
+optimizer_config:
+  adamw:
+    weight_decay: 0.01
+lr_schedule:
+  name: cosine_decay
+  arguments: [1e-5, 900, 1e-7]   # from, in so many updates, to
+  warmup: 100                    # updates in which the rate rises
+  warmup_init: 0.0               # from here
+```
+
+The same by flags: `--lora-rank 16 --lora-scale 20 --lora-dropout 0.05 --lora-keys self_attn.q_proj
+self_attn.v_proj --optimizer adamw --lr-schedule cosine_decay:1e-5,900,1e-7 --warmup 100`. Schedules
+and their arguments, in the order in which they are written:
+
+| schedule | arguments |
+|---|---|
+| `cosine_decay` | from, updates, to (0 if left out) |
+| `linear_schedule` | from, to, updates |
+| `exponential_decay` | from, factor of each update |
+| `step_decay` | from, factor, updates between two factors |
+"""
+
+
+def page(name: str) -> str:
+    """Return the text of a page of ``PAGES``."""
+    parts = [_HEADS[name]]
+    commands = {command.name: command for command in COMMANDS}
+    for command in (commands[each] for each in PAGES[name]):
+        own = importlib.import_module(f"shardmlx.{command.options}").build_parser().options
+        parts.append(f"## {command.name}\n\n`shardmlx {command.name}`: {command.help}.\n")
+        options = list(declared(own))
+        if own is not TrainConfig and issubclass(own, TrainConfig):
+            mine = own.__annotations__
+            options = [each for each in options if each.name in mine]
+            parts.append("Takes the options of [train](#train) too, and these:\n")
+        elif issubclass(own, InferenceConfig):
+            shared = {each.name for each in fields(InferenceConfig)} - set(own.__annotations__)
+            options = [each for each in options if each.name not in shared]
+            what = (
+                "Takes the options that [generate, chat and serve](#generate-chat-and-serve) share"
+            )
+            parts.append(f"{what}, and these:\n")
+        parts += _tables(options)
+        if command.name == "train":
+            parts.append(_YAML)
+        if command.name == "serve":
+            parts.append(
+                "## generate, chat and serve\n\nThese options are the same in all three:\n"
+            )
+            different = {"max_tokens"}
+            all_options = declared(InferenceConfig)
+            parts += _tables([each for each in all_options if each.name not in different])
+    return "\n".join(parts)
+
+
+def _tables(options: list[Declared]) -> Iterator[str]:
+    """Yield a table for each group of options, those of the YAML file last."""
+    groups = dict.fromkeys(each.rules.group for each in options if each.rules.flag)
+    for group in groups:
+        some = [each for each in options if each.rules.flag and each.rules.group == group]
+        if group is not None and len(groups) > 1:
+            yield f"**{group[0].upper()}{group[1:]}**\n"
+        yield _table(some)
+    in_file = [each for each in options if not each.rules.flag]
+    if in_file:
+        yield "**In the YAML file only**\n"
+        yield _table(in_file)
+
+
+def _table(options: list[Declared]) -> str:
+    rows = [
+        f"| {_name(each)} | {_value(each)} | {_cell(each.default or 'must be given')} | "
+        f"{_cell(each.rules.help)} |"
+        for each in options
+    ]
+    return "\n".join(["| option | value | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _name(each: Declared) -> str:
+    if each.rules.positional:
+        return f"`{each.metavar}`"
+    if not each.rules.flag:
+        return f"`{each.name}`"
+    return ", ".join(f"`{flag}`" for flag in each.flags)
+
+
+def _value(each: Declared) -> str:
+    if bool in each.kinds:
+        return "switch"
+    if each.rules.choices is not None:
+        return ", ".join(f"`{choice}`" for choice in each.rules.choices)
+    if not each.rules.flag:
+        return "mapping" if dict in each.kinds else "text"
+    return _cell(each.metavar)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (DOCS / name).write_text(page(name), encoding="utf-8")

@@ -1,0 +1,73 @@
+"""The pages of options say what the commands declare, and each option says enough."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardmlx.config.commands import COMMANDS
+from shardmlx.config.options import Declared, declared
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("options_page", ROOT / "scripts/options_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OPTIONS = [
+    (command.name, each)
+    for command in COMMANDS
+    for each in declared(
+        importlib.import_module(f"shardmlx.{command.options}").build_parser().options
+    )
+]
+
+
+def test_the_pages_are_up_to_date(script: ModuleType) -> None:
+    for name in script.PAGES:
+        written = (ROOT / "docs" / name).read_text()
+        assert written == script.page(name), "run python scripts/options_page.py"
+    on_pages = [command for commands in script.PAGES.values() for command in commands]
+    assert sorted(on_pages) == sorted(command.name for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "each"), OPTIONS, ids=lambda value: getattr(value, "name", value)
+)
+def test_an_option_has_a_unit_and_a_default_or_must_be_given(command: str, each: Declared) -> None:
+    """A switch has no unit, a choice its words; in the file only, a mapping its keys."""
+    if each.rules.flag and bool not in each.kinds:
+        assert each.metavar
+    assert each.default != ""
+    assert each.rules.help
+    assert not each.rules.help.endswith(".")
+    assert "(default" not in each.rules.help
+
+
+def test_one_name_means_one_thing() -> None:
+    """The same option has the same unit in all commands, but for doctor's --json FILE."""
+    units: dict[str, set[str]] = {}
+    for _, each in OPTIONS:
+        if each.rules.flag and each.rules.choices is None and not each.rules.positional:
+            units.setdefault(each.name, set()).add(each.metavar)
+    several = {name: found for name, found in units.items() if len(found) > 1}
+    assert several == {"json": {"", "FILE"}}
+
+
+def test_no_old_name_is_the_name_of_another_option() -> None:
+    """But ``doctor --ssh``, which means something else."""
+    flags = {each.flag for command, each in OPTIONS if command != "doctor"}
+    old = {flag for _, each in OPTIONS for flag in each.rules.old}
+    assert old == {"--hosts", "--stages", "--ssh"}
+    assert flags & old == set()
