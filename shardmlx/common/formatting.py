@@ -31,6 +31,11 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def numbers_of(start: int, stop: int) -> str:
+    """Return a half-open range as the numbers in it: ``4-9``, or ``4`` for one alone."""
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
 def count(number: float) -> str:
     """Return a number of parameters as 1.23 B, M or k."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 
 from shardmlx.common.digests import text_digest
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -256,8 +256,9 @@ def _overfull(
     )
     return (
         f"rank {rank} ({budgets[rank].host}) would take "
-        f"{in_process(budgets[rank], memory.total(start, stop))} for layers {start}-{stop - 1}, "
-        f"{gibibytes(memory.caches(start, stop))} for the KV cache of {_sequences(memory)}"
+        f"{in_process(budgets[rank], memory.total(start, stop))} for layers "
+        f"{numbers_of(start, stop)}, {gibibytes(memory.caches(start, stop))} for the KV cache of "
+        f"{_sequences(memory)}"
     )
 
 

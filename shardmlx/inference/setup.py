@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gibibytes, percent
+from shardmlx.common.formatting import gibibytes, numbers_of, percent
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
@@ -292,7 +292,7 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
             (
                 str(rank),
                 transport.hosts[rank],
-                f"{start}-{stop - 1}",
+                numbers_of(start, stop),
                 gibibytes(weights),
                 gibibytes(peak),
                 gibibytes(predicted[rank]),

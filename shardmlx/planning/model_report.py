@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.formatting import columns, count, gibibytes
+from shardmlx.common.formatting import columns, count, gibibytes, numbers_of
 from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.modelfiles.verify import Verification
@@ -123,7 +123,7 @@ def stage_table(split: Split) -> str:
                 str(stage),
                 str(rank),
                 split.host(rank) or "-",
-                f"{start}-{stop - 1}",
+                numbers_of(start, stop),
                 str(len(part.tensors)),
                 count(part.parameters),
                 dtypes(part),
@@ -182,8 +182,8 @@ def rank_report(split: Split, rank: int) -> str:
 def _stages(split: Split, rank: int) -> str:
     names = []
     for stage in split.stage_map.stages_of(rank):
-        start, stop = split.stage_map.partition.ranges[stage]
-        names.append(f"stage {stage} (layers {start}-{stop - 1})")
+        layers = numbers_of(*split.stage_map.partition.ranges[stage])
+        names.append(f"stage {stage} (layers {layers})")
     return ", ".join(names)
 
 

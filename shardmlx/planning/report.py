@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.planning.search import ChosenPlan, Limits
@@ -62,9 +62,7 @@ def _headline(choice: ChosenPlan, limits: Limits) -> str:
 
 
 def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
-    ranges = ", ".join(
-        str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in each.ranges
-    )
+    ranges = ", ".join(numbers_of(*layers) for layers in each.ranges)
     has = "?" if math.isinf(each.capacity) else gibibytes(each.capacity)
     seconds = each.seconds
     return (

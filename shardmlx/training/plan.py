@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from shardmlx.common.formatting import numbers_of
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.memory_limits import (
     PlannedMemory,
@@ -141,7 +142,7 @@ def headline(run: RunSpec, plan: Plan) -> str:
 def layers_of(plan: Plan, rank: int) -> str:
     """Return the layers of a rank's stages: ``layers 0-11 + embedding``."""
     ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
-    text = ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)
+    text = ", ".join(numbers_of(*layers) for layers in ranges)
     ends = []
     if ranges[0][0] == 0:
         ends.append("embedding")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.common.units import BYTES, parse_bytes
 
 
@@ -69,3 +69,8 @@ def test_a_table_is_never_cut_and_takes_nothing_for_markup() -> None:
     long = "[bold]" + 500 * "x" + ":smile:"
     assert columns(("a", "b"), [(long, "1")]) == f"a{' ' * len(long)} b\n{long}  1"
     assert columns(("a", "b"), []) == "a  b"
+
+
+@pytest.mark.parametrize(("start", "stop", "text"), [(4, 10, "4-9"), (4, 5, "4")])
+def test_layers_are_named_by_their_first_and_last(start: int, stop: int, text: str) -> None:
+    assert numbers_of(start, stop) == text
