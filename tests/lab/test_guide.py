@@ -1,5 +1,5 @@
-"""docs/guide.md and docs/troubleshooting.md: what they tell to type is typed here, in their order,
-on two hosts of the lab. What cannot be typed here is at least known.
+"""Guide, tutorial and troubleshooting: what they tell to type is typed here, in their order, on two
+hosts of the lab. What cannot be typed here is at least known.
 
 A block ``sh run`` is typed on the first host, ``sh run second`` on the second one, ``sh mac`` needs
 macOS, ``sh hand`` asks for a password or for the internet. Other blocks show output.
@@ -7,6 +7,7 @@ macOS, ``sh hand`` asks for a password or for the internet. Other blocks show ou
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -25,7 +26,11 @@ from tests.helpers.mpirun import mpirun
 from tests.helpers.small_models import small_directory
 
 GUIDE = ROOT / "docs" / "guide.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+MPIRUN = ROOT / "docs" / "mpirun-messages.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+TYPED = (GUIDE, TUTORIAL, MPIRUN, TROUBLESHOOTING)
+"""In this order: the guide makes what the others use."""
 
 RUN, SECOND, MAC, HAND = ("sh", "run"), ("sh", "run", "second"), ("sh", "mac"), ("sh", "hand")
 
@@ -43,7 +48,7 @@ ON_A_MAC = {
     "sudo sysctl iogpu.wired_limit_mb=57344",
     "sudo systemsetup -setremotelogin on",
 }
-"""What nobody has tried."""
+"""What nobody has tried, beside the commands of ours that need a model of 7B."""
 
 BY_HAND = {
     "pip wheel . -w wheels",
@@ -80,10 +85,10 @@ PROVOKED = {
         "$again 'mpirun -n 1 hostname & wait $!'"
     ),
     "here, and it is no Hugging Face repository (OWNER/NAME): check the name": (
-        "mpirun -n 1 python -m shardmlx.generate --model .cache/smollm"
+        "shardmlx generate --model .cache/smollm"
     ),
 }
-"""What makes mpirun, or us, say some of the messages in docs/troubleshooting.md."""
+"""What makes mpirun, or us, say some of the messages on the pages."""
 
 SHARED = ("/Users/Shared", str(TMP / "Shared"))
 """Macs have the first; the second is each host's own, and can be written to."""
@@ -120,6 +125,21 @@ def commands(path: Path, *info: str) -> Iterator[str]:
     for block in blocks(path):
         if block.info == info:
             yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
+
+
+PLANS = ("plan mistral-7b-4bit", "--batch-size 8 || true", "-o two-stages.yaml")
+"""Words of the tutorial's plans, whose output is the same on every machine."""
+
+
+def shown_after(path: Path, *words: str) -> list[str]:
+    """Return the outputs that a page shows after the blocks with these words."""
+    every = list(blocks(path))
+    return [
+        after.text
+        for word in words
+        for block, after in itertools.pairwise(every)
+        if word in block.text
+    ]
 
 
 @pytest.fixture
@@ -197,36 +217,32 @@ def shorten(config: Path) -> None:
 
 def test_every_block_is_of_a_known_kind() -> None:
     kinds = {(), ("text",), RUN, SECOND, MAC, HAND}
-    for path in (GUIDE, TROUBLESHOOTING):
+    for path in TYPED:
         for block in blocks(path):
             assert block.info in kinds, block.where
 
 
 def test_what_is_not_typed_here_is_known() -> None:
     for kind, known in ((MAC, ON_A_MAC), (HAND, BY_HAND)):
-        found = {*commands(GUIDE, *kind), *commands(TROUBLESHOOTING, *kind)}
-        assert found == known
+        found = {command for path in TYPED for command in commands(path, *kind)}
+        assert {each for each in found if not each.startswith("shardmlx ")} == known
 
 
 def test_what_needs_a_mac_is_said_not_to_be_tried() -> None:
     assert "**Nothing on this page has run on a Mac.**" in GUIDE.read_text()
-    for path in (GUIDE, TROUBLESHOOTING):
+    for path in TYPED:
+        sign = "⌘" if path == TUTORIAL else "n a Mac, not tried"
         for section in re.split(r"^#+ ", path.read_text(), flags=re.MULTILINE):
             if "```sh mac" in section:
-                assert "n a Mac, not tried" in " ".join(section.split()), section[:40]
+                assert sign in " ".join(section.split()), section[:40]
 
 
 def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer: Path) -> None:
     repository = bench / "Shared" / "shardmlx"
     small_smollm2(repository / ".cache" / "smollm2-135m-instruct", small_tokenizer)
     shorten(repository / "scripts" / "demo-config.yaml")
-    typed = [
-        block
-        for path in (GUIDE, TROUBLESHOOTING)
-        for block in blocks(path)
-        if block.info[:2] == RUN
-    ]
-    came = type_in(lab, bench, typed, timeout=150.0)
+    typed = [block for path in TYPED for block in blocks(path) if block.info[:2] == RUN]
+    came = type_in(lab, bench, typed, timeout=280.0)
 
     def said(words: str) -> str:
         """What came of the block in which these words were typed."""
@@ -237,19 +253,24 @@ def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer
     assert "mac2" in said("ssh mac2.local hostname")
     assert "nothing to warn of" in said("doctor --ssh --hostfile hosts\n")
     assert "Wrote measured" in said("--write-hostfile")
-    assert "wrote map.yaml" in said("shardmlx.plan")
+    assert "wrote map.yaml" in said("-o map.yaml")
     assert 'host: "mac2.local"' in said("cat map.yaml")
-    trained = said("--adapter-path pirate-adapters\n")
+    trained = said("--checkpoint-every 10")
     assert re.search(r"^weights: .* over MPI .*\(rank 1 on mac2 ", trained, re.MULTILINE)
     assert re.search(r"^step 2: loss", trained, re.MULTILINE)
     assert "Saved to pirate-adapters" in trained
-    assert (repository / "pirate-again" / "checkpoints" / "step-0000002").exists()
+    assert (repository / "pirate-adapters" / "checkpoints" / "step-0000002").exists()
+    assert "<html" in (repository / "run.html").read_text()
+    for command, shown in zip(PLANS, shown_after(TUTORIAL, *PLANS), strict=True):
+        assert said(command).strip() == shown.strip()
+    assert "2 data parallel x 1 pipeline parallel" in said("--pipeline-stages 1 --iters 2")
     second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
     assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
 
 
 def test_messages_are_those_of_mpirun(lab: Lab, bench: Path) -> None:
-    quoted = "".join(block.text for block in blocks(TROUBLESHOOTING) if block.info == ("text",))
+    pages = (MPIRUN, TROUBLESHOOTING)
+    quoted = "".join(b.text for page in pages for b in blocks(page) if b.info == ("text",))
     home = bench / "home"
     (home / "hosts").write_text("mac1.local slots=1\nmac2.local slots=1\n")
     script = [f"PATH={_path()}"]

@@ -1,20 +1,32 @@
-"""The pages point to files and headings that exist."""
+"""The pages lead to what exists, are short, and show commands that can be typed."""
 
 import ast
+import importlib
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.markdown import anchors, links
+from shardmlx.config.commands import COMMANDS
+from shardmlx.errors import UserError
+from tests.helpers.markdown import anchors, blocks, links
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+INDEX = DOCS / "README.md"
+USERS = sorted(DOCS.glob("*.md"))
 FILE = re.compile(
     r"(?<![\w./$~-])(?:\./)?((?:shardmlx|models|partitioners|scripts|hostfiles|tests|docs)/[\w./*<>-]+)"
 )
 """A path from the root of the repository, in backticks, in a command or in plain words."""
 PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def files(page: Path) -> set[str]:
@@ -23,7 +35,7 @@ def files(page: Path) -> set[str]:
     return {PLACEHOLDER.sub("*", name.rstrip("./")) for name in found}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         file, _, anchor = link.partition("#")
@@ -32,7 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     missing = {name for name in files(page) if not any(ROOT.glob(name))}
     assert missing == set()
@@ -65,3 +77,81 @@ def names_of(node: ast.stmt) -> set[str]:
 def test_some_pages_name_files() -> None:
     assert "scripts/demo.sh" in files(ROOT / "README.md")
     assert "tests/unit/*/test_*.py" in files(ROOT / "docs/developers/contributing.md")
+
+
+# Of a size that is read.
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_the_readme_has_at_most_1000_words() -> None:
+    assert words(ROOT / "README.md") <= 1000
+
+
+@pytest.mark.parametrize("page", USERS, ids=lambda page: page.name)
+def test_a_page_for_users_has_at_most_2500_words(page: Path) -> None:
+    assert words(page) <= 2500
+
+
+def linked(page: Path) -> set[Path]:
+    """Return the pages of docs to which a page links."""
+    found = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
+    return {path for path in found if path.suffix == ".md" and DOCS in path.parents}
+
+
+def test_the_index_reaches_every_page_in_two_clicks() -> None:
+    first = linked(INDEX)
+    second = {page for each in first for page in linked(each)}
+    assert set(DOCS.rglob("*.md")) - {INDEX} <= first | second
+
+
+def test_the_readme_names_what_to_run() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "./scripts/demo.sh" in text
+    assert "./scripts/test.sh" in text
+    assert "No Mac has run it yet" in text
+
+
+# Commands.
+
+MODULES = {command.name: command.options for command in COMMANDS}
+
+NO_COMMAND = re.compile(r"^shardmlx (COMMAND|OPTIONS|\w+ ...$)|[.][.][.]")
+"""A line with a placeholder for words that are left out."""
+
+
+def shown_commands(page: Path) -> Iterator[str]:
+    """Yield the commands of ours that a page shows in its blocks, each as one line."""
+    for block in blocks(page):
+        for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
+            line = line.removeprefix("$ ").split("   #")[0].strip()
+            if re.match(r"shardmlx [a-z-]", line) and not NO_COMMAND.search(line):
+                yield re.sub(r"\s*(\|\|? .*|> .*)$", "", line)
+
+
+def parse(argv: list[str]) -> None:
+    """Raise `UserError` unless the words are a command of ours and options that it has."""
+    name, *rest = argv
+    if name == "launch":
+        inner = next(i for i, word in enumerate(rest) if word in MODULES)
+        parse(rest[inner:])
+        rest = rest[:inner]
+    module = importlib.import_module(f"shardmlx.{MODULES[name]}")
+    module.build_parser().parse_args(rest)
+
+
+@pytest.mark.parametrize("line", sorted({line for page in PAGES for line in shown_commands(page)}))
+def test_a_command_that_is_shown_can_be_typed(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = shlex.split(line)[1:]
+    if argv != ["--help"]:
+        parse(argv)
+    assert capsys.readouterr().err == ""  # an old name of an option
+
+
+def test_a_command_with_an_unknown_option_is_found() -> None:
+    with pytest.raises(UserError, match="--stage-mop"):
+        parse(["launch", "-n", "2", "train", "--stage-mop", "x"])
