@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -130,7 +130,7 @@ def build_parser(
     places = {name: parser.add_argument_group(name) for name in names}
     for each in flags:
         is_shown = shown is None or each.name in shown
-        _add(places[each.rules.group], each, is_shown=is_shown)
+        _add(places[each.rules.group].add_argument, each, is_shown=is_shown)
         for other in each.rules.also:
             parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
         for old in each.rules.old:
@@ -152,27 +152,27 @@ def _yaml_only(options: Iterable[Declared], shown: Collection[str] | None) -> It
         yield f"In the YAML file only: {', '.join(names)}."
 
 
-def _add(group: argparse._ArgumentGroup, each: Declared, *, is_shown: bool) -> None:
+def _add(add: Callable[..., object], each: Declared, *, is_shown: bool) -> None:
     how: dict[str, Any] = {"help": each.help.replace("%", "%%") if is_shown else argparse.SUPPRESS}
     if each.rules.positional:
-        group.add_argument(each.name, metavar=each.metavar, **how, **_type(each))
+        add(each.name, metavar=each.metavar, **how, **_type(each))
     elif bool in each.kinds and each.rules.takes_value:
         how |= {"nargs": "?", "const": True, "metavar": "BOOL", "type": _truth}
-        group.add_argument(*each.flags, **how)
-        group.add_argument(
+        add(*each.flags, **how)
+        add(
             f"--no-{each.flag[2:]}",
             dest=each.name,
             action="store_false",
             help=argparse.SUPPRESS,
         )
     elif bool in each.kinds:
-        group.add_argument(*each.flags, action=argparse.BooleanOptionalAction, **how)
+        add(*each.flags, action=argparse.BooleanOptionalAction, **how)
     else:
         if list in each.kinds and each.rules.one_each:
             how["action"] = "append"
         elif list in each.kinds:
             how |= {"action": "extend", "nargs": "+"}
-        group.add_argument(*each.flags, metavar=each.metavar, **how, **_type(each))
+        add(*each.flags, metavar=each.metavar, **how, **_type(each))
 
 
 def _type(each: Declared) -> dict[str, Any]:
