@@ -19,7 +19,7 @@ KNOWN = frozenset({"start", "train", "val", "test", "checkpoint", "resume", "str
 _UNDONE = frozenset({"train", "val", "checkpoint", "straggler"})
 """Events of a step, which are undone where a run resumes from an earlier one."""
 
-MOST_REPORTS = 20_000
+MOST_REPORTS = 5000
 """Reports of training that are shown of a run; of more, every second one goes, and so on."""
 
 

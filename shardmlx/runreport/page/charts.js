@@ -7,11 +7,25 @@ const colour = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const faint = (name) => `color-mix(in srgb, ${colour(name)} 22%, ${colour("back")})`;
 
-// Where an event stands on the horizontal axis: at its step, or at its hours since the beginning.
+const UNITS = [
+  { name: "s", seconds: 1, upTo: 120 },
+  { name: "min", seconds: 60, upTo: 3 * 3600 },
+  { name: "h", seconds: 3600, upTo: Infinity },
+];
+let unit = UNITS[2];
+let origin = null;
+
+// The unit in which the time of the run is read best, and the time from which it counts.
+function chooseUnit() {
+  origin = beginning();
+  const seconds = most([...run.trains, ...run.vals].map((each) => each.time)) - origin;
+  unit = UNITS.find((each) => !(seconds > each.upTo));
+}
+
+// Where an event stands on the horizontal axis: at its step, or at its time since the beginning.
 function place(event) {
   if (axis === "step") return number(event.step);
-  const from = beginning();
-  return isNumber(event.time) && isNumber(from) ? (event.time - from) / 3600 : null;
+  return isNumber(event.time) && origin !== null ? (event.time - origin) / unit.seconds : null;
 }
 
 // Columns for uPlot: one of places, and one for each line of {events, get}.
@@ -50,23 +64,23 @@ const MARKS = {
 function drawMarks(u) {
   const { left, top, width, height } = u.bbox,
     { ctx } = u,
-    unit = devicePixelRatio;
+    pixel = devicePixelRatio;
   ctx.save();
   for (const { kind, x } of marks()) {
     const at = u.valToPos(x, "x", true);
     if (at < left || at > left + width) continue;
     ctx.strokeStyle = ctx.fillStyle = colour(MARKS[kind].colour);
-    ctx.lineWidth = 1.5 * unit;
+    ctx.lineWidth = 1.5 * pixel;
     ctx.beginPath();
     if (kind === "checkpoint") {
       const below = top + height;
-      ctx.moveTo(at - 4 * unit, below);
-      ctx.lineTo(at + 4 * unit, below);
-      ctx.lineTo(at, below - 7 * unit);
+      ctx.moveTo(at - 4 * pixel, below);
+      ctx.lineTo(at + 4 * pixel, below);
+      ctx.lineTo(at, below - 7 * pixel);
       ctx.fill();
       continue;
     }
-    ctx.setLineDash(kind === "restart" ? [4 * unit, 4 * unit] : []);
+    ctx.setLineDash(kind === "restart" ? [4 * pixel, 4 * pixel] : []);
     ctx.moveTo(at, top);
     ctx.lineTo(at, top + height);
     ctx.stroke();
@@ -78,7 +92,7 @@ function drawMarks(u) {
       [0, 9],
       [-4.5, 4.5],
     ])
-      ctx.lineTo(at + dx * unit, top + dy * unit);
+      ctx.lineTo(at + dx * pixel, top + dy * pixel);
     ctx.fill();
   }
   ctx.restore();
@@ -97,19 +111,15 @@ function showRange(u) {
 function wholeRange() {
   const xs = [...run.trains, ...run.vals].map(place).filter(isNumber);
   if (!xs.length) return [0, 1];
-  const low = Math.min(...xs),
-    high = Math.max(...xs);
+  const low = least(xs),
+    high = most(xs);
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
 
 const tick = (value) => {
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e6))
-    return value
-      .toExponential(
-        Number.isInteger(Number(value.toPrecision(1)) / 10 ** Math.floor(Math.log10(size))) ? 0 : 1,
-      )
-      .replace("e+", "e");
+    return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(6)));
 };
 
@@ -147,13 +157,15 @@ function optionsOf(spec, lines, size) {
               ]
             : undefined,
         values: (u, values) =>
-          values.map((value) => (axis === "step" ? format.count(value) : `${tick(value)} h`)),
+          values.map((value) =>
+            axis === "step" ? format.count(value) : `${tick(value)} ${unit.name}`,
+          ),
       },
       { ...axes, size: 58, space: 28, values: (u, values) => values.map(tick) },
     ],
     series: [
       {
-        label: axis === "step" ? "step" : "hours",
+        label: axis === "step" ? "step" : unit.name,
         value: (u, value) =>
           isNumber(value) ? (axis === "step" ? format.count(value) : value.toFixed(3)) : "",
       },
@@ -165,7 +177,7 @@ function optionsOf(spec, lines, size) {
         dash: line.dash,
         spanGaps: true,
         points: {
-          show: line.points || ((u, i, from, to) => to - from < 60),
+          show: line.points ?? ((u, i, from, to) => to - from < 60),
           size: 5,
           fill: colour("back"),
         },
@@ -319,41 +331,27 @@ const PARTS = [
   { name: "bubble", field: "idle_seconds", colour: "part-idle" },
 ];
 
-// The stacked seconds of each rank: the highest line is the sum of all parts.
+// The seconds of a rank's first ``count`` parts in a report, together.
+function secondsOf(event, rank, count = PARTS.length) {
+  const part = partOf(event, rank);
+  const values = PARTS.slice(0, count).map((each) => part[each.field]);
+  return values.every(isNumber) ? values.reduce((a, b) => a + b, 0) : null;
+}
+
+let highest = null;
+
+// The stacked seconds of each rank, all to the same height: uPlot is given sums, the legend parts.
 function rankCurves() {
-  const sum = (rank, count) => (event) => {
-    const part = partOf(event, rank),
-      values = PARTS.slice(0, count).map((each) => part[each.field]);
-    return values.every(isNumber) ? values.reduce((a, b) => a + b, 0) : null;
-  };
-  const highest = () =>
-    1.06 *
-    Math.max(
-      1e-9,
-      ...ranks().flatMap((rank) => run.trains.map((event) => sum(rank, 3)(event) ?? 0)),
-    );
+  highest = most(ranks().flatMap((rank) => run.trains.map((event) => secondsOf(event, rank))));
   for (const rank of ranks()) {
     const lines = [...PARTS].reverse().map((part, index) => {
-      const count = PARTS.length - index;
-      // uPlot is given sums; the legend has the part itself.
-      const own = (data, i) =>
-        data[index + 1][i] - (index + 2 < data.length ? data[index + 2][i] : 0);
-      return line(part.name, part.colour, run.trains, sum(rank, count), format.seconds, {
-        fill: true,
-        own,
-        points: () => false,
-      });
+      const get = (event) => secondsOf(event, rank, PARTS.length - index);
+      const own = (data, i) => data[index + 1][i] - (data[index + 2]?.[i] ?? 0);
+      const more = { fill: true, own, points: () => false };
+      return line(part.name, part.colour, run.trains, get, format.seconds, more);
     });
-    showChart(
-      byId("rank-curves"),
-      {
-        id: `rank-${rank}`,
-        title: `Seconds of a step on ${nameOf(rank)}`,
-        stacked: true,
-        height: 150,
-        ceiling: highest,
-      },
-      lines,
-    );
+    const title = `Seconds of a step on ${nameOf(rank)}`;
+    const spec = { id: `rank-${rank}`, title, stacked: true, height: 150 };
+    showChart(byId("rank-curves"), { ...spec, ceiling: () => 1.06 * (highest || 1) }, lines);
   }
 }

@@ -52,6 +52,12 @@ const record = (value) =>
   value && typeof value === "object" && !Array.isArray(value) ? value : {};
 const number = (value) => (isNumber(value) ? value : null);
 
+// The largest and the smallest number of many; null where there is none.
+const most = (values) =>
+  values.filter(isNumber).reduce((a, b) => (a === null || b > a ? b : a), null);
+const least = (values) =>
+  values.filter(isNumber).reduce((a, b) => (a === null || b < a ? b : a), null);
+
 // Numbers for people; "–" where there is none.
 const NONE = "–";
 const format = {

@@ -7,7 +7,10 @@ let startsShown = -1;
 
 function status() {
   const step = format.count(lastStep());
-  if (run.summary) return ["finished", `finished in ${format.duration(run.summary.seconds)}`];
+  if (run.summary) {
+    const since = run.resumes.length ? " from the last restart" : "";
+    return ["finished", `finished in ${format.duration(run.summary.seconds)}${since}`];
+  }
   if (lost) return ["ended", `no answer: the run has ended or cannot be reached; step ${step}`];
   if (DATA.live && !ended) return ["running", run.starts.length ? "running" : "loading"];
   return [
@@ -73,6 +76,7 @@ async function ask() {
 byId("axis").addEventListener("change", (event) => {
   axis = event.target.value;
   zoom = null;
+  chooseUnit();
   showAnew();
 });
 byId("numbers").addEventListener("toggle", () => {

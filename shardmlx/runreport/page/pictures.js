@@ -41,8 +41,8 @@ function bar(parts, whole, ticks) {
 
 function timeBar(rank) {
   const values = PARTS.map((part) => meanOfRank(rank, part.field));
-  const longest = Math.max(
-    ...ranks().map((each) =>
+  const longest = most(
+    ranks().map((each) =>
       PARTS.reduce((sum, part) => sum + (meanOfRank(each, part.field) ?? 0), 0),
     ),
   );
@@ -76,7 +76,7 @@ function memoryBar(rank) {
     whole,
     [{ at: plan, colour: "memory-plan", title: `planned ${format.bytes(plan)}` }],
   );
-  const said = `${format.percent(share)} of the limit`;
+  const said = format.percent(share);
   return element(
     "div",
     { className: "beside" },

@@ -36,12 +36,7 @@ const last = (events) => events[events.length - 1] || null;
 const start = () => record(last(run.starts));
 const layout = () => record(start().layout);
 const lastStep = () => number(record(last(run.trains)).step) ?? number(start().step) ?? 0;
-const beginning = () => {
-  const times = [...run.starts, ...run.trains, ...run.vals]
-    .map((each) => each.time)
-    .filter(isNumber);
-  return times.length ? Math.min(...times) : null;
-};
+const beginning = () => least([...run.starts, ...run.trains, ...run.vals].map((each) => each.time));
 
 // A rank's part of a report; {} where a rank was not there, as before a restart on more machines.
 const partOf = (event, rank) =>

@@ -2,7 +2,7 @@
 
 function tiles() {
   const end = record(last(run.trains)),
-    best = Math.min(...run.vals.map((each) => each.loss).filter(isNumber));
+    best = least(run.vals.map((each) => each.loss));
   const iters = number(start().iters);
   const shares = ranks()
     .map((rank) => newest(rank, "peak_memory_bytes") / limitsOf(rank).memory_limit_bytes)
@@ -28,7 +28,7 @@ function tiles() {
     ["seconds a step", format.seconds(end.step_seconds), ""],
     ["bubble", format.percent(end.bubble), "mean of all ranks"],
     shares.length
-      ? ["memory", format.percent(Math.max(...shares)), "of its limit, on the fullest rank"]
+      ? ["memory", format.percent(most(shares)), "of its limit, on the fullest rank"]
       : null,
   ].filter(Boolean);
   fill(
@@ -59,7 +59,7 @@ function header() {
     parts.push(`${plural(dp * pp, "rank")}: ${dp} data parallel × ${pp} pipeline parallel`);
   if (schedule.name) parts.push(format.value(schedule.name) + (schedule.packed ? ", packed" : ""));
   if (options.fine_tune_type) parts.push(format.value(options.fine_tune_type));
-  if (options.data) parts.push(`data ${format.value(options.data)}`);
+  if (typeof options.data === "string") parts.push(`data ${shortName(options.data)}`);
   if (isNumber(beginning())) parts.push(`began ${format.clock(beginning())}`);
   byId("summary").textContent =
     parts.join(" · ") ||
@@ -77,7 +77,7 @@ function rankTable() {
     { title: "peak memory", number: true },
     { title: "planned", number: true },
     { title: "limit", number: true },
-    "memory",
+    "part of the limit",
   ];
   const rows = ranks().map((rank) => {
     const limits = limitsOf(rank);
@@ -143,10 +143,8 @@ function times() {
   const predictedOr = (each) =>
     isNumber(each.step_seconds) ? format.seconds(each.step_seconds) : NONE;
   const mean = meanOver((event) => event.step_seconds);
-  const walls =
-    isNumber(summary.seconds) && isNumber(summary.steps) && !run.resumes.length
-      ? summary.seconds / summary.steps
-      : null;
+  const steps = summary.steps - (number(record(last(run.resumes)).step) ?? 0);
+  const walls = isNumber(summary.seconds) && steps > 0 ? summary.seconds / steps : null;
   const rows = [
     [
       "planned, full sequences",
@@ -165,14 +163,14 @@ function times() {
     [
       "measured, one report",
       reports.length
-        ? `${format.seconds(Math.min(...reports))} to ${format.seconds(Math.max(...reports))}`
+        ? `${format.seconds(least(reports))} to ${format.seconds(most(reports))}`
         : NONE,
       "What each line of the run prints: the mean of the steps since the line before. Batches of longer sequences take longer.",
     ],
     [
       "measured, all steps",
       format.seconds(mean),
-      "What the table at the end prints: the mean of all steps. Validation, checkpoints and saving are not in it.",
+      `The mean of all steps, without validation, checkpoints and saving: what the table at the end prints${run.resumes.length ? ", there of the steps since the last restart" : ""}.`,
     ],
     [
       "predicted, steps that were run",
@@ -186,7 +184,7 @@ function times() {
     [
       "by the clock",
       format.seconds(walls),
-      "All the time of the run divided by its steps: with validation, checkpoints and saving, without loading.",
+      "All the time since the start, or the last restart, divided by the steps in it: with validation, checkpoints and saving, without loading.",
     ],
   ];
   fill(
