@@ -128,7 +128,7 @@ def commands(path: Path, *info: str) -> Iterator[str]:
 
 
 PLANS = ("plan mistral-7b-4bit", "--batch-size 8 || true", "-o two-stages.yaml")
-"""Words of the tutorial's plans, whose output is the same on every machine."""
+"""Words of the tutorial's plans. Their tables are the same on every machine."""
 
 
 def shown_after(path: Path, *words: str) -> list[str]:
@@ -262,7 +262,7 @@ def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer
     assert (repository / "pirate-adapters" / "checkpoints" / "step-0000002").exists()
     assert "<html" in (repository / "run.html").read_text()
     for command, shown in zip(PLANS, shown_after(TUTORIAL, *PLANS), strict=True):
-        assert said(command).strip() == shown.strip()
+        assert said(command).split("\nstep ")[0].strip() == shown.split("\nstep ")[0].strip()
     assert "2 data parallel x 1 pipeline parallel" in said("--pipeline-stages 1 --iters 2")
     second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
     assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
