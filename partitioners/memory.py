@@ -25,7 +25,7 @@ def memory(problem: Problem) -> StageMap:
                 f"the partitioner memory is not told what {problem.name_of(rank)} has",
                 "write "
                 "memory=64GiB, or what it is, into its line of the hostfile, and use "
-                "python -m shardmlx.plan --hostfile HOSTFILE",
+                "shardmlx plan --hostfile HOSTFILE",
             )
     partition = evenly_full(problem)
     rank, held = fullest(problem, partition)

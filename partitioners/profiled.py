@@ -13,7 +13,7 @@ def profiled(problem: Problem) -> StageMap:
     if not problem.is_measured:
         raise UserError(
             f"the partitioner profiled divides measured seconds, not modelled {problem.unit}",
-            "measure with python -m shardmlx.profile, and give --profile FILE to shardmlx.plan or "
-            "shardmlx.train, or use balanced",
+            "measure with shardmlx profile, and give --profile FILE to shardmlx plan or "
+            "shardmlx train, or use balanced",
         )
     return balanced(problem)

@@ -52,7 +52,7 @@ class Cluster:
                 raise UserError(
                     f"it is not known how fast {machine.host} is",
                     "write flops=27T, or what it has, "
-                    "into its line of the hostfile, or measure with python -m shardmlx.profile",
+                    "into its line of the hostfile, or measure with shardmlx profile",
                 )
 
     def capacity(self, rank: int) -> float:

@@ -276,7 +276,7 @@ def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -
     return tuple(
         f"rank {rank} ({budget.host}) plans {gibibytes(plan.peak)}, of which macOS keeps "
         f"{gibibytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
-        "python -m shardmlx.doctor prints the command that raises iogpu.wired_limit_mb"
+        "shardmlx doctor prints the command that raises iogpu.wired_limit_mb"
         for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True))
         if budget.wirable is not None and plan.peak > budget.wirable
     )

@@ -22,7 +22,7 @@ from shardmlx.models.tensors import read_quantisation
 
 FORMAT = 1
 
-_AGAIN = "measure again with python -m shardmlx.profile"
+_AGAIN = "measure again with shardmlx profile"
 
 _MOST_TOKENS = 1 << 30
 _MOST_SECONDS = 1e6

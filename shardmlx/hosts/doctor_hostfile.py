@@ -10,9 +10,9 @@ from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
 from shardmlx.hosts.findings import Examination, Host
 
 _HEADER = """\
-# Measured by python -m shardmlx.doctor{date}, for python -m shardmlx.plan; mpirun passes over it.
+# Measured by shardmlx doctor{date}, for shardmlx plan; mpirun passes over it.
 # flops is what square matrix products reach, and less than what is published for a chip, of which
-# --efficiency of shardmlx.plan is a part; shardmlx.profile measures what training reaches.
+# --efficiency of shardmlx plan is a part; shardmlx profile measures what training reaches.
 """
 
 

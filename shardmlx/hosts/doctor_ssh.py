@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import shardmlx
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
@@ -211,7 +210,7 @@ def _lacks(host: Asked, has_daemon: bool, remote: RemoteLogin) -> Iterator[Findi
         yield Finding(
             host.name,
             f"{remote.python} has no {', '.join(missing)}",
-            f"{remote.python} -m pip install shardmlx=={shardmlx.__version__}",
+            f"copy the project there, and in its directory: {remote.python} -m pip install .",
         )
     if not has_daemon:
         yield no_daemon(host.name, remote)

@@ -194,7 +194,7 @@ def login_problem(host: str, status: int, stderr: str, login: str, remote: Remot
         remedy = "install it there, or name it with --python"
         return Finding(host, f"no Python at {python}", remedy)
     if "No module named" in stderr:
-        remedy = f"{python} -m pip install shardmlx=={shardmlx.__version__}"
+        remedy = f"copy the project there, and in its directory: {python} -m pip install ."
         return Finding(host, f"{python} has no shardmlx", remedy)
     problem = f"cannot run Python ({last or f'status {status}'})"
     return Finding(host, problem, f"try {agent} {login} {python} --version")

@@ -41,7 +41,7 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
 
     def read(reader: PromptReader, most_positions: int | None) -> Load:
         if not reader.has_template:
-            raise UserError(f"--model {config.model} has no chat template", "use shardmlx.generate")
+            raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
         return typical_load(config, 1, config.cache_tokens, most_positions)
 
     prepared = prepare(config, transport, reporter, read)

@@ -13,6 +13,7 @@ from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import (
     Repository,
     Unreachable,
+    check_owner,
     find_repository,
     hub_errors,
     no_directory,
@@ -99,6 +100,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
         return path
     if path.exists():
         raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
+    check_owner(model)
     from huggingface_hub import snapshot_download
 
     try:

@@ -57,8 +57,19 @@ class NoRanges(UserError):
     """A hub that gives whole files only."""
 
 
+def check_owner(name: str) -> None:
+    """Raise ``UserError`` for a name that is not here and has no owner: no hub need be asked."""
+    if "/" not in name:
+        raise UserError(
+            f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
+            "give the model's directory, or its repository, like "
+            "mistralai/Mistral-7B-Instruct-v0.3",
+        )
+
+
 def find_repository(name: str, revision: str | None) -> Source:
     """Find a repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
+    check_owner(name)
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:

@@ -98,7 +98,7 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"picture {path}: the suffix is none of {', '.join(SUFFIXES)}", "use one")
     if find_spec("matplotlib") is None:
-        raise UserError(f"picture {path} needs matplotlib", "pip install 'shardmlx[plot]'")
+        raise UserError(f"picture {path} needs matplotlib", "pip install matplotlib")
 
 
 def draw_schedule(

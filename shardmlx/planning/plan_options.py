@@ -97,4 +97,6 @@ def read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     options, given = load_given_options(PlanOptions, build_parser(), argv)
     of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
     left = {name: value for name, value in given.flags.items() if name in of_train}
-    return options, words_of(PlanOptions, {"model": options.model, **left})
+    words = words_of(PlanOptions, {"model": options.model, **left})
+    # A plan needs no data, and a run does.
+    return options, words if "data" in given.names else [*words, "--data", "DATA"]

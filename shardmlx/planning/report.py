@@ -94,7 +94,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
         f"measured times ({cluster.profile.path})"
         if cluster.profile is not None
         else f"FLOP/s at {100 * cluster.efficiency:.0f}% of those of the hostfile: measure with "
-        "python -m shardmlx.profile for more than an estimate"
+        "shardmlx profile for more than an estimate"
     )
     parts = [f"step {_seconds(prediction.step_seconds)}"]
     if prediction.update_seconds:
@@ -154,21 +154,11 @@ def _how_to_run(
     stage_map: str | None,
 ) -> list[str]:
     plan = choice.prediction.plan
-    mpirun = shlex.join(["mpirun", "--hostfile", hostfile, "-n", str(plan.mesh.size)])
-    words = [
-        *("-m", "shardmlx.train"),
-        *options,
-        "--hostfile",
-        hostfile,
-        "--stage-map",
-        stage_map or "MAP.yaml",
-        "--schedule",
-        plan.schedule,
-    ]
+    words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
+    words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     words += ["--grad-checkpoint"] * choice.candidate.checkpoint
-    # Its whole path: a login by ssh has a PATH of its own.
-    command = f"{mpirun} $(which python) {shlex.join(words)}"
+    command = shlex.join(words)
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
     return [f"wrote {stage_map}; run:", command]

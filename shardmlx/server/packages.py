@@ -13,4 +13,5 @@ def check_packages() -> None:
     """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise UserError(f"serving needs {', '.join(missing)}", 'pip install "shardmlx[serve]"')
+        names = [name.replace("_", "-") for name in missing]
+        raise UserError(f"serving needs {', '.join(names)}", f"pip install {' '.join(names)}")

@@ -182,8 +182,8 @@ def asked(name: str, **changes: Any) -> Asked:
         ),
         (
             asked("a", versions={**VERSIONS, "mlx-lm": None, "shardmlx": None}),
-            "a: /v/bin/python has no shardmlx, mlx-lm: /v/bin/python -m pip install "
-            f"shardmlx=={shardmlx.__version__}",
+            "a: /v/bin/python has no shardmlx, mlx-lm: copy the project there, and in its "
+            "directory: /v/bin/python -m pip install .",
         ),
         (
             asked("a", daemon=[False]),

@@ -89,7 +89,7 @@ def test_another_agent_has_its_own_arguments() -> None:
             "Traceback ...\nModuleNotFoundError: No module named 'shardmlx'\n",
             (
                 "/v/bin/python has no shardmlx",
-                f"/v/bin/python -m pip install shardmlx=={VERSION}",
+                "copy the project there, and in its directory: /v/bin/python -m pip install .",
             ),
         ),
         (

@@ -235,8 +235,12 @@ def test_an_unknown_or_private_repository_is_named(hub: Hub, inspect: Inspect) -
 
 def test_a_name_that_no_repository_can_have_is_not_asked_for(hub: Hub, inspect: Inspect) -> None:
     assert "it is no Hugging Face repository (OWNER/NAME): check the name" in line_of(
-        inspect("a b c")
+        inspect("a b/c")
     )
+    assert (
+        "there is no directory mistral-7b here, and it is no Hugging Face repository (OWNER/NAME): "
+        "give the model's directory, or its repository, like mistralai/Mistral-7B-Instruct-v0.3"
+    ) in line_of(inspect("mistral-7b"))
     assert hub.requests == []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.train import load_config
+from shardmlx.hosts.launch_options import read_options
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.plan import main
 from tests.helpers.models_and_batches import tiny_config
@@ -93,11 +94,11 @@ def test_the_command_that_it_prints_is_the_run_that_it_planned(
     given += ["--micro-batch-size", "2", "--optimizer", "adamw"]
     text = output(capsys, model, "--hostfile", hosts, "-o", tmp_path / "map.yaml", *given)
     words = shlex.split(text.splitlines()[-1])
-    assert words[:9] == [
-        *("mpirun", "--hostfile", str(hosts), "-n", "2"),
-        *("$(which", "python)", "-m", "shardmlx.train"),
-    ]
-    config = load_config(words[9:])
+    assert words[:2] == ["shardmlx", "launch"]
+    launch = read_options(words[2:])
+    assert (launch.ranks, launch.command) == (2, "train")
+    config = load_config(launch.options)
+    assert (config.hostfile, config.data) == (str(hosts), "DATA")
     assert (config.model, config.fine_tune_type, config.num_layers) == (str(model), "full", 4)
     assert (config.batch_size, config.micro_batch_size, config.optimizer) == (8, 2, "adamw")
     assert config.stage_map == str(tmp_path / "map.yaml")
