@@ -114,9 +114,11 @@ def build_parser(
     rank 0 and exit with status 0 on every rank.
     """
     options = declared(cls)
+    words = [each.metavar for each in options if each.rules.positional]
     parser = CommandParser(
         rank=rank,
         prog=f"shardmlx {command}",
+        usage=" ".join([f"shardmlx {command}", *words, "[OPTIONS]"]),
         description=description,
         epilog=" ".join([*([epilog] if epilog else []), *_yaml_only(options, shown)]) or None,
         argument_default=argparse.SUPPRESS,
@@ -127,10 +129,10 @@ def build_parser(
     parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
     flags = [each for each in options if each.rules.flag]
     names = dict.fromkeys([*groups, *(each.rules.group for each in flags)])
-    places = {name: parser.add_argument_group(name) for name in names}
+    places = {name: parser.add_argument_group(name).add_argument for name in names if name}
     for each in flags:
         is_shown = shown is None or each.name in shown
-        _add(places[each.rules.group].add_argument, each, is_shown=is_shown)
+        _add(places.get(each.rules.group or "", parser.add_argument), each, is_shown=is_shown)
         for other in each.rules.also:
             parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
         for old in each.rules.old:
@@ -217,7 +219,8 @@ def load_before_command(
 ) -> tuple[Options, str, tuple[str, ...]]:
     """Build the options before the first word that is none: one of ``commands``, whose own words
     follow. Return options, command and its words."""
-    parser.add_argument("command", metavar="COMMAND", choices=commands, help=" or ".join(commands))
+    parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
+    parser.add_argument("command", metavar="COMMAND", choices=commands, help=", ".join(commands))
     parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="its own options")
     flags = vars(parser.parse_args(argv))
     command, words = flags.pop("command"), flags.pop("words")

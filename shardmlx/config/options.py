@@ -94,8 +94,10 @@ class Declared:
     @property
     def help(self) -> str:
         """The help text with the default."""
-        text = self.rules.help
-        return text if self.default is None else f"{text} (default: {self.default})"
+        if self.rules.positional:
+            return self.rules.help
+        default = "must be given" if self.default is None else f"default: {self.default}"
+        return f"{self.rules.help} ({default})"
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:

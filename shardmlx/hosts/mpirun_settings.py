@@ -35,7 +35,7 @@ def settings_for(
     if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
         words.append("--allow-run-as-root")
     if not hosts and ranks > _cores() and not _maps(given, environ):
-        words += ["--oversubscribe", "--bind-to", "none"]
+        words += ["--oversubscribe", *([] if "--bind-to" in given else ["--bind-to", "none"])]
     network = common_network(hosts, list(_own_addresses()))
     for variable, option in _INCLUDE.items():
         if network is not None and variable not in environ and option[1] not in given:

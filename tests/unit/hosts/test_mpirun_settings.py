@@ -32,6 +32,7 @@ def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.Monk
 
 def test_ranks_may_share_the_cores_of_one_machine() -> None:
     assert settings_for((), 3, (), {}) == ("--oversubscribe", "--bind-to", "none")
+    assert settings_for((), 3, ("--bind-to", "core"), {}) == ("--oversubscribe",)
     assert settings_for((), 3, ("--map-by", "core"), {}) == ()
     assert (
         settings_for((), 3, (), {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}) == ()

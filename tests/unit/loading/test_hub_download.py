@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.common.reporter import Reporter
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
+from shardmlx.loading import discovery
 from shardmlx.loading.hub_download import find_model
 
 
@@ -39,3 +43,47 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch
         "there is no directory someone/something here, and the hub does not give "
         "someone/something: no connection: try again"
     )
+
+
+def test_a_revision_is_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append((name, options["revision"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("me/tiny", "v1.0") == tmp_path
+    assert asked == [("me/tiny", "v1.0")]
+
+
+def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        find_model(str(tmp_path), "v1.0")
+    assert str(error.value) == f"--revision v1.0 of {tmp_path}, which is here: leave it out"
+
+
+def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks the hub for it, and the cache where the hub does not answer."""
+    asked = []
+
+    def ask(name: str, revision: str | None) -> None:
+        asked.append((name, revision))
+
+    def find(name: str, revision: str | None) -> Path:
+        raise UserError(f"{name} at {revision} is not in the cache")
+
+    monkeypatch.setattr(discovery, "open_repository", ask)
+    monkeypatch.setattr(discovery, "find_model", find)
+
+    def look(transport: Transport) -> None:
+        quiet = Reporter(quiet=True)
+        discovery.find_weights(
+            transport, quiet, "me/tiny", mode="auto", cache=None, revision="v1.0"
+        )
+
+    with pytest.raises(UserError, match=r"me/tiny at v1\.0 is not in the cache"):
+        LocalNetwork(2).run(look)
+    assert asked == [("me/tiny", "v1.0")]
