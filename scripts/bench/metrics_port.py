@@ -30,17 +30,19 @@ STEP_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Costs:
-    """CPU seconds of the process: of an event, of a scrape, and of a page that sees an event."""
+    """CPU seconds of the process: of an event, of a scrape, of a page that sees an event, and of
+    each second in which nobody asks."""
 
     event: float
     scrape: float
     page: float
+    idle: float
 
     @property
     def share(self) -> float:
         """Part of a step that they take together, with one scraper and one open page."""
         of_reports = (self.event + self.page) / (STEPS_PER_REPORT * STEP_SECONDS)
-        return of_reports + self.scrape / SCRAPE_EVERY
+        return of_reports + self.scrape / SCRAPE_EVERY + self.idle
 
 
 def report(step: int, ranks: int) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def measure(ranks: int, count: int) -> Costs:
     layout = {"ranks": [{"rank": rank, "host": f"mac{rank}.local"} for rank in range(ranks)]}
     page = LivePage(bind("127.0.0.1", 0))
     page.take("start", {"step": 0, "layout": layout, "memory_limits": []})
+    idle = cpu_seconds(lambda: time.sleep(1.0), 1 + count // 200)
     steps = iter(range(1, 10 * count))
     event = cpu_seconds(lambda: page.take("train", report(next(steps), ranks)), count)
     scrape = cpu_seconds(lambda: ask(f"{page.address}/metrics"), count)
@@ -83,7 +86,7 @@ def measure(ranks: int, count: int) -> Costs:
     seconds = cpu_seconds(lambda: say_when_seen(page, seen, next(steps), ranks), count - 1)
     page.close()
     watcher.join()
-    return Costs(event, scrape, max(0.0, seconds - event))
+    return Costs(event, scrape, max(0.0, seconds - event), idle)
 
 
 def ask(url: str) -> bytes:
@@ -113,13 +116,15 @@ def main() -> None:
     rows = []
     for ranks in (1, 2, 8, 64):
         costs = measure(ranks, count)
-        micro = (f"{1e6 * each:.0f} us" for each in (costs.event, costs.page, costs.scrape))
+        each_of = (costs.event, costs.page, costs.scrape, costs.idle)
+        micro = (f"{1e6 * each:.0f} us" for each in each_of)
         rows.append((str(ranks), *micro, f"{100 * costs.share:.4f}%"))
-    header = ("ranks", "a report", "an open page", "a scrape", "of a step")
+    header = ("ranks", "a report", "an open page", "a scrape", "a second", "of a step")
     print(columns(header, rows))
     print(
-        f"CPU time. Of a step of {STEP_SECONDS:g} s, with a report every {STEPS_PER_REPORT} steps, "
-        f"one open page, and a scrape every {SCRAPE_EVERY:g} s."
+        "CPU time; of a second in which nobody asks; and of a step of "
+        f"{STEP_SECONDS:g} s, with a report every {STEPS_PER_REPORT} steps, one open page, and a "
+        f"scrape every {SCRAPE_EVERY:g} s."
     )
 
 

@@ -43,7 +43,7 @@ SECONDS_OF_A_PAGE = 15.0
 SECONDS_TO_TELL = 1.0
 """Seconds for which the end of a run waits for a page to ask once more."""
 
-SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds in which the server looks whether it shall stop, and what has taken too long."""
 
 
@@ -146,7 +146,10 @@ class LivePage:
         self._log.end()
         if time.monotonic() - self._server.asked_at < SECONDS_OF_A_PAGE:
             self._server.has_told_end.wait(SECONDS_TO_TELL)
-        self._server.shutdown()
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        with contextlib.suppress(OSError):  # macOS knows no shutdown of a listener
+            # Else the thread that looks at the socket would keep the port up to its next look.
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
 
@@ -225,9 +228,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _events(self, query: str) -> None:
-        """Answer with the events after a number, once there is one."""
-        given = parse_qs(query).get("after", [""])[0]
-        after = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else 0
+        """Answer with the events after a number, once there is one; with all for another run's."""
+        given = {name: values[0] for name, values in parse_qs(query).items()}
+        number = given.get("after", "")
+        after = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else 0
+        if given.get("run", self.server.identity) != self.server.identity:
+            after = 0
         self.server.asked_at = time.monotonic()
         last, lines, has_ended = self.server.log.after(after, SECONDS_TO_WAIT)
         facts = {"run": self.server.identity, "last": last, "ended": has_ended}

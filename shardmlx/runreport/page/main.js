@@ -44,31 +44,35 @@ function showAnew() {
   show();
 }
 
+const pause = () => new Promise((resume) => setTimeout(resume, 1000 * SECONDS_BETWEEN));
+
 // Ask the server for what is new, again and again: it answers as soon as there is something. A run
-// that was started anew begins anew here.
+// that was started anew, after a failure, begins anew here.
 async function ask() {
   let seen = 0,
     who = null;
-  while (!ended) {
+  for (;;) {
     try {
-      const answer = await fetch(`/events?after=${seen}`, { cache: "no-store" });
+      const whose = who === null ? "" : `&run=${who}`;
+      const answer = await fetch(`/events?after=${seen}${whose}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
       const more = await answer.json();
       if (who !== null && more.run !== who) {
         forget();
-        [seen, who] = [0, null];
-        continue;
+        startsShown = -1;
       }
-      const isNew = more.events.length > 0 || lost || more.ended;
+      const isNew = more.events.length > 0 || lost || more.ended !== ended;
       [who, seen, lost, ended] = [more.run, more.last, false, more.ended];
       more.events.forEach(take);
       if (isNew) show();
+      if (ended && run.summary) return;
+      if (ended) await pause();
     } catch {
-      if (!lost) {
+      if (!lost && !ended) {
         lost = true;
         show();
       }
-      await new Promise((resume) => setTimeout(resume, 1000 * SECONDS_BETWEEN));
+      await pause();
     }
   }
 }

@@ -70,6 +70,14 @@ def test_the_events_are_those_of_the_run(page: LivePage) -> None:
     assert events(page, after=5) == told[5:]
 
 
+def test_who_has_seen_another_run_is_told_everything(page: LivePage) -> None:
+    tell(page, *story()[:3])
+    answer = httpx.get(f"{page.address}/events?after=40&run=another").json()
+    assert answer["events"] == story()[:3]
+    again = httpx.get(f"{page.address}/events?after=2&run={answer['run']}").json()
+    assert again["events"] == story()[2:3]
+
+
 def test_the_page_asks_for_the_events(page: LivePage) -> None:
     answer = httpx.get(page.address)
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
