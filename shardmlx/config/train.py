@@ -12,7 +12,6 @@ from shardmlx.config import command_line
 from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
     OPTIMIZERS,
-    check_hf_dataset,
     check_lora,
     check_lr_schedule,
     check_optimizer_config,
@@ -31,18 +30,14 @@ from shardmlx.config.common_options import (
     dtype_option,
     hostfile_option,
     memory_limit_option,
-    model_option,
     partitioner_option,
-    revision_option,
     stage_map_option,
     timeout_option,
-    weight_cache_option,
-    weights_option,
 )
-from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.config.data import DataConfig
+from shardmlx.config.options import OptionError, option
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
-_DATA = "model and data"
 _TRAINING = "training, as in mlx_lm.lora"
 _LORA = "LoRA and the learning rate"
 _PIPELINE = "pipeline"
@@ -67,50 +62,12 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(DataConfig):
     """The options of a training run, checked as far as neither model nor data is needed.
 
     ``train`` is implied unless ``test`` alone is given. Mappings are the instance's own copies
     and are read only. Raises ``OptionError``, a ``UserError``.
     """
-
-    model: str = model_option("Qwen/Qwen3-0.6b", _DATA)
-    revision: str | None = revision_option(_DATA)
-    data: str = option(
-        "mlx-community/WikiSQL",
-        "directory with {train,valid,test}.jsonl, .csv or .parquet, or Hugging Face data set",
-        metavar="DIR",
-        group=_DATA,
-    )
-    mask_prompt: bool = option(False, "leave the prompt out of the loss", group=_DATA)
-    max_seq_length: int = option(
-        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2, group=_DATA
-    )
-    long_sequences: str = option(
-        "cut",
-        "what to do with sequences longer than --max-seq-length",
-        choices=("cut", "error"),
-        group=_DATA,
-    )
-    data_cache: str = option(
-        "auto",
-        "directory in which rank 0 keeps the tokens of data files for later runs; auto: "
-        "~/.cache/shardmlx/data; none: they are not kept",
-        metavar="DIR",
-        group=_DATA,
-    )
-    weights: str = weights_option(_DATA)
-    weight_cache: str | None = weight_cache_option(_DATA)
-    trust_remote_code: bool = option(
-        False, "run code that comes with model or tokenizer", group=_DATA
-    )
-    hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
-        None, "Hugging Face data sets with their splits and features", flag=False
-    )
-    prompt_feature: str = option("prompt", "key of the prompt in the data", flag=False)
-    completion_feature: str = option("completion", "key of the completion", flag=False)
-    chat_feature: str = option("messages", "key of the chat messages", flag=False)
-    text_feature: str = option("text", "key of plain text", flag=False)
 
     config: str | None = config_option(_TRAINING)
     dry_run: bool = option(
@@ -379,7 +336,7 @@ class TrainConfig:
     timeout: float = timeout_option(_CHECKPOINTS)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super(TrainConfig, self).__post_init__()
         if self.num_layers == 0:
             raise OptionError(
                 "num_layers",
@@ -397,8 +354,6 @@ class TrainConfig:
         check_optimizer_config(self.optimizer_config)
         if self.epochs is None:
             self._fill_lr_schedule()
-        if self.hf_dataset is not None:
-            check_hf_dataset(self.hf_dataset)
         if self.metrics_port is not None and self.metrics_port > 65535:
             raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:

@@ -11,7 +11,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.transport import Transport
 from shardmlx.training.plan import layers_of
-from shardmlx.training.setup import PlannedRun, open_for_training, plan_run
+from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
 
 _MINUTE, _HOUR = 60.0, 3600.0
 

@@ -39,10 +39,11 @@ from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.loading.build import unfreeze
+from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import read_quantisation
-from shardmlx.training.setup import SETUP_SECONDS, optimizer_of
+from shardmlx.training.planned_run import optimizer_of
 
 LAYER_BYTES = 500_000_000
 """Size up to which layers are measured together: more than caches hold, little to a machine."""

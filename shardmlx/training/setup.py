@@ -2,81 +2,43 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
-from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import (
     CheckpointOptions,
-    DataOptions,
-    FineTune,
-    ModelSource,
-    RunSpec,
 )
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
-from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage, build_stages
-from shardmlx.errors import UserError
-from shardmlx.loading.allocator import limit_memory
-from shardmlx.loading.build import build_model, count_parameters
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
-    PlanInputs,
-    compare_plans,
-    gather_plan_inputs,
-    measure_again,
-    open_on_all_ranks,
 )
-from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
-from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.pipeline.plan import Plan
-from shardmlx.training.choice import Choice, SequenceLengths, mean_lengths
-from shardmlx.training.datasets import DataSets, read_data
+from shardmlx.training.datasets import DataSets
 from shardmlx.training.plan import (
-    choose_plan,
-    headline,
     layers_of,
-    make_plan,
-    memory_of,
-    of_model,
 )
-from shardmlx.training.predicted import longest_inputs
-from shardmlx.training.token_cache import open_cache
+from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
 
-_PACKAGES = {"tensorboard": "tensorboardX"}
-"""Packages of the services of --report-to that are not called as these are."""
-
-__all__ = [
-    "SETUP_SECONDS",
-    "PlannedRun",
-    "TrainingRun",
-    "open_for_training",
-    "optimizer_of",
-    "plan_run",
-    "prepare_training",
-    "steps_of_epochs",
-]
+__all__ = ["SETUP_SECONDS", "TrainingRun", "prepare_training"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +72,6 @@ class TrainingRun:
         return list(self.engine.stages.values())
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """A run whose plan is made and fits, and of which no weight is read.
-
-    ``data`` is on rank 0 only; ``slices`` are those of all stages.
-    """
-
-    config: TrainConfig
-    run: RunSpec
-    inputs: PlanInputs[Workload]
-    plan: Plan
-    slices: list[Slice]
-    optimizer: Optimizer
-    data: DataSets | None
-    sizes: Mapping[str, int]
-    lengths: SequenceLengths
-    limits: tuple[MemoryLimits, ...]
-
-    @property
-    def mean_length(self) -> int:
-        """Mean length of the rows of a step, in tokens, as they are computed."""
-        return self.lengths.exact if self.plan.pack else self.lengths.padded
-
-
 def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
     """Check everything, then load. All ranks must call it.
 
@@ -142,91 +80,6 @@ def prepare_training(config: TrainConfig, transport: Transport, reporter: Report
     """
     with open_for_training(config, transport, reporter) as opened:
         return _load_run(plan_run(config, transport, reporter, opened), transport, reporter, opened)
-
-
-def open_for_training(
-    config: TrainConfig, transport: Transport, reporter: Reporter
-) -> AbstractContextManager[OpenedModel]:
-    """Find the model and what a run starts from on all ranks. All ranks must call it."""
-    adapters = config.resume_adapter_file if config.train else config.adapter_path
-    return open_on_all_ranks(transport, reporter, ModelSource.of(config), adapters)
-
-
-def plan_run(
-    config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
-) -> PlannedRun:
-    """Check the options, read the data and choose the plan. All ranks must call it.
-
-    Raises the same ``AgreedError`` on all of them.
-    """
-    asked, epochs = config, config.epochs
-    if epochs is not None:  # until the data is read
-        config = asked.with_iters(asked.iters)
-    run = on_all_ranks(
-        transport, "dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size)
-    )
-    model = on_all_ranks(
-        transport,
-        "building the model",
-        partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
-    )
-    inputs = gather_plan_inputs(
-        transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
-    )
-    # What the options get wrong is found before the data is read.
-    on_all_ranks(transport, "planning", partial(make_plan, run.first, inputs, opened, model))
-    on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
-    on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
-    with transport.longer_timeout(SETUP_SECONDS):
-        data = on_rank_0(
-            transport, "reading the data", partial(_read_data, config, opened, reporter)
-        )
-        sizes, lengths = transport.broadcast(
-            None if data is None else (data.sizes(), _lengths(config, data)), what="data"
-        )
-        if epochs is not None and config.train:
-            config = asked.with_iters(steps_of_epochs(epochs, sizes["train"], config.batch_size))
-            run = replace(run, fine_tune=FineTune.of(config))
-            reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
-        inputs = measure_again(transport, inputs, run.machines)
-        choice: Choice = on_all_ranks(
-            transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
-        )
-        plan, slices = on_all_ranks(
-            transport,
-            "planning",
-            partial(of_model, choice.plan, choice.run, opened, model),
-        )
-        compare_plans(transport, plan.digest)
-    reporter.say(headline(choice.run, plan))
-    if choice.run != run and config.train:
-        reporter.say(str(choice))
-    if config.train:
-        reporter.say(_trainable(model))
-    run = choice.run
-    inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch))
-    planned = memory_of(run, plan, inputs, lengths)
-    backend = inputs.cluster.backend
-    return PlannedRun(
-        config=_settled(config, run),
-        run=run,
-        inputs=inputs,
-        plan=plan,
-        slices=slices,
-        optimizer=optimizer_of(run.fine_tune),
-        data=data,
-        sizes=sizes,
-        lengths=lengths,
-        limits=limit_memory(transport.rank, inputs.budgets, planned, backend, reporter),
-    )
-
-
-def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
-    """Return the steps that so many passes over a training set take.
-
-    As in mlx-lm, a pass leaves out what does not fill its last batch.
-    """
-    return max(1, round(epochs * max(1, samples // batch_size)))
 
 
 def _load_run(
@@ -264,94 +117,6 @@ def _load_run(
         limits=planned.limits,
         mean_length=planned.mean_length,
     )
-
-
-def _read_workload(path: Path, run: RunSpec) -> Workload:
-    return Workload.of(open_model(str(path)), run.fine_tune, run.batch)
-
-
-def optimizer_of(fine_tune: FineTune) -> Optimizer:
-    """Return the optimizer that the options name, with its settings. Raises ``UserError``."""
-    return build_optimizer(
-        fine_tune.optimizer,
-        fine_tune.learning_rate,
-        fine_tune.lr_schedule,
-        fine_tune.optimizer_settings,
-    )
-
-
-def _check_output(config: TrainConfig, model_path: Path) -> None:
-    """Make sure, before hours of work, that what the run will write can be written."""
-    for service in config.services:
-        package = _PACKAGES.get(service, service)
-        if find_spec(package) is None:
-            raise UserError(
-                f"--report-to {service}: {package} is not installed", f"pip install {package}"
-            )
-    if config.trace is not None:
-        check_writable(Path(config.trace), "--trace")
-    if config.rebalance is not None:
-        check_writable(Path(config.rebalance), "--rebalance")
-    if not config.train:
-        return
-    output = Path(config.adapter_path)
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(
-            f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
-            "may write to"
-        )
-    if config.fine_tune_type == "full" and output.resolve() == model_path.resolve():
-        raise UserError(
-            f"--adapter-path {output} is the model itself",
-            "name another directory, so that the model you start from stays",
-        )
-
-
-def _trainable(model: nn.Module) -> str:
-    count = count_parameters(model)
-    return (
-        f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
-        f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
-    )
-
-
-def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
-    options = DataOptions.of(config)
-    data = read_data(
-        options,
-        lambda: read_tokenizer(opened.path, config.trust_remote_code, opened.eos),
-        opened.max_positions,
-        reporter.track,
-        open_cache(options, opened.path, reporter.warn),
-    )
-    counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
-    reporter.say(f"Data: {counts} samples from {config.data}")
-    for warning in data.warnings:
-        reporter.warn(warning)
-    return data
-
-
-def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
-    """Return the options with what was chosen in the place of what they left open."""
-    return replace(
-        config,
-        partitioner=run.layout.partitioner,
-        schedule=run.layout.schedule,
-        pack=run.batch.pack,
-        micro_batch_size=run.batch.micro_batch_size,
-        grad_checkpoint=run.batch.grad_checkpoint,
-    )
-
-
-def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
-    """Return the lengths of the sequences of a step, and of those that only pass forward."""
-    sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
-    sets += [data.test] * config.test
-    used = [each for each in sets if len(each)]
-    first, *others = (longest_inputs(each, config.max_seq_length) for each in used)
-    means = mean_lengths(used[0], config.batch_size, config.max_seq_length)
-    return SequenceLengths((first, max(others, default=0)), *means)
 
 
 def _find_checkpoint(

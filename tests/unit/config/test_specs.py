@@ -72,6 +72,7 @@ def test_few_modules_know_all_options_of_train() -> None:
         "config/train.py",
         "train.py",
         "training/dry_run.py",
+        "training/planned_run.py",
         "training/setup.py",
         "training/trainer.py",
         "hosts/launch_options.py",

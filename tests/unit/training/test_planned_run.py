@@ -8,7 +8,7 @@ import pytest
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.training import setup
+from shardmlx.training import planned_run
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from shardmlx.training import setup
 def test_a_service_without_its_package_says_what_to_install(
     services: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "find_spec", lambda name: None)
+    monkeypatch.setattr(planned_run, "find_spec", lambda name: None)
     config = TrainConfig(report_to=services, adapter_path=str(tmp_path))
     with pytest.raises(UserError) as refused:
-        setup._check_output(config, tmp_path / "model")
+        planned_run._check_output(config, tmp_path / "model")
     assert str(refused.value).startswith(line)
