@@ -226,7 +226,7 @@ class TrainConfig(DataConfig):
     micro_batch_size: int | None = option(
         None,
         "sequences a micro-batch",
-        unset="chosen: the fastest of what fits",
+        unset="chosen: four micro-batches a rank, or single sequences where that does not fit",
         minimum=1,
         group=_PIPELINE,
     )

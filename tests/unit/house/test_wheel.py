@@ -70,10 +70,10 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def plan(directory: Path, path: Path | str) -> str:
-    """What ``python -m shardmlx.plan`` prints in a directory."""
+    """What ``python -m shardmlx schedule`` prints in a directory."""
     options = ["--schedule", "1f1b", "--pipeline-stages", "2", "--micro-batches", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "shardmlx.plan", *options, "--print", "actions"],
+        [sys.executable, "-m", "shardmlx", "schedule", *options, "--print", "actions"],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
