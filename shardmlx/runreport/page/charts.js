@@ -5,7 +5,8 @@ let zoom = null;
 
 const colour = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const faint = (name) => `color-mix(in srgb, ${colour(name)} 22%, ${colour("back")})`;
+// The colours are #rrggbb: two digits more make them let others through.
+const faint = (name) => `${colour(name)}50`;
 
 const UNITS = [
   { name: "s", seconds: 1, upTo: 120 },
