@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +56,12 @@ class Served:
         return float(found[1])
 
 
+def options(model: Path) -> list[str]:
+    return ["--model", str(model), "--port", "0", "--api-key", KEY, "--timeout", "20"]
+
+
 def serve(ranks: int, model: Path, *args: str) -> Running:
-    return Running.ranks(
-        ranks,
-        *("-m", "shardmlx.serve", "--model", model, "--port", "0", "--api-key", KEY),
-        *("--timeout", "20", *args),
-    )
+    return Running.ranks(ranks, "-m", "shardmlx.serve", *options(model), *args)
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +136,14 @@ def test_what_it_refuses(served: Served) -> None:
 
 
 def test_it_stops_in_order(small: Path) -> None:
-    """Open requests end as they should; the job ends well."""
-    with serve(1, small) as running, ThreadPoolExecutor(1) as pool:
+    """At Ctrl-C to launch open requests end as they should; the job ends well."""
+    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "1", "serve", *options(small)]
+    with Running(launch) as running, ThreadPoolExecutor(1) as pool:
         served = Served(running)
         answer = pool.submit(served.ask, "Hello", 300)
         while served.metric("texts_under_way") == 0 and not answer.done():
             time.sleep(0.02)
-        running.process.send_signal(signal.SIGUSR1)
+        running.process.send_signal(signal.SIGINT)
         assert answer.result(timeout=30)
         assert running.wait(20) == 0
         assert running.left_behind() == []
