@@ -1,6 +1,6 @@
 """Make the page of a run: one HTML file with all that it needs in it. No MLX, no MPI.
 
-The browser draws it, with uPlot 1.6.32 (MIT licence), from the events, which are in the page as JSON.
+The browser draws it, with uPlot 1.6.32 (MIT licence), from the events, which are in it as JSON.
 uPlot's files are those of its npm package: a test compares them. The Content-Security-Policy lets
 nothing else run, and lets the page ask nobody but its own server.
 """
