@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import shardmlx
-from shardmlx.common.cli import BAD_INPUT
+from shardmlx.common.cli import BAD_INPUT, run_command
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.config.commands import COMMANDS
+from shardmlx.errors import UserError
 
 _WIDTH = max(len(command.name) for command in COMMANDS)
 """Characters of the longest name of a command."""
@@ -29,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if launched_rank() != 0:  # rank 0 speaks for all
         return 0 if name in ("-h", "--help", "--version") else BAD_INPUT
+    return run_command(lambda: _without_a_command(name))
+
+
+def _without_a_command(name: str) -> int:
+    """Print what is asked for; return the exit status. ``UserError`` for an unknown command."""
     if name == "--version":
         print(f"shardmlx {shardmlx.__version__}")
         return 0
@@ -36,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(_first_screen()))
         return 0 if name else BAD_INPUT
     remedy = did_you_mean(name, [command.name for command in COMMANDS]) or "see shardmlx --help"
-    print(f"shardmlx: error: no command {name!r}: {remedy}", file=sys.stderr)
-    return BAD_INPUT
+    raise UserError(f"no command {name!r}", remedy)
 
 
 def _first_screen() -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,12 @@ def test_the_package_can_be_run_as_a_command() -> None:
         [sys.executable, "-m", "shardmlx", "--version"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"shardmlx {shardmlx.__version__}\n")
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "shardmlx", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
