@@ -137,6 +137,13 @@ def test_the_mixture_of_the_page_has_its_weights(local_sets: Path) -> None:
     assert decoded(data.valid) == ["t8", "t9", "<u>q8;<a>a8;", "<u>q9;<a>a9;"]
 
 
+def test_the_one_file_of_the_page_is_divided(local_sets: Path) -> None:
+    Path("all.csv").write_text("prompt,completion\n" + "".join(f"q{i},a{i}\n" for i in range(10)))
+    data = read(local_sets, hf_dataset=yaml.safe_load(example("one file").text)["hf_dataset"])
+    assert decoded(data.train) == [f"<u>q{i};<a>a{i};" for i in range(9)]
+    assert decoded(data.valid) == ["<u>q9;<a>a9;"]
+
+
 def test_a_mixture_without_weights_is_that_of_mlx_lm(local_sets: Path) -> None:
     given = yaml.safe_load(example("mixture").text)["hf_dataset"]
     for each in given:
