@@ -31,7 +31,8 @@ ENDLESS = {"temperature": "0", "max_tokens": "7000"}
 def address(chrome: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server on two ranks, which asks for ``KEY``. Not started where no browser is."""
     directory = tmp_path_factory.mktemp("chat")
-    shutil.copy(ROOT / "README.md", directory / "train.jsonl")
+    # A text that stays: from other words come other tokens, of which some are parts of letters.
+    shutil.copy(ROOT / "LICENSE", directory / "train.jsonl")
     tokenizer = tokenizer_directory(directory / "tokenizer", directory)
     model = small_directory(directory / "tiny", tokenizer, max_position_embeddings=8192)
     options = ("--model", model, "--host", "127.0.0.1", "--port", "0", "--api-key", KEY)
@@ -105,29 +106,24 @@ def page(chrome: webdriver.Chrome, address: str) -> Iterator[Page]:
     assert [line["message"] for line in log if "Security Policy" in line["message"]] == []
 
 
-def test_an_answer_grows_as_it_is_made_and_says_what_it_cost(page: Page) -> None:
-    page.run(
-        "window.lengths = [];"
-        "const note = () => lengths.push(document.querySelector('#log').textContent.length);"
-        "new MutationObserver(note).observe(document.querySelector('#log'),"
-        "  { childList: true, subtree: true, characterData: true });"
-    )
+def test_an_answer_says_what_it_cost(page: Page) -> None:
     page.send("Ahoy")
     page.ended()
-    lengths = page.run("return lengths")
-    # The question, then parts of the answer: how many are shown apart depends on the machine.
-    assert len(set(lengths)) >= 3
     assert page.texts()[0] == "Ahoy"
     about = page.one(".answer .about").text
     assert re.match(r"tiny · 64 tokens · [\d.]+ tokens/s · \d+ prompt tokens", about)
     assert "cut off at max tokens" in about
 
 
-def test_stop_ends_an_answer_on_the_server_too_and_regenerate_makes_another(page: Page) -> None:
+def test_an_answer_grows_until_stop_ends_it_on_the_server_too_and_regenerate_makes_another(
+    page: Page,
+) -> None:
     page.open([], ENDLESS)
     before = page.cancelled()
     page.send("Tell me everything")
-    page.wait("document.querySelector('.answer .text')?.textContent.length > 20")
+    length = "document.querySelector('.answer .text')?.textContent.length"
+    page.wait(f"{length} > 20")
+    page.wait(f"{length} > {page.run(f'return {length}')}")
     page.one("#send").click()
     page.ended()
     assert "stopped" in page.one(".answer .about").text
