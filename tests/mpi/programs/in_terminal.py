@@ -23,8 +23,10 @@ while True:
         break
     sys.stdout.buffer.write(part)
     shown += part
-    if talk and talk[0][0].encode() in shown:
-        shown = b""
-        os.write(terminal, talk.pop(0)[1].encode())
+    while talk and talk[0][0].encode() in shown:
+        words, answer = talk.pop(0)
+        # What follows the words may have come with them.
+        shown = shown.split(words.encode(), 1)[1]
+        os.write(terminal, answer.encode())
 _, status = os.waitpid(child, 0)
 sys.exit(os.waitstatus_to_exitcode(status))
