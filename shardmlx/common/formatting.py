@@ -36,6 +36,11 @@ def numbers_of(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number of things: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def count(number: float) -> str:
     """Return a number of parameters as 1.23 B, M or k."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

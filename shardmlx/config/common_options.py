@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
@@ -93,6 +95,29 @@ def hostfile_option(group: str, default: str | None = None) -> Any:
         "hostfile that says what the machines have, for the partitioners and the prediction",
         metavar="FILE",
         old=("--hosts",),
+        group=group,
+    )
+
+
+def agent_option(group: str, old: Sequence[str] = ()) -> Any:
+    """Declare what takes the place of ssh; ``old`` are former names of the option."""
+    return option(
+        None,
+        "what logs in on other hosts, called as AGENT HOST COMMAND",
+        metavar="AGENT",
+        unset="ssh",
+        old=old,
+        group=group,
+    )
+
+
+def python_option(group: str) -> Any:
+    """Declare the Python of the ranks."""
+    return option(
+        sys.executable,
+        "the Python of the ranks, the same path on all hosts",
+        metavar="FILE",
+        unset="the one that runs this command",
         group=group,
     )
 

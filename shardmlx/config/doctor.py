@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.common_options import agent_option, python_option
 from shardmlx.config.options import OptionError, check_options, option
 
 _OUTPUT = "output"
@@ -58,20 +58,8 @@ class DoctorConfig:
     )
 
     ssh: bool = option(False, "ask the hosts with ssh instead, without mpirun and MLX", group=_SSH)
-    agent: str | None = option(
-        None,
-        "what logs in on other hosts, called as AGENT HOST COMMAND",
-        metavar="AGENT",
-        unset="ssh",
-        group=_SSH,
-    )
-    python: str = option(
-        sys.executable,
-        "the Python of the ranks, the same path on all hosts",
-        metavar="FILE",
-        unset="the one that runs this command",
-        group=_SSH,
-    )
+    agent: str | None = agent_option(_SSH)
+    python: str = python_option(_SSH)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_before_command
 from shardmlx.config.commands import OF_RANKS
+from shardmlx.config.common_options import agent_option, python_option
 from shardmlx.config.options import check_options, option
 
 MAX_RESTARTS = 3
@@ -44,21 +44,8 @@ class LaunchFlags:
         minimum=0,
         group=_RANKS,
     )
-    agent: str | None = option(
-        None,
-        "what logs in on other hosts, called as AGENT HOST COMMAND",
-        metavar="AGENT",
-        unset="ssh",
-        old=("--ssh",),
-        group=_MPIRUN,
-    )
-    python: str = option(
-        sys.executable,
-        "the Python of the ranks, the same path on all hosts",
-        metavar="FILE",
-        unset="the one that runs this command",
-        group=_MPIRUN,
-    )
+    agent: str | None = agent_option(_MPIRUN, old=("--ssh",))
+    python: str = python_option(_MPIRUN)
     mpirun_options: str = option(
         "",
         "more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",

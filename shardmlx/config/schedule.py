@@ -9,13 +9,11 @@ from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.common_options import SIMPLEST
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.pipeline.report import PRINTED
 from shardmlx.pipeline.schedules import SCHEDULES
 
 _SCHEDULE = "schedule"
 _OUTPUT = "output"
-
-SHOWN = ("summary", "actions", "timeline", "lowered")
-"""The ways to print a schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +39,9 @@ class ScheduleOptions:
     )
 
     print: str = option(
-        SHOWN[0],
+        PRINTED[0],
         "actions: compute only; timeline: drawn in time; lowered: with messages",
-        choices=SHOWN,
+        choices=PRINTED,
         group=_OUTPUT,
     )
     json: bool = option(False, "print makespan, bubble and peak in flight as JSON", group=_OUTPUT)
@@ -53,7 +51,7 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.json and self.print != SHOWN[0]:
+        if self.json and self.print != PRINTED[0]:
             raise OptionError("print", f"is {self.print} with --json", "leave one out")
 
 

@@ -20,8 +20,6 @@ from shardmlx.config.checks import (
 )
 from shardmlx.config.command_line import (
     CommandParser,
-    Given,
-    load_given_options,
     load_options,
 )
 from shardmlx.config.common_options import (
@@ -445,8 +443,3 @@ def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     status 0 after ``--help`` and ``--version``.
     """
     return load_options(TrainConfig, build_parser(rank), argv, rank)
-
-
-def load_given_config(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
-    """Read options as ``load_config``; return also those that were given."""
-    return load_given_options(TrainConfig, build_parser(), argv)

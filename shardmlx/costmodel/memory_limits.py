@@ -106,6 +106,11 @@ class MemoryLimits:
         """Bytes that the whole process may take."""
         return self.memory + self.outside
 
+    @property
+    def planned_process(self) -> int:
+        """Bytes that the whole process is planned to take at its peak."""
+        return self.process_peak(self.planned.peak)
+
     def process_peak(self, peak: int) -> int:
         """Return the bytes that the whole process takes when the arrays are at their ``peak``."""
         passing = max(0, peak - self.planned.resident)
@@ -117,7 +122,7 @@ class MemoryLimits:
         """Return the limits for the metrics."""
         return {
             "planned_peak_bytes": self.planned.peak,
-            "planned_process_bytes": self.process_peak(self.planned.peak),
+            "planned_process_bytes": self.planned_process,
             "memory_limit_bytes": self.memory,
             "process_limit_bytes": self.process,
             "cache_limit_bytes": self.cache,

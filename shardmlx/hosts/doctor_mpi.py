@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import STDOUT, DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
@@ -69,7 +70,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     if any(link.speed is None for link in examination.links):
         _leave_without_mpi(transport, 1 if config.strict else 0)
     if config.strict and count:
-        raise AgreedFailure(f"{_count(count, 'warning')} (--strict)")
+        raise AgreedFailure(f"{plural(count, 'warning')} (--strict)")
 
 
 def _leave_without_mpi(transport: Transport, status: int) -> None:
@@ -126,7 +127,7 @@ class Examiner:
     def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Route, ...]]]]:
         """Return, by host, its facts, and its routes to each other host."""
         transport = self._transport
-        self._say(f"asking {_count(len(self._ranks), 'host')}")
+        self._say(f"asking {plural(len(self._ranks), 'host')}")
         with contextlib.ExitStack() as stack:
             stack.enter_context(transport.longer_timeout(SECONDS_FOR_FACTS))
             door = None
@@ -272,10 +273,6 @@ def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared 
         hostfile = hostfile_text(machines, prepared.written, today)
         write(config.write_hostfile, hostfile, config.json)
     return len(findings)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _hush(line: str) -> None:

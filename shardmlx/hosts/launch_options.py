@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.config import chat, doctor, generate, profile, serve, train
-from shardmlx.config.command_line import Given, load_given_options
+from shardmlx.config.command_line import CommandParser, load_given_options
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
@@ -22,19 +22,15 @@ from shardmlx.hosts.mpirun import replaced
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
-_READ: dict[str, Callable[[Sequence[str]], tuple[Any, Given]]] = {
-    "train": train.load_given_config,
-    "profile": lambda words: load_given_options(
-        profile.ProfileOptions, profile.build_parser(), words
-    ),
-    "generate": lambda words: load_given_options(
-        generate.GenerateConfig, generate.build_parser(), words
-    ),
-    "chat": lambda words: load_given_options(chat.ChatConfig, chat.build_parser(), words),
-    "serve": lambda words: load_given_options(serve.ServeConfig, serve.build_parser(), words),
-    "doctor": lambda words: load_given_options(doctor.DoctorConfig, doctor.build_parser(), words),
+_COMMANDS: dict[str, tuple[type[Any], Callable[[], CommandParser]]] = {
+    "train": (train.TrainConfig, train.build_parser),
+    "profile": (profile.ProfileOptions, profile.build_parser),
+    "generate": (generate.GenerateConfig, generate.build_parser),
+    "chat": (chat.ChatConfig, chat.build_parser),
+    "serve": (serve.ServeConfig, serve.build_parser),
+    "doctor": (doctor.DoctorConfig, doctor.build_parser),
 }
-"""Readers of the options of each command, before anything starts."""
+"""The options of each command and its parser: they are read before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         raise UserError(
             f"-n stands after {command}", f"give it before: shardmlx launch -n N {command} ..."
         )
-    read, given = _READ[command](options)
+    cls, build_parser = _COMMANDS[command]
+    read, given = load_given_options(cls, build_parser(), options)
     if command == "doctor" and read.ssh:
         raise UserError("doctor --ssh starts no ranks", "run it without launch")
     config = read if command == "train" else None

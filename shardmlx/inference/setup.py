@@ -284,7 +284,7 @@ def report_memory(prepared: Prepared, reporter: Reporter) -> None:
         return
     reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak, _ in everyone))}")
     predicted = [limits.planned.peak for limits in prepared.limits]
-    processes = [limits.process_peak(limits.planned.peak) for limits in prepared.limits]
+    processes = [limits.planned_process for limits in prepared.limits]
     memory = ("peak memory", "predicted", "", "of the process", "predicted", "")
     reporter.table(
         ("rank", "host", "layers", "weights", *memory),

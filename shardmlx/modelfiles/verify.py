@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.common.formatting import plural
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
 from shardmlx.modelfiles.parts import shape_of
@@ -41,7 +42,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
     """Check headers, sizes, names, shapes and checksums; ``advance`` is told of bytes hashed."""
     faults = list(files.faults)
     checked = [
-        f"{_count(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
+        f"{plural(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
     ]
     faults += _sizes(files)
     if files.index is not None:
@@ -56,7 +57,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
     if known:
         for file in known:
             faults += _checksum(files.paths[file], files.checksums[file], advance)
-        checked.append(f"checksums that the hub gave: {_count(len(known), 'file')}")
+        checked.append(f"checksums that the hub gave: {plural(len(known), 'file')}")
     elif files.checksums:
         checked.append(
             f"checksums not compared: the hub gives {len(files.checksums)}, but contents are not "
@@ -70,10 +71,6 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
 def checksums_to_compare(files: ModelFiles) -> list[str]:
     """Return the local files of which the hub's checksum is known."""
     return sorted(files.checksums.keys() & files.paths.keys())
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _sizes(files: ModelFiles) -> Iterator[str]:

@@ -15,8 +15,11 @@ from shardmlx.pipeline.schedules import compute_actions, get_schedule
 from shardmlx.pipeline.simulate import Costs, Simulation, simulate
 from shardmlx.pipeline.text_timeline import timeline
 
-FORMS = ("summary", "actions", "timeline", "lowered", "json")
-"""The forms of a report: for people, compute actions, drawn in time, with messages, numbers."""
+PRINTED = ("summary", "actions", "timeline", "lowered")
+"""The forms of a report as text: for people, compute actions, drawn in time, with messages."""
+
+FORMS = (*PRINTED, "json")
+"""Forms of a report: as text, and for programs."""
 
 
 def show_schedule(
@@ -52,11 +55,9 @@ def show_schedule(
         return json.dumps(facts | {"costs": astuple(units)} | _numbers(simulation))
     if form == "summary":
         return _summary(simulation)
-    return (
-        timeline(simulation)
-        if form == "timeline"
-        else _rows(lowered if form == "lowered" else grid)
-    )
+    if form == "timeline":
+        return timeline(simulation)
+    return _rows(lowered if form == "lowered" else grid)
 
 
 def _costs(text: str) -> Costs:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from shardmlx.common.http_listener import ANSWERED, address_of, is_for, trusted_hosts
 from shardmlx.common.reporter import metrics_line
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import MOST_REPORTS, current, read_metrics
+from shardmlx.runreport.metrics_file import MOST_REPORTS, current, halved, read_metrics
 from shardmlx.runreport.page import render_page
 from shardmlx.runreport.prometheus import Gauges
 
@@ -68,7 +68,7 @@ class EventLog:
         """Add an event; of very many reports every second one goes."""
         with self._news:
             if len(self._entries) >= 2 * MOST_REPORTS:
-                self._entries = _thinned(self._entries)
+                self._entries = halved(self._entries, lambda each: each.is_report)
             self._last += 1
             self._entries.append(_Entry(self._last, event == "train", line))
             self._news.notify_all()
@@ -86,16 +86,6 @@ class EventLog:
             self._news.wait_for(lambda: self._last > number or self._has_ended, patience)
             first = bisect_right(self._entries, number, key=lambda each: each.number)
             return self._last, [each.line for each in self._entries[first:]], self._has_ended
-
-
-def _thinned(entries: Sequence[_Entry]) -> list[_Entry]:
-    """Return the entries without every second report, from the last on, which stays."""
-    kept, is_kept = [], True
-    for each in reversed(entries):
-        if is_kept or not each.is_report:
-            kept.append(each)
-        is_kept ^= each.is_report
-    return kept[::-1]
 
 
 class LivePage:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardmlx.errors import UserError
+
+T = TypeVar("T")
 
 Event = dict[str, Any]
 """A line of a metrics file: what happened, under ``event``, and its values."""
@@ -115,10 +117,25 @@ def _is_undone(event: Event, step: int) -> bool:
 def thinned(events: list[Event], most: int = MOST_REPORTS) -> list[Event]:
     """Return the events with every second report left out, again and again, until at most ``most``
     are left; the last report stays."""
-    reports = [index for index, event in enumerate(events) if event["event"] == "train"]
-    left_out: set[int] = set()
-    while len(reports) > most:
-        kept = reports[::-1][::2][::-1]
-        left_out |= set(reports) - set(kept)
-        reports = kept
-    return [event for index, event in enumerate(events) if index not in left_out]
+    while sum(map(_is_report, events)) > most:
+        events = halved(events, _is_report)
+    return events
+
+
+def _is_report(event: Event) -> bool:
+    return bool(event["event"] == "train")
+
+
+def halved(items: Sequence[T], is_report: Callable[[T], bool]) -> list[T]:
+    """Return the items without every second report, from the last on, which stays."""
+    kept, is_kept = [], True
+    for each in reversed(items):
+        if is_kept or not is_report(each):
+            kept.append(each)
+        is_kept ^= is_report(each)
+    return kept[::-1]
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value of an event is a number; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

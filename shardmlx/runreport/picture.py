@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmlx.pipeline.figure import check_picture
-from shardmlx.runreport.metrics_file import Event
+from shardmlx.runreport.metrics_file import Event, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +62,8 @@ class Curve:
             (event["step"], event[field])
             for event in events
             if event["event"] == kind
-            and _is_number(event.get(field))
-            and _is_number(event.get("step"))
+            and is_number(event.get(field))
+            and is_number(event.get("step"))
         ]
         return cls([step for step, _ in points], [value for _, value in points], name)
 
@@ -138,7 +138,7 @@ def _draw_marks(axes: Axes, events: Sequence[Event]) -> None:
         steps = [
             event["step"]
             for event in events
-            if event["event"] == kind and _is_number(event.get("step"))
+            if event["event"] == kind and is_number(event.get("step"))
         ]
         if style:
             for step in steps:
@@ -155,7 +155,3 @@ def _draw_marks(axes: Axes, events: Sequence[Event]) -> None:
                 transform=on_axis,
                 clip_on=False,
             )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

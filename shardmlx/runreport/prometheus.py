@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardmlx.runreport.metrics_file import is_number
+
 Sample = tuple[Mapping[str, str], float]
 """The labels and the value of a sample."""
 
@@ -120,9 +122,7 @@ def _one(value: Any) -> list[Sample]:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value)
+    return float(value) if is_number(value) else None
 
 
 def _family(name: str, text: str, samples: Sequence[Sample], kind: str = "gauge") -> str:

@@ -86,53 +86,53 @@ class Choice:
         return f"chosen: {', '.join(parts)}: {worth}"
 
 
-def choose(
-    run: RunSpec,
-    sizes: Workload,
-    given: StageMap | None,
-    cluster: Cluster,
-    budgets: tuple[MemoryBudget, ...],
-    lengths: SequenceLengths,
-    can_pack: bool,
-) -> Choice | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """Facts on which a choice depends beside the options: the model, the machines, the data.
+
+    ``given`` is the user's stage map, if there is one; ``can_pack`` says whether packed rows have
+    the same loss.
+    """
+
+    sizes: Workload
+    given: StageMap | None
+    cluster: Cluster
+    budgets: tuple[MemoryBudget, ...]
+    lengths: SequenceLengths
+    can_pack: bool
+
+
+def choose(run: RunSpec, facts: Circumstances) -> Choice | None:
     """Return the fastest way that fits, None where none does.
 
-    ``given`` is the user's stage map, if there is one. Of ways that are predicted to take about
-    the same time, the simplest wins. Micro-batches of one row are the last resort: a prediction
-    from FLOPs does not know how much less a GPU does with them.
+    Of ways that are predicted to take about the same time, the simplest wins. Micro-batches of one
+    row are the last resort: a prediction from FLOPs does not know how much less a GPU does with
+    them.
     """
-    found = _fastest(run, sizes, given, cluster, budgets, lengths, can_pack)
+    found = _fastest(run, facts)
     if found is None and run.batch.micro_batch_size is None:
-        smaller = replace(run, batch=replace(run.batch, micro_batch_size=1))
-        found = _fastest(smaller, sizes, given, cluster, budgets, lengths, can_pack)
+        found = _fastest(replace(run, batch=replace(run.batch, micro_batch_size=1)), facts)
     return found
 
 
-def _fastest(
-    run: RunSpec,
-    sizes: Workload,
-    given: StageMap | None,
-    cluster: Cluster,
-    budgets: tuple[MemoryBudget, ...],
-    lengths: SequenceLengths,
-    can_pack: bool,
-) -> Choice | None:
+def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
+    cluster, lengths = facts.cluster, facts.lengths
     chosen: tuple[float, RunSpec, Plan] | None = None
     first: float | None = None
     lacking: str | None = None
-    for way in _ways(run, given, cluster, can_pack):
-        workload = replace(sizes, batch=way.batch)
+    for way in _ways(run, facts):
+        workload = replace(facts.sizes, batch=way.batch)
         checkpoint = bool(way.batch.grad_checkpoint)
         length = lengths.exact if way.batch.pack else lengths.padded
         try:
             # Memory is planned for the sequences that there are.
             longest = replace(way.batch, max_seq_length=lengths.longest[0])
-            plan = lay_out(way, replace(workload, batch=longest), given, cluster)
+            plan = lay_out(way, replace(workload, batch=longest), facts.given, cluster)
             seconds = predict(plan, workload, cluster, length, checkpoint=checkpoint).step_seconds
             planned = planned_memory(plan, workload, cluster, lengths.longest, checkpoint)
         except UserError:
             continue  # a schedule for more layers than there are, or no room for any division
-        fault = overfull(budgets, planned)
+        fault = overfull(facts.budgets, planned)
         if first is None:
             first, lacking = seconds, fault
         if fault is None and (chosen is None or seconds < WORTH_IT * chosen[0]):
@@ -143,11 +143,9 @@ def _fastest(
     return Choice(way, plan, seconds / first, lacking)
 
 
-def _ways(
-    run: RunSpec, given: StageMap | None, cluster: Cluster, can_pack: bool
-) -> Iterator[RunSpec]:
+def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     """Yield all that the options leave open, from the simplest on."""
-    layout, batch = run.layout, run.batch
+    layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
     for checkpoint, partitioner, pack, schedule in product(
@@ -155,7 +153,7 @@ def _ways(
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
         if layout.partitioner == AUTO
         else (layout.partitioner,),
-        ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,),
+        ((False, True) if facts.can_pack else (False,)) if batch.pack is None else (batch.pack,),
         _schedules(given, cluster, pp) if layout.schedule == AUTO else (layout.schedule,),
     ):
         yield replace(

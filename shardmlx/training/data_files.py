@@ -47,12 +47,9 @@ def _read_json_lines(path: Path, content: bytes) -> list[Row]:
 
 
 def _parse(line: bytes, where: str) -> Row:
+    text = _decoded(line, where)
     try:
-        row = json.loads(line.decode().rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
-        ) from None
+        row = json.loads(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
         raise UserError(
@@ -68,13 +65,17 @@ def _parse(line: bytes, where: str) -> Row:
     return row
 
 
-def _read_csv(path: Path, content: bytes) -> list[Row]:
+def _decoded(content: bytes, where: str) -> str:
     try:
-        text = content.removeprefix(codecs.BOM_UTF8).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
         ) from None
+
+
+def _read_csv(path: Path, content: bytes) -> list[Row]:
+    text = _decoded(content.removeprefix(codecs.BOM_UTF8), str(path))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[Row] = []
     try:

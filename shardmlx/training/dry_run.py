@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.transport import Transport
-from shardmlx.training.plan import layers_of
+from shardmlx.training.plan import PLANNED, layers_of, planned_columns
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
 
 _MINUTE, _HOUR = 60.0, 3600.0
@@ -25,15 +24,13 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
         planned = plan_run(config, transport, reporter, opened)
     limits = planned.limits
     reporter.table(
-        ("rank", "host", "layers", "planned peak", "limit", "which is"),
+        ("rank", "host", "layers", *PLANNED),
         [
             (
                 str(rank),
                 host,
                 layers_of(planned.plan, rank),
-                gibibytes(limits[rank].process_peak(limits[rank].planned.peak)),
-                gibibytes(limits[rank].process),
-                limits[rank].reasons[0],
+                *planned_columns(limits[rank]),
             )
             for rank, host in enumerate(transport.hosts)
         ],

@@ -8,9 +8,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from shardmlx.common.formatting import numbers_of
+from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.memory_limits import (
+    MemoryLimits,
     PlannedMemory,
     how_to_allow,
     how_to_allow_more,
@@ -24,7 +25,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.layout import settled
 from shardmlx.planning.suggestions import remedies
-from shardmlx.training.choice import Choice, SequenceLengths, choose, lay_out
+from shardmlx.training.choice import Choice, Circumstances, SequenceLengths, choose, lay_out
 from shardmlx.training.predicted import planned_memory
 
 
@@ -85,10 +86,15 @@ def choose_plan(
 
     Raises ``UserError`` where no way that the options leave open fits in the memory of all ranks.
     """
-    choice = choose(
-        *(run, inputs.sizes, inputs.stage_map, inputs.cluster, inputs.budgets, lengths),
+    facts = Circumstances(
+        sizes=inputs.sizes,
+        given=inputs.stage_map,
+        cluster=inputs.cluster,
+        budgets=inputs.budgets,
+        lengths=lengths,
         can_pack=can_pack(opened.config),
     )
+    choice = choose(run, facts)
     if choice is None:
         # The way that needs the least, of those that are left open.
         checkpoint, rows = run.batch.grad_checkpoint is not False, run.batch.micro_batch_size or 1
@@ -130,13 +136,21 @@ def what_would_fit(run: RunSpec, inputs: PlanInputs[Workload], length: int) -> s
 
 def headline(run: RunSpec, plan: Plan) -> str:
     """Return one line that says how the run is laid out."""
-    mesh, count = plan.mesh, plan.stage_map.num_stages
-    stages = f"{count} stage{'s' if count > 1 else ''}"
+    mesh, stages = plan.mesh, plural(plan.stage_map.num_stages, "stage")
     return (
-        f"{run.model}: {mesh.size} rank{'s' if mesh.size > 1 else ''} = {mesh.dp} data parallel x "
+        f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
         f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
         f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica"
     )
+
+
+PLANNED = ("planned peak", "limit", "which is")
+"""The heads of ``planned_columns``."""
+
+
+def planned_columns(limits: MemoryLimits) -> tuple[str, ...]:
+    """Return what a rank's process is planned to take, what it may take, and why no more."""
+    return gibibytes(limits.planned_process), gibibytes(limits.process), limits.reasons[0]
 
 
 def layers_of(plan: Plan, rank: int) -> str:

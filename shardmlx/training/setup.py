@@ -15,9 +15,7 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import (
-    CheckpointOptions,
-)
+from shardmlx.config.specs import CheckpointOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
@@ -26,19 +24,12 @@ from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.stage import Stage, build_stages
-from shardmlx.loading.rank_setup import (
-    SETUP_SECONDS,
-    OpenedModel,
-)
+from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.plan import (
-    layers_of,
-)
+from shardmlx.training.plan import PLANNED, layers_of, planned_columns
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
-
-__all__ = ["SETUP_SECONDS", "TrainingRun", "prepare_training"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +159,7 @@ def _load(
     gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")
     if gathered is not None:
         reporter.table(
-            (
-                *("rank", "host", "stages", "weights", "trained", "loaded in"),
-                *("planned peak", "limit", "which is"),
-            ),
+            ("rank", "host", "stages", "weights", "trained", "loaded in", *PLANNED),
             [
                 (
                     str(rank),
@@ -180,9 +168,7 @@ def _load(
                     gibibytes(nbytes),
                     f"{trained / 1e6:.3f}M",
                     f"{seconds:.1f} s",
-                    gibibytes(limits[rank].process_peak(limits[rank].planned.peak)),
-                    gibibytes(limits[rank].process),
-                    limits[rank].reasons[0],
+                    *planned_columns(limits[rank]),
                 )
                 for rank, (nbytes, trained, seconds) in enumerate(gathered)
             ],

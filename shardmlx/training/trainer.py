@@ -27,11 +27,12 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
+from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.dry_run import dry_run
 from shardmlx.training.report import TrainingReport
-from shardmlx.training.setup import SETUP_SECONDS, TrainingRun, prepare_training
+from shardmlx.training.setup import TrainingRun, prepare_training
 from shardmlx.training.soundness import Soundness
 from shardmlx.training.viewers import ViewerOptions, open_reporter
 

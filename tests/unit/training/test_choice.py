@@ -18,7 +18,13 @@ from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.workload import Workload
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.stage_map import Partition, StageMap
-from shardmlx.training.choice import Choice, SequenceLengths, choose, mean_lengths
+from shardmlx.training.choice import (
+    Choice,
+    Circumstances,
+    SequenceLengths,
+    choose,
+    mean_lengths,
+)
 from tests.helpers.models_and_batches import tiny_config
 
 ALIKE = SequenceLengths((96, 0), padded=96, exact=96)
@@ -58,7 +64,15 @@ def choice_of(
     run = RunSpec.of(config)
     budgets = budgets_of(cluster)
     sizes = Workload.of(open_model(model), run.fine_tune, run.batch)
-    return choose(run, sizes, given, within(cluster, budgets), budgets, lengths, can_pack)
+    facts = Circumstances(
+        sizes=sizes,
+        given=given,
+        cluster=within(cluster, budgets),
+        budgets=budgets,
+        lengths=lengths,
+        can_pack=can_pack,
+    )
+    return choose(run, facts)
 
 
 def chosen(*args: Any, **options: Any) -> Choice:
