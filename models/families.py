@@ -1,9 +1,9 @@
 """Call the decoder layers of each model family: all that differs between them.
 
-The layers themselves are mlx-lm's. A family is a function of the model's arguments and the hidden
-states (rows, T, D) of one micro-batch, which returns how to call one of its layers on them. To
-generate it is also given the layers and their KV caches, which say how many tokens came before;
-where one row holds several sequences, which position belongs to which.
+The layers themselves are mlx-lm's. A family is a function of the model's arguments and one
+micro-batch, which returns how to call one of its layers on that. To generate it is also given the
+layers and their KV caches, which say how many tokens came before; where one row holds several
+sequences, which position belongs to which.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from shardmlx.compat import query_scale
+from shardmlx.models.attention import Sight
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.traits import TRAITS
 
@@ -39,71 +40,66 @@ class Cached(NamedTuple):
         return next((c for layer, c in pairs if _is_sliding(layer) == use_sliding), None)
 
 
+class Given(NamedTuple):
+    """The hidden states (rows, T, D) of a micro-batch, and what else decides what they see.
+
+    ``chunk`` is the most queries of a piece of attention; None, or all of T, makes no pieces.
+    """
+
+    hidden: mx.array
+    cached: Cached | None = None
+    places: PackedPositions | None = None
+    chunk: int | None = None
+
+    def mask(self, window: int | None = None) -> Any:
+        """Return the mask that layers take whose positions see a ``window``, or all."""
+        if self.chunk is not None and self.chunk < self.hidden.shape[1]:
+            return Sight(self.chunk, window, self.places)
+        if self.places is not None:
+            return mx.array(self.places.mask(window))
+        cache = self.cached and self.cached.cache(use_sliding=window is not None)
+        return create_attention_mask(self.hidden, cache, window_size=window)
+
+    def masks(self, args: Any) -> dict[bool, Any]:
+        """Return the masks of layers that see all, and of those that see a window."""
+        full = self.mask()
+        if "sliding_attention" not in args.layer_types:
+            return {False: full}
+        return {False: full, True: self.mask(args.sliding_window)}
+
+
 class Family(Protocol):
     """A function that returns how to call the layers of a family on one micro-batch."""
 
-    def __call__(
-        self,
-        args: Any,
-        hidden: mx.array,
-        cached: Cached | None = None,
-        places: PackedPositions | None = None,
-    ) -> LayerCall: ...
+    def __call__(self, args: Any, given: Given) -> LayerCall: ...
 
 
-def full_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
-) -> LayerCall:
+def full_attention(args: Any, given: Given) -> LayerCall:
     """Call layers that see all positions before their own: qwen2, qwen3, mixtral."""
-    mask = _mask(hidden, cached, places)
+    mask = given.mask()
     return lambda layer, x, cache=None: layer(x, mask, cache)
 
 
-def sliding_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
-) -> LayerCall:
+def sliding_attention(args: Any, given: Given) -> LayerCall:
     """Call layers of which those marked ``use_sliding`` see only a window: llama, mistral."""
-    masks = _masks(args, hidden, cached, places)
+    masks = given.masks(args)
     return lambda layer, x, cache=None: layer(x, masks[layer.use_sliding], cache)
 
 
-def scaled_sliding_attention(
-    args: Any, hidden: mx.array, cached: Cached | None = None, places: PackedPositions | None = None
-) -> LayerCall:
+def scaled_sliding_attention(args: Any, given: Given) -> LayerCall:
     """Call layers as ``sliding_attention``, with queries scaled by position: ministral3."""
-    masks = _masks(args, hidden, cached, places)
+    masks, places = given.masks(args), given.places
     rope = args.rope_parameters
-    length, offset = hidden.shape[1], cached.caches[0].offset if cached else 0
+    length, offset = given.hidden.shape[1], given.cached.caches[0].offset if given.cached else 0
     if places is not None:
         # As if each position were a sequence of one token, after so many others.
         length, offset = 1, mx.array(places.positions)
     scale = query_scale(
         length, offset, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
-    ).astype(hidden.dtype)
+    ).astype(given.hidden.dtype)
     if places is not None:
         scale = scale.reshape(-1, 1)
     return lambda layer, x, cache=None: layer(x, scale, masks[layer.use_sliding], cache)
-
-
-def _masks(
-    args: Any, hidden: mx.array, cached: Cached | None, places: PackedPositions | None
-) -> dict[bool, Any]:
-    full = _mask(hidden, cached, places)
-    if "sliding_attention" not in args.layer_types:
-        return {False: full}
-    return {False: full, True: _mask(hidden, cached, places, args.sliding_window)}
-
-
-def _mask(
-    hidden: mx.array,
-    cached: Cached | None,
-    places: PackedPositions | None,
-    window: int | None = None,
-) -> Any:
-    if places is not None:
-        return mx.array(places.mask(window))
-    cache = cached and cached.cache(use_sliding=window is not None)
-    return create_attention_mask(hidden, cache, window_size=window)
 
 
 def _is_sliding(layer: nn.Module) -> bool:

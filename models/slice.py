@@ -18,8 +18,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from shardmlx.compat import attend_with
+from shardmlx.models.attention import attend
 from shardmlx.models.dropout import key_every_dropout, set_keys
-from shardmlx.models.families import FAMILIES, Cached, LayerCall
+from shardmlx.models.families import FAMILIES, Cached, Given, LayerCall
 from shardmlx.models.packed_positions import PackedPositions
 
 EMBEDDING = "model.embed_tokens"
@@ -51,6 +53,8 @@ class Slice:
         self._args = model.args
         self._family = FAMILIES[model.model_type]
         self._layers = model.model.layers[start:stop]
+        for layer in self._layers:
+            attend_with(layer.self_attn, attend)
         self._embedding = model.model.embed_tokens
         self._norm = model.model.norm
         self._head = self._embedding.as_linear if self.tied else model.lm_head
@@ -79,6 +83,12 @@ class Slice:
         }
 
     @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the trained parameters of the head, of the last slice."""
+        prefix = f"{EMBEDDING if self.tied else 'lm_head'}."
+        return tuple(name for name in self.trainable if self.is_last and name.startswith(prefix))
+
+    @property
     def hidden_size(self) -> int:
         """D, the width of the hidden states between slices."""
         return int(self._args.hidden_size)
@@ -93,7 +103,7 @@ class Slice:
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first_layer), 0)
         x = self._embedding(mx.zeros((1, 1), mx.int32))
-        dtype: mx.Dtype = self._family(self._args, x)(first_layer, x).dtype
+        dtype: mx.Dtype = self._family(self._args, Given(x))(first_layer, x).dtype
         return dtype
 
     def shares(self, name: str) -> bool:
@@ -173,20 +183,22 @@ class Slice:
         first_row: int = 0,
         places: PackedPositions | None = None,
         checkpoint: bool = False,
+        attention_chunk: int | None = None,
     ) -> mx.array:
-        """Pass a micro-batch through the slice.
+        """Pass a micro-batch through the layers of the slice.
 
         Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
-        hidden states, or logits (rows, T, V) on the last.
+        hidden states (rows, T, D).
 
         ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say
         which sequences are in a row that holds several. ``checkpoint`` keeps only the inputs of
         layers for the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
+        ``attention_chunk`` is the most queries whose scores are in memory at a time.
         """
         if self.is_first:
             set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
             x = self._embedding(x)
-        call = self._family(self._args, x, places=places)
+        call = self._family(self._args, Given(x, places=places, chunk=attention_chunk))
         for i in range(len(self._layers)):
             run = partial(self._run_layer, i, call, (*key, self.start + i), first_row, places)
             if checkpoint:
@@ -195,10 +207,27 @@ class Slice:
                 x = self._checkpointed(run, names, x)
             else:
                 x = run(x)
-        if not self.is_last:
-            return x
+        return x
+
+    def norm(self, x: mx.array) -> mx.array:
+        """Return the last slice's final norm of hidden states (..., D)."""
+        normed: mx.array = self._norm(x)
+        return normed
+
+    def logits(
+        self,
+        x: mx.array,
+        *,
+        key: tuple[int, ...] = (0,),
+        first_row: int = 0,
+        places: PackedPositions | None = None,
+    ) -> mx.array:
+        """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D).
+
+        What decides dropout is as for the layers.
+        """
         set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
-        logits: mx.array = self._head(self._norm(x))
+        logits: mx.array = self._head(x)
         return logits
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
@@ -218,7 +247,7 @@ class Slice:
         """
         if self.is_first:
             x = self._embedding(x)
-        call = self._family(self._args, x, Cached(self._layers, caches))
+        call = self._family(self._args, Given(x, Cached(self._layers, caches)))
         for layer, cache in zip(self._layers, caches, strict=True):
             x = call(layer, x, cache)
         return x

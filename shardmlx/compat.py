@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import argparse
 import os
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
+    from collections.abc import Callable
     from pathlib import Path
 
     import mlx.core as mx
     from _typeshed import SupportsWrite
+
+
+SDPA = "scaled_dot_product_attention"
+"""Name by which mlx-lm's model files call attention."""
 
 
 class QuietParser(argparse.ArgumentParser):
@@ -71,6 +77,25 @@ def keep_probability(dropout: Any) -> float:
     mlx 0.32.4: kept as ``_p_1``. When it breaks: read it from ``repr``, which says ``p=``.
     """
     return float(dropout._p_1)
+
+
+def attend_with(attention: Any, function: Callable[..., mx.array]) -> None:
+    """Let a module of mlx-lm call ``function`` for ``scaled_dot_product_attention``.
+
+    mlx-lm 0.32.2: each model file imports that name from ``models.base``, and its attention calls
+    it by keyword. The module gets a class of its own, whose ``__call__`` is the same code with that
+    one name bound otherwise; all else goes on as it is. ``AttributeError`` where the code does not
+    use the name. When it breaks: write the family's attention here.
+    """
+    kind = type(attention)
+    call = kind.__call__
+    if SDPA not in call.__code__.co_names:
+        raise AttributeError(f"{kind.__module__}.{kind.__name__} does not call {SDPA}")
+    if call.__globals__.get(SDPA) is function:
+        return
+    names = {**call.__globals__, SDPA: function}
+    own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    attention.__class__ = type(kind.__name__, (kind,), {"__call__": own})
 
 
 def query_scale(length: int, offset: Any, beta: float, positions: int) -> mx.array:

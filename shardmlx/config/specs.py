@@ -89,6 +89,31 @@ class BatchOptions(Spec):
         return replace(self, pack=bool(self.pack), grad_checkpoint=bool(self.grad_checkpoint))
 
 
+RECOMPUTE = ("none", "selective", "full")
+"""Amounts that the backward pass computes again, in ascending order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savings:
+    """Means by which a stage holds less; the loss and the gradients are the same.
+
+    ``recompute`` is one of ``RECOMPUTE``: what is large and cheap, or all but the inputs of layers.
+    ``attention_chunk`` and ``loss_chunk`` are the most queries whose scores, and the most positions
+    whose logits, are in memory at a time; None for all.
+    """
+
+    recompute: str = "none"
+    attention_chunk: int | None = None
+    loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute {self.recompute!r}: one of {', '.join(RECOMPUTE)}")
+        for chunk in (self.attention_chunk, self.loss_chunk):
+            if chunk is not None and chunk < 1:
+                raise ValueError(f"a chunk of {chunk}: from 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions(Spec):
     """The division of the layers into stages, and the order in which these compute."""

@@ -28,36 +28,30 @@ NaN: what was computed too early would be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from shardmlx.config.specs import Savings
 from shardmlx.distributed.messages import buffer_of, in_a_row
 from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.loss import Head, HeadInput, token_loss
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.lowering import gradient_kinds
 
 
-def answers_of(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
-    """Return the tokens that should come next, and which of them count: both (rows, T)."""
-    return mx.array(microbatch.targets), mx.array(microbatch.counts)
-
-
-def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
-    """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``."""
-    losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
-    return losses.astype(mx.float32).sum()
-
-
 def layer_of(name: str) -> str:
     """Return a parameter's layer, ``model.layers.12``, or its matrix at an end of the model."""
     return ".".join(name.split(".")[:3])
+
+
+NO_SAVINGS = Savings()
+"""The choice of those who hold all: what mlx-lm does."""
 
 
 @dataclass(slots=True)
@@ -66,21 +60,23 @@ class _Pending:
 
     cotangent: mx.array
     input_gradient: mx.array | None
-    weight_gradients: Sequence[mx.array]
+    weight_gradients: Mapping[str, mx.array]
+    to_head: HeadInput | None = None
+    """Input of a trained head whose gradients are still to be computed."""
 
 
 def build_stages(
     slices: Sequence[Slice],
     own: Iterable[int] | None = None,
     *,
-    checkpoint: bool = False,
+    savings: Savings = NO_SAVINGS,
     compiled: bool | None = None,
 ) -> list[Stage]:
     """Build the stages of one rank out of the slices of all stages.
 
     ``slices[s]`` is the slice of stage s, the whole model in pipeline order: which of them are
     trained decides which stages need the gradient of their input. ``own`` are the stages to build,
-    for a plan ``plan.stages_of(rank)``; by default all. ``checkpoint`` and ``compiled`` are as for
+    for a plan ``plan.stages_of(rank)``; by default all. ``savings`` and ``compiled`` are as for
     ``Stage``.
     """
     gradients = gradient_kinds([bool(part.trainable) for part in slices])
@@ -89,7 +85,7 @@ def build_stages(
             index,
             slices[index],
             needs_input_gradient=Kind.I in gradients[index],
-            checkpoint=checkpoint,
+            savings=savings,
             compiled=compiled,
         )
         for index in (range(len(slices)) if own is None else own)
@@ -99,9 +95,9 @@ def build_stages(
 class Stage:
     """A slice of the model and its micro-batches in flight.
 
-    ``needs_input_gradient`` says whether some stage below has trained weights, ``checkpoint``
-    whether the backward computes activations again instead of holding them, ``compiled`` whether
-    the joint graph is compiled, by default on a GPU. The gradients of trained weights, ``names``,
+    ``needs_input_gradient`` says whether some stage below has trained weights, ``savings`` what is
+    computed in pieces or twice instead of being held, ``compiled`` whether the joint graph is
+    compiled, by default on a GPU. The gradients of trained weights, ``names``,
     add up over micro-batches in ``gradients``, in float32 also where the weights are shorter.
     """
 
@@ -111,13 +107,14 @@ class Stage:
         part: Slice,
         *,
         needs_input_gradient: bool,
-        checkpoint: bool = False,
+        savings: Savings = NO_SAVINGS,
         compiled: bool | None = None,
     ) -> None:
         self.index = index
         self.part = part
         self.needs_input_gradient = needs_input_gradient
-        self.checkpoint = checkpoint
+        self.savings = savings
+        self.checkpoint = savings.recompute == "full"
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}
@@ -126,6 +123,7 @@ class Stage:
         on_gpu = mx.default_device() == mx.gpu
         compiles = on_gpu if compiled is None else compiled
         self._compiled = mx.compile(self._joint_graph) if compiles else None
+        self._head = Head(part, savings.loss_chunk, compiles) if part.is_last else None
 
     @property
     def is_trained(self) -> bool:
@@ -160,26 +158,48 @@ class Stage:
                 first_row=microbatch.first_row,
                 places=microbatch.places,
             )
-        cotangent = self._new_cotangent(microbatch, scale)
-        weights = [self.part[name] for name in self.names]
-        out, *gradients = graph(*self._given(microbatch, x), weights, cotangent)
+        source, answers = self._given(microbatch, x)
+        names = self._names_in_graph(answers)
+        cotangent = self._new_cotangent(microbatch, scale if answers else None)
+        weights = [self.part[name] for name in names]
+        out, *gradients = graph(source, answers, weights, cotangent)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
-        self._pending[j] = _Pending(cotangent, input_gradient, gradients)
+        pending = _Pending(cotangent, input_gradient, dict(zip(names, gradients, strict=True)))
+        self._pending[j] = pending
         mx.eval(out)
-        return out
+        if self._head is None or answers:
+            return out
+        given = HeadInput(out, microbatch, scale, key)
+        loss, gradient = self._head.loss_and_gradient(given)
+        self.fill_cotangent(j, gradient)
+        pending.to_head = given if self._head.names else None
+        return loss
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
         """Compute what ``forward`` returns, without a backward pass to follow."""
-        out = self._outputs(*self._given(microbatch, x), places=microbatch.places)
+        source, answers = self._given(microbatch, x)
+        out = self._outputs(source, answers, places=microbatch.places, recomputes=False)
         mx.eval(out)
-        return out
+        if self._head is None or answers:
+            return out
+        return self._head.loss(HeadInput(out, microbatch))
 
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return the input, and on the last stage the answers."""
+        """Return the input, and for a loss that is not in pieces the tokens that should come next,
+        and which of them count."""
         source = mx.array(microbatch.inputs) if x is None else x
-        return source, answers_of(microbatch) if self.part.is_last else ()
+        if self._head is None or self._head.takes_pieces(microbatch):
+            return source, ()
+        return source, (mx.array(microbatch.targets), mx.array(microbatch.counts))
+
+    def _names_in_graph(self, answers: tuple[mx.array, ...]) -> Sequence[str]:
+        """Return the names of the trained weights whose gradients the joint graph has: all, but for
+        those of a head in pieces. A tied matrix may be the embedding, too."""
+        if self._head is None or answers or self.part.is_first:
+            return self.names
+        return [name for name in self.names if name not in self._head.names]
 
     def _joint_graph(
         self,
@@ -190,26 +210,48 @@ class Stage:
         **how: Any,
     ) -> list[mx.array]:
         """Return output, gradient of the input if it is needed, gradients of the weights: lazy."""
+        names = self._names_in_graph(answers)
 
         def run(*primals: mx.array) -> mx.array:
             arrays = list(primals)
             inputs = arrays.pop(0) if self.needs_input_gradient else source
             return self.part.with_parameters(
-                self.names,
-                arrays,
-                lambda: self._outputs(inputs, answers, checkpoint=self.checkpoint, **how),
+                names, arrays, lambda: self._outputs(inputs, answers, **how)
             )
 
         primals = [source] if self.needs_input_gradient else []
+        if not (primals or weights):
+            return [run()]
         (out,), gradients = mx.vjp(run, [*primals, *weights], [cotangent])
         return [mx.contiguous(out), *gradients]
 
-    def _outputs(self, x: mx.array, answers: tuple[mx.array, ...], **how: Any) -> mx.array:
-        out = self.part(x, **how)
-        return token_loss(out, *answers) if answers else out
+    def _outputs(
+        self,
+        x: mx.array,
+        answers: tuple[mx.array, ...],
+        *,
+        recomputes: bool = True,
+        key: tuple[int, ...] = (0,),
+        **places: Any,
+    ) -> mx.array:
+        """Return hidden states; on the last stage normed ones, or with answers the loss."""
+        hidden = self.part(
+            x,
+            key=key,
+            checkpoint=self.checkpoint and recomputes,
+            attention_chunk=self.savings.attention_chunk,
+            **places,
+        )
+        if not self.part.is_last:
+            return hidden
+        normed = self.part.norm(hidden)
+        if not answers:
+            return normed
+        return token_loss(self.part.logits(normed, key=key, **places), *answers)
 
-    def _new_cotangent(self, microbatch: MicroBatch, scale: float) -> mx.array:
-        if self.part.is_last:
+    def _new_cotangent(self, microbatch: MicroBatch, scale: float | None) -> mx.array:
+        """Return that of a loss, which is its scale, or the buffer for that of hidden states."""
+        if scale is not None:
             cotangent = mx.array(scale, mx.float32)
         else:
             # A buffer of its own: it is written behind MLX's back.
@@ -267,11 +309,12 @@ class Stage:
             mx.eval([self.gradients[name] for name in layer])
 
     def _add(self, pending: _Pending) -> None:
-        gradients, pending.weight_gradients = pending.weight_gradients, ()
-        if not gradients:
-            return
-        for name, gradient in zip(self.names, gradients, strict=True):
+        gradients, pending.weight_gradients = pending.weight_gradients, {}
+        for name, gradient in gradients.items():
             if gradient.dtype != mx.float32:
                 gradient = gradient.astype(mx.float32)
             total = self.gradients.get(name)
             self.gradients[name] = gradient if total is None else total + gradient
+        to_head, pending.to_head = pending.to_head, None
+        if self._head is not None and to_head is not None:
+            self._head.add_gradients(to_head, self.gradients)

@@ -7,11 +7,13 @@ messages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from shardmlx.config.specs import Savings
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.stage import NO_SAVINGS
 from tests.helpers.models_and_batches import (
     Expected,
     Layout,
@@ -34,7 +36,7 @@ class Case:
     microbatches: int = 4
     rows: int | None = None  # of a replica; by default one row a micro-batch
     tied: bool = False
-    checkpoint: bool = False
+    savings: Savings = NO_SAVINGS
     longest: int = 60
     model: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,7 +44,11 @@ class Case:
         parts = [str(self.layout), f"m{self.microbatches}"]
         parts += ["uneven"] if self.rows else []
         parts += ["tied"] if self.tied else []
-        parts += ["checkpoint"] if self.checkpoint else []
+        parts += [
+            f"{each.name}={getattr(self.savings, each.name)}"
+            for each in fields(Savings)
+            if getattr(self.savings, each.name) != each.default
+        ]
         parts += [f"{key}={value}" for key, value in self.model.items()]
         return "-".join(parts)
 
@@ -52,10 +58,10 @@ class Case:
         assert plan.microbatches == self.microbatches
         batch = random_batch(rows * self.layout.dp, longest=self.longest)
         make = partial(tiny_model, layers=LAYERS, tied=self.tied, **self.model)
-        outcome = run_engine(transport, plan, make(), batch, checkpoint=self.checkpoint)
+        outcome = run_engine(transport, plan, make(), batch, savings=self.savings)
         outcomes = transport.all_gather(outcome)
         if transport.rank == 0:
-            expected = Expected(plan, make(), batch)
+            expected = Expected(plan, make(), batch, self.savings)
             for rank, each in enumerate(outcomes):
                 check_outcome(each, expected, rank)
             check_replicas(outcomes)
@@ -84,7 +90,8 @@ _CASES = [
     Case(Layout("zb-v", 2, 2), microbatches=5),
     Case(Layout("1f1b", 1, 1, dp=2), microbatches=3),
     Case(Layout("1f1b", 2), microbatches=3, rows=8),
-    Case(Layout("1f1b", 2), checkpoint=True),
+    Case(Layout("1f1b", 2), savings=Savings(recompute="full")),
+    Case(Layout("1f1b", 2), savings=Savings(attention_chunk=9, loss_chunk=7)),
     Case(Layout("1f1b", 2), tied=True),
     Case(Layout("zb-v", 2, 2), tied=True),
     Case(Layout("zb-h1", 2), longest=300, model=_WIDE),

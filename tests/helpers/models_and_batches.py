@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from shardmlx.config.specs import Savings
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
-from shardmlx.engine.stage import Stage, answers_of, build_stages, token_loss
+from shardmlx.engine.loss import token_loss
+from shardmlx.engine.stage import NO_SAVINGS, Stage, build_stages
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -112,6 +114,21 @@ def random_batch(rows: int, seed: int = 0, vocab: int = VOCABULARY, longest: int
     return make_batch(samples, max_seq_length=2048)
 
 
+def saving(checkpoint: bool) -> Savings:
+    """Return what a stage saves with gradient checkpointing, or without."""
+    return Savings(recompute="full") if checkpoint else NO_SAVINGS
+
+
+def all_answers(microbatch: MicroBatch) -> tuple[mx.array, mx.array]:
+    """Return the tokens that should come next, and which of them count: both (rows, T)."""
+    return mx.array(microbatch.targets), mx.array(microbatch.counts)
+
+
+def logits_of(part: Slice, x: mx.array, **how: Any) -> mx.array:
+    """Return all logits (rows, T, V) of the last slice."""
+    return part.logits(part.norm(part(x, **how)))
+
+
 def reference(
     model: nn.Module, microbatches: Sequence[MicroBatch], scale: float
 ) -> tuple[list[float], Gradients]:
@@ -130,7 +147,7 @@ def reference(
                 names,
                 weights,
                 lambda: token_loss(
-                    model(mx.array(microbatch.tokens[:, :-1])), *answers_of(microbatch)
+                    model(mx.array(microbatch.tokens[:, :-1])), *all_answers(microbatch)
                 ),
             )
 
@@ -206,14 +223,14 @@ def through_stages(
     *,
     scale: float = 1.0,
     key: tuple[int, ...] = (0,),
-    checkpoint: bool = False,
+    savings: Savings = NO_SAVINGS,
 ) -> tuple[list[float], Gradients]:
     """Return (summed loss of each micro-batch, gradients by name), through stages in one process.
 
     One micro-batch passes after the other through stages of these layers.
     """
     slices = [Slice(model, start, stop) for start, stop in ranges]
-    stages = build_stages(slices, checkpoint=checkpoint)
+    stages = build_stages(slices, savings=savings)
     losses = []
     for j, microbatch in enumerate(microbatches):
         out = None
@@ -234,11 +251,11 @@ def through_stages(
 
 
 def stages_of(
-    transport: Transport, plan: Plan, model: nn.Module, *, checkpoint: bool = False
+    transport: Transport, plan: Plan, model: nn.Module, *, savings: Savings = NO_SAVINGS
 ) -> list[Stage]:
     """Return the stages of ``model`` that this rank runs."""
     slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
-    return build_stages(slices, plan.stages_of(transport.rank), checkpoint=checkpoint)
+    return build_stages(slices, plan.stages_of(transport.rank), savings=savings)
 
 
 def run_engine(
@@ -247,11 +264,11 @@ def run_engine(
     model: nn.Module,
     batch: Batch,
     *,
-    checkpoint: bool = False,
+    savings: Savings = NO_SAVINGS,
 ) -> Outcome:
     """Make one training step of the engine on this rank, then evaluate the same batch."""
     replica, _ = plan.mesh.coordinates(transport.rank)
-    stages = stages_of(transport, plan, model, checkpoint=checkpoint)
+    stages = stages_of(transport, plan, model, savings=savings)
     engine = Engine(plan, transport, stages)
     if plan.pack:
         microbatches = pack(
@@ -269,17 +286,21 @@ def run_engine(
 
 @dataclass(frozen=True)
 class Expected:
-    """The run of one process that ``plan`` must agree with, on the same model and batch."""
+    """The run of one process that ``plan`` must agree with, on the same model and batch.
+
+    mlx-lm's own; with pieces, which add up in another order, one stage of the same pieces.
+    """
 
     plan: Plan
     model: nn.Module
     batch: Batch
+    savings: Savings = NO_SAVINGS
 
     def for_plan(self, plan: Plan) -> Expected:
         """Return the same for a plan that cuts the batch into the same micro-batches."""
         cut = plan.mesh.dp, plan.rows, plan.micro_batch_size
         assert cut == (self.plan.mesh.dp, self.plan.rows, self.plan.micro_batch_size)
-        other = Expected(plan, self.model, self.batch)
+        other = replace(self, plan=plan)
         vars(other)["_run"] = self._run  # computed once for all of them
         return other
 
@@ -289,7 +310,11 @@ class Expected:
         microbatches = [
             each for replica in range(dp) for each in split(self.batch, dp, replica, size)
         ]
-        return reference(self.model, microbatches, 1 / self.batch.valid_tokens)
+        scale, pieces = 1 / self.batch.valid_tokens, replace(self.savings, recompute="none")
+        if pieces == NO_SAVINGS:
+            return reference(self.model, microbatches, scale)
+        whole = [(0, len(self.model.layers))]
+        return through_stages(self.model, whole, microbatches, scale=scale, savings=pieces)
 
     @property
     def gradients(self) -> Gradients:

@@ -157,6 +157,30 @@ def test_queries_of_ministral3_are_scaled_by_position() -> None:
         assert np.allclose(scale.reshape(-1), expected[[3, 0]])
 
 
+def test_the_attention_of_a_module_is_called_by_a_name_of_its_file() -> None:
+    from mlx_lm.models.llama import Attention, ModelArgs
+
+    args = ModelArgs("llama", 8, 1, 8, 2, 1e-5, 9, num_key_value_heads=1)
+    with contract(compat.attend_with, "mlx-lm"):
+        ours, other = Attention(args), Attention(args)
+        other.update(ours.parameters())
+        seen: list[object] = []
+
+        def attend(queries: mx.array, keys: mx.array, values: mx.array, **how: object) -> mx.array:
+            seen.append(how["mask"])
+            return mx.zeros_like(queries)
+
+        compat.attend_with(ours, attend)
+        compat.attend_with(ours, attend)
+        x, mask = mx.ones((1, 3, 8)), object()
+        assert not ours(x, mask).any()
+        assert seen == [mask]
+        assert isinstance(ours, Attention)
+        assert other(x, None).any()  # another module goes on as it was
+        with pytest.raises(AttributeError, match="Linear does not call scaled_dot_product"):
+            compat.attend_with(ours.q_proj, attend)
+
+
 def test_a_kv_cache_is_its_attributes() -> None:
     from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 

@@ -21,7 +21,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.actions import parse_grid
-from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.models_and_batches import build, saving, tiny_config
 
 LAYERS, ROWS, LENGTH = 4, 2, 96
 MICRO_BATCHES = 2
@@ -151,7 +151,7 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     sizes = weight_sizes(model)
     part = Slice(model, case.start, case.stop)
     del model
-    stage = Stage(1, part, needs_input_gradient=case.start > 0, checkpoint=case.checkpoint)
+    stage = Stage(1, part, needs_input_gradient=case.start > 0, savings=saving(case.checkpoint))
     updater = Updater(build_optimizer("adam", 1e-4, None, {}), [stage])
     after_forward: list[int] = []
     after_input: list[int] = []

@@ -24,9 +24,15 @@ from shardmlx.engine.batches import (
     set_random_state,
     split,
 )
-from shardmlx.engine.stage import answers_of, token_loss
+from shardmlx.engine.loss import token_loss
 from shardmlx.models.slice import Slice
-from tests.helpers.models_and_batches import VOCABULARY, random_batch, tiny_model
+from tests.helpers.models_and_batches import (
+    VOCABULARY,
+    all_answers,
+    logits_of,
+    random_batch,
+    tiny_model,
+)
 
 SEED = 7
 
@@ -225,7 +231,7 @@ def test_the_summed_loss_is_the_mean_of_mlx_lm_times_its_tokens(seed: int) -> No
     model = tiny_model(layers=2)
     batch = make_batch(samples_of(4, seed), 2048)
     mean, tokens = default_loss(model, mx.array(batch.tokens), mx.array(batch.spans))
-    loss = token_loss(model(mx.array(batch.tokens[:, :-1])), *answers_of(batch))
+    loss = token_loss(model(mx.array(batch.tokens[:, :-1])), *all_answers(batch))
     assert (loss / tokens).item() == mean.item()
 
 
@@ -282,8 +288,8 @@ def test_trimming_and_splitting_leave_the_loss_as_it_is(
     batch = make_batch(samples, max_seq_length)
 
     def loss(part: MicroBatch) -> float:
-        logits = whole(mx.array(part.tokens[:, :-1]))
-        return float(np.array(token_loss(logits, *answers_of(part))))
+        logits = logits_of(whole, mx.array(part.tokens[:, :-1]))
+        return float(np.array(token_loss(logits, *all_answers(part))))
 
     parts = split(batch, 1, 0, micro_batch_size)
     assert parts[-1].tokens.shape[1] == 33 < batch.tokens.shape[1]

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.stage import Stage
+from shardmlx.engine.stage import NO_SAVINGS, Stage
 from shardmlx.models.slice import Slice
-from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+from tests.helpers.models_and_batches import (
+    VOCABULARY,
+    saving,
+    tiny_model,
+)
 
 LAYERS = 3
 SCALE = 1 / 64
@@ -36,12 +41,12 @@ def trained(how: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     return model
 
 
-def stage_of(part: Slice, *, compiled: bool = True, checkpoint: bool = False) -> Stage:
+def stage_of(part: Slice, *, compiled: bool = True, savings: Savings = NO_SAVINGS) -> Stage:
     return Stage(
         0,
         part,
         needs_input_gradient=not part.is_first,
-        checkpoint=checkpoint,
+        savings=savings,
         compiled=compiled,
     )
 
@@ -85,11 +90,23 @@ def test_the_same_to_the_bit_as_uncompiled(
 ) -> None:
     microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
     part = Slice(trained(how, dtype), *WHERE[where])
-    expected = step(stage_of(part, compiled=False, checkpoint=checkpoint), microbatches)
-    found = step(stage_of(part, checkpoint=checkpoint), microbatches)
+    expected = step(stage_of(part, compiled=False, savings=saving(checkpoint)), microbatches)
+    found = step(stage_of(part, savings=saving(checkpoint)), microbatches)
     assert all(np.isfinite(array).all() and array.any() for array in expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("where", WHERE)
+def test_pieces_are_compiled_too(where: str, how: str) -> None:
+    microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
+    part = Slice(trained(how, mx.float32), *WHERE[where])
+    pieces = Savings(attention_chunk=8, loss_chunk=8)
+    expected = step(stage_of(part, compiled=False), microbatches)
+    found = step(stage_of(part, savings=pieces), microbatches)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
 class _Exponential(Slice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.config.specs import RECOMPUTE, Savings
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import NO_SAVINGS
 from shardmlx.engine.trace import Span, rank_times
 from shardmlx.errors import EngineError
 from shardmlx.pipeline.actions import Kind
@@ -58,18 +61,27 @@ def models(tied: bool) -> list[nn.Module]:
 
 
 @cache
-def one_process(dp: int, rows: int, size: int, tied: bool) -> Expected:
+def one_process(dp: int, rows: int, size: int, tied: bool, savings: Savings) -> Expected:
     """The run that all layouts of so many replicas must agree with: their stages change nothing."""
     plan = Layout("gpipe", 1, 1, dp).plan(LAYERS, rows, size)
-    return Expected(plan, tiny_model(tied=tied, layers=LAYERS), random_batch(rows * dp))
+    return Expected(plan, tiny_model(tied=tied, layers=LAYERS), random_batch(rows * dp), savings)
 
 
-def check(layout: Layout, rows: int, *, tied: bool = False, size: int = 1, **how: Any) -> None:
+def check(
+    layout: Layout,
+    rows: int,
+    *,
+    tied: bool = False,
+    size: int = 1,
+    savings: Savings = NO_SAVINGS,
+) -> None:
     plan = layout.plan(LAYERS, rows, size)
-    expected = one_process(layout.dp, rows, size, tied).for_plan(plan)
-    batch = expected.batch
+    pieces = replace(savings, recompute="none")
+    expected = one_process(layout.dp, rows, size, tied, pieces).for_plan(plan)
     outcomes = LocalNetwork(layout.ranks).run(
-        lambda transport: run_engine(transport, plan, models(tied)[transport.rank], batch, **how)
+        lambda transport: run_engine(
+            transport, plan, models(tied)[transport.rank], expected.batch, savings=savings
+        )
     )
     for rank, outcome in enumerate(outcomes):
         check_outcome(outcome, expected, rank)
@@ -102,7 +114,15 @@ def test_the_last_microbatch_may_be_smaller(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-h1", 4, 1, 2)], ids=str)
 def test_recomputed_activations_change_nothing(layout: Layout) -> None:
-    check(layout, rows=4, checkpoint=True)
+    check(layout, rows=4, savings=Savings(recompute="full"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-v", 2, 2, 2)], ids=str)
+def test_nor_do_pieces_of_attention_and_loss(layout: Layout, recompute: str, tied: bool) -> None:
+    pieces = Savings(recompute=recompute, attention_chunk=9, loss_chunk=7)
+    check(layout, rows=4, tied=tied, savings=pieces)
 
 
 def test_a_stage_map_may_number_the_ranks_freely() -> None:

@@ -24,6 +24,7 @@ from tests.helpers.models_and_batches import (
     largest_difference,
     random_batch,
     run_engine,
+    saving,
     through_stages,
     tiny_model,
 )
@@ -125,7 +126,7 @@ def step(
 ) -> tuple[float, Gradients]:
     """Loss of the batch and gradients, through two stages."""
     losses, gradients = through_stages(
-        model, [(0, 2), (2, 4)], parts, scale=0.01, key=(0, 1), checkpoint=checkpoint
+        model, [(0, 2), (2, 4)], parts, scale=0.01, key=(0, 1), savings=saving(checkpoint)
     )
     return sum(losses), gradients
 

@@ -24,7 +24,9 @@ from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     Gradients,
     largest_difference,
+    logits_of,
     random_batch,
+    saving,
     through_stages,
     tiny_model,
 )
@@ -144,7 +146,7 @@ def run(
     """Losses and gradients of a step over all micro-batches."""
     model = model_with_dropout() if model is None else model
     microbatches = split(BATCH, dp=1, replica=0, micro_batch_size=micro_batch_size)
-    return through_stages(model, ranges, microbatches, key=(0, step), checkpoint=checkpoint)
+    return through_stages(model, ranges, microbatches, key=(0, step), savings=saving(checkpoint))
 
 
 CUTS = [[(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]
@@ -262,7 +264,7 @@ def test_evaluation_drops_nothing() -> None:
     part = Slice(model, 0, 4)
     tokens = mx.array(BATCH.tokens[:, :-1])
     part.train(False)
-    logits = part(tokens, key=(0, 1))
+    logits = logits_of(part, tokens, key=(0, 1))
     model.eval()
     assert mx.array_equal(logits, model(tokens))
     part.train()

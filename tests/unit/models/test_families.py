@@ -16,9 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import RECOMPUTE, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
-from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.errors import UserError
 from shardmlx.models.families import FAMILIES
@@ -29,7 +30,9 @@ from tests.helpers.models_and_batches import (
     Gradients,
     backward,
     largest_difference,
+    logits_of,
     random_batch,
+    through_stages,
     tiny_config,
     tiny_model,
 )
@@ -157,9 +160,9 @@ def run_stages(
 
 def chain(slices: Sequence[Slice], tokens: mx.array) -> mx.array:
     x = tokens
-    for part in slices:
+    for part in slices[:-1]:
         x = part(x)
-    return x
+    return logits_of(slices[-1], x)
 
 
 def test_the_same_families_are_planned_and_cut() -> None:
@@ -180,6 +183,24 @@ def test_logits_of_the_slices_in_a_row_are_those_of_the_whole_model(case: Case) 
         logits = chain([Slice(model, start, stop) for start, stop in ranges], TOKENS)
         assert logits.dtype == case.dtype
         assert mx.array_equal(logits, expected), ranges
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("case", UNTIED + QUANTISED_TIED[:1] + WINDOWED, ids=str)
+def test_in_pieces_they_are_so_but_for_rounding(
+    case: Case, is_packed: bool, recompute: str
+) -> None:
+    """Whatever the pieces: of attention, of the loss, what is computed again."""
+    expected_loss, expected = whole_model(case, BATCH)
+    parts = pack(BATCH, 1) if is_packed else [BATCH]
+    savings = Savings(attention_chunk=6, loss_chunk=10, recompute=recompute)
+    (loss,), gradients = through_stages(
+        case.build(), CUTS[1], parts, scale=1 / BATCH.valid_tokens, savings=savings
+    )
+    assert loss / BATCH.valid_tokens == pytest.approx(expected_loss, rel=1e-6)
+    assert set(gradients) == set(expected)
+    assert largest_difference(gradients, expected)[0] < 1e-5
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["I and W", "B"])

@@ -13,14 +13,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import MicroBatch, split
-from shardmlx.engine.stage import Stage, answers_of, token_loss
+from shardmlx.engine.loss import token_loss
+from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     Gradients,
+    all_answers,
     backward,
     largest_difference,
+    logits_of,
     random_batch,
     reference,
+    saving,
     tiny_model,
 )
 
@@ -43,7 +47,7 @@ def stage_of(model: nn.Module, start: int, stop: int, *, checkpoint: bool = Fals
         start,
         Slice(model, start, stop),
         needs_input_gradient=trains_below,
-        checkpoint=checkpoint,
+        savings=saving(checkpoint),
     )
 
 
@@ -130,7 +134,7 @@ def test_a_parameter_that_is_set_is_the_one_that_computes() -> None:
     part = Slice(tiny_model(layers=2), 1, 2)
     x = hidden_states(MICROBATCHES[0])
     part["model.norm.weight"] = mx.zeros(32)
-    assert not part(x).any()
+    assert not part.norm(part(x)).any()
     assert not part.parameters()["model.norm.weight"].any()
 
 
@@ -285,7 +289,9 @@ def test_after_the_forward_only_the_products_of_the_backward_are_left(tmp_path: 
 
     def loss(*weights: mx.array) -> mx.array:
         return stage.part.with_parameters(
-            stage.names, weights, lambda: token_loss(stage.part(x), *answers_of(microbatch))
+            stage.names,
+            weights,
+            lambda: token_loss(logits_of(stage.part, x), *all_answers(microbatch)),
         )
 
     weights = [stage.part[name] for name in stage.names]
@@ -312,10 +318,9 @@ def test_the_weights_gradients_reuse_what_the_input_gradient_computed(tmp_path: 
 def test_each_layer_is_called_once_for_a_micro_batch() -> None:
     model = tiny_model(layers=3)
     calls: list[int] = []
+    stages = [stage_of(model, 0, 1), stage_of(model, 1, 3)]
     for i, layer in enumerate(model.layers):
         layer.self_attn = _Counted(layer.self_attn, calls, i)
-    stages = [stage_of(model, 0, 1), stage_of(model, 1, 3)]
-    calls.clear()  # the first layer was asked for its type
 
     run_all(stages, range)
 

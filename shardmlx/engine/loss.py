@@ -1,0 +1,212 @@
+"""The loss of the tokens that count, without the logits of all of them.
+
+Logits have a float for each word of the vocabulary: often more than all layers hold together. In
+pieces they are computed only where a token counts, for some positions at a time, and none is kept::
+
+    F   final norm -> states at the positions that count
+        for each piece: logits -> loss, softmax -> gradient of the states
+    W   of a trained head, for each piece: logits again, softmax -> gradient of the head
+
+The gradient of the states needs nothing that comes later, so it is computed beside the loss (Hsu et
+al., arXiv:2410.10989). A trained head's waits for W: held until then, for each micro-batch in
+flight, it would take more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.models.attention import exponential
+from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.slice import Slice
+
+COMPILED_PIECE = 32
+"""Number of positions of which a compiled piece takes a multiple: each number is a graph of its
+own."""
+
+
+def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
+    """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``."""
+    losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
+    return losses.astype(mx.float32).sum()
+
+
+class _Piece(NamedTuple):
+    """Positions that count: their states (n, D), the tokens that should come next, and 1 for each,
+    0 for what only makes the number up: (n,)."""
+
+    states: mx.array
+    targets: mx.array
+    counts: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInput:
+    """Normed states (rows, T, D) of a micro-batch. ``scale`` is the gradient of the loss of the
+    whole batch for one token's loss; ``key`` seeds dropout."""
+
+    states: mx.array
+    microbatch: MicroBatch
+    scale: float = 1.0
+    key: tuple[int, ...] = (0,)
+
+
+class Head:
+    """The lm_head of the last slice, and the loss, in pieces.
+
+    What they have in memory at a time is at most ``chunk`` x V x (bytes of a logit + 8). MLX makes
+    room for arrays well ahead of computing them. So each piece is evaluated before the next one is
+    begun; and since all arrays of a piece exist together, its logits and several in float32, it has
+    half as many positions.
+    """
+
+    def __init__(self, part: Slice, chunk: int | None, compiled: bool) -> None:
+        self._part = part
+        self._chunk = chunk
+        self._multiple_of = COMPILED_PIECE if compiled else 1
+        make = mx.compile if compiled else (lambda function: function)
+        self._compiled_loss = make(self._loss_of)
+        self._compiled_gradients = make(self._gradients_of)
+        self.names = part.head_names
+
+    def takes_pieces(self, microbatch: MicroBatch) -> bool:
+        """Return False where one piece would do: then all logits are computed, and held, to the
+        bit as in mlx-lm."""
+        rows, length = microbatch.shape
+        return self._chunk is not None and self._chunk < rows * length
+
+    def loss(self, given: HeadInput) -> mx.array:
+        """Compute the summed loss, in float32."""
+        total = mx.array(0.0)
+        for piece, how in self._pieces(given):
+            scores = self._logits(piece.states, **how)
+            total = total + _loss_and_slopes(scores, piece.targets, piece.counts)[0]
+            mx.eval(total)
+        return total
+
+    def loss_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array]:
+        """Compute the summed loss, and the gradient of the batch's loss for the states."""
+        total, gradients = mx.array(0.0), []
+        scale, weights = mx.array(given.scale), self._weights
+        for piece, how in self._pieces(given):
+            compute = self._loss_of if how else self._compiled_loss
+            loss, gradient = compute(piece, scale, weights, **how)
+            total = total + loss
+            mx.eval(total, gradient)
+            gradients.append(gradient)
+        rows, length, width = given.states.shape
+        numbers = mx.array(_numbers(given.microbatch))
+        counted = mx.concatenate(gradients)[: len(numbers)]
+        whole = mx.zeros((rows * length, width), given.states.dtype).at[numbers].add(counted)
+        return total, whole.reshape(rows, length, width)
+
+    def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:
+        """Compute the gradients of the head's trained weights, and add them to ``sums``."""
+        if not self.names:
+            return
+        scale, weights = mx.array(given.scale), self._weights
+        for piece, how in self._pieces(given):
+            compute = self._gradients_of if how else self._compiled_gradients
+            gradients = compute(piece, scale, weights, **how)
+            for name in reversed(self.names):
+                gradient = gradients.pop()
+                sums[name] = sums[name] + gradient if name in sums else gradient
+            del gradient
+            mx.eval([sums[name] for name in self.names])
+
+    @property
+    def _weights(self) -> list[mx.array]:
+        return [self._part[name] for name in self.names]
+
+    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Piece, dict[str, Any]]]:
+        """Yield pieces, each with what decides its dropout if there is any."""
+        microbatch, counted = given.microbatch, _numbers(given.microbatch)
+        numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
+        counts = microbatch.counts.reshape(-1)[numbers] & (np.arange(len(numbers)) < len(counted))
+        targets = microbatch.targets.reshape(-1)[numbers]
+        states = given.states.flatten(0, 1)
+        size = max((self._chunk or len(numbers)) // 2, self._multiple_of)
+        for start in range(0, len(numbers), size):
+            mine = slice(start, start + size)
+            piece = _Piece(
+                states[mx.array(numbers[mine])],
+                mx.array(targets[mine]),
+                mx.array(counts[mine].astype(np.float32)),
+            )
+            yield piece, self._how(given, numbers[mine])
+
+    def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
+        if not self._part.drops:
+            return {}
+        length, places = given.microbatch.shape[1], given.microbatch.places
+        rows, positions = (
+            (numbers // length, numbers % length)
+            if places is None
+            else (
+                places.rows[numbers],
+                places.positions[numbers],
+            )
+        )
+        at = PackedPositions(rows, positions)
+        return {"key": given.key, "first_row": given.microbatch.first_row, "places": at}
+
+    def _logits(self, states: mx.array, **how: Any) -> mx.array:
+        return self._part.logits(states[None], **how)[0]
+
+    def _loss_of(
+        self, piece: _Piece, scale: mx.array, weights: Sequence[mx.array], **how: Any
+    ) -> tuple[mx.array, mx.array]:
+        """Return a piece's loss, and the gradient for its states: lazy."""
+        run = partial(self._with, weights, how)
+        scores = run(piece.states)
+        loss, slopes = _loss_and_slopes(scores, piece.targets, piece.counts, scale)
+        _, (gradient,) = mx.vjp(run, [piece.states], [slopes.astype(scores.dtype)])
+        return loss, gradient
+
+    def _gradients_of(
+        self, piece: _Piece, scale: mx.array, weights: list[mx.array], **how: Any
+    ) -> list[mx.array]:
+        """Return the gradients for ``weights``, the head's trained ones, in float32: lazy."""
+
+        def run(*weights: mx.array) -> mx.array:
+            return self._with(weights, how, piece.states)
+
+        scores = run(*weights)
+        _, slopes = _loss_and_slopes(scores, piece.targets, piece.counts, scale)
+        _, gradients = mx.vjp(run, weights, [slopes.astype(scores.dtype)])
+        return [gradient.astype(mx.float32) for gradient in gradients]
+
+    def _with(
+        self, weights: Sequence[mx.array], how: Mapping[str, Any], states: mx.array
+    ) -> mx.array:
+        return self._part.with_parameters(self.names, weights, lambda: self._logits(states, **how))
+
+
+def _numbers(microbatch: MicroBatch) -> np.ndarray:
+    """Return the numbers of the positions that count in the flattened (rows, T); at least one."""
+    numbers = np.flatnonzero(microbatch.counts).astype(np.int32)
+    return numbers if len(numbers) else np.zeros(1, np.int32)
+
+
+def _loss_and_slopes(
+    logits: mx.array, targets: mx.array, counts: mx.array, scale: mx.array | float = 1.0
+) -> tuple[mx.array, mx.array]:
+    """Return the summed loss of logits (n, V), and ``scale`` times its gradient for them: softmax
+    less 1 at the target; both float32."""
+    logits = logits.astype(mx.float32)
+    most = logits.max(axis=-1, keepdims=True)
+    at_target = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    weights = exponential(logits - most)
+    sums = weights.sum(axis=-1, keepdims=True)
+    losses = (most + mx.log(sums) - at_target)[:, 0] * counts
+    scales = counts * scale
+    slopes = weights * (scales[:, None] / sums)
+    return losses.sum(), slopes.at[mx.arange(len(targets)), targets].subtract(scales)

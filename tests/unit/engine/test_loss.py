@@ -1,0 +1,162 @@
+"""The loss in pieces of positions: value and gradients of all heads, and what it has in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.config.specs import Savings
+from shardmlx.engine.batches import MicroBatch, make_batch, pack, split
+from shardmlx.engine.loss import Head, HeadInput
+from shardmlx.models.slice import Slice
+from tests.helpers.models_and_batches import (
+    build,
+    largest_difference,
+    random_batch,
+    through_stages,
+    tiny_config,
+    tiny_model,
+)
+
+PIECES = Savings(loss_chunk=7)
+RANGES = [(0, 2), (2, 4)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head, and what is trained of it."""
+
+    name: str
+    tied: bool = False
+    trains: str = "layers"
+    bits: int | None = None
+
+    def model(self) -> nn.Module:
+        overrides: dict[str, Any] = {"tie_word_embeddings": self.tied}
+        if self.bits is not None:
+            overrides["quantization"] = {"group_size": 32, "bits": self.bits}
+        model = build(tiny_config("llama", layers=4, **overrides))
+        model.freeze()
+        if self.trains == "all":
+            model.unfreeze()
+        elif self.trains == "layers":
+            for layer in model.layers if self.bits is None else ():
+                layer.unfreeze()
+        if self.bits is not None or self.trains == "adapters":
+            keys = {"keys": ["self_attn.q_proj"]}
+            linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": 0.0, **keys})
+        if self.trains == "adapters":
+            head = {"lm_head": model.lm_head}
+            model.lm_head = _lora(head["lm_head"])
+        return model
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _lora(linear: nn.Module) -> nn.Module:
+    from mlx_lm.tuner.lora import LoRALinear
+
+    adapted = LoRALinear.from_base(linear, r=4, dropout=0.3, scale=2.0)
+    adapted.lora_b = 0.1 * mx.random.normal(adapted.lora_b.shape, key=mx.random.key(1))
+    adapted.linear.freeze()
+    return adapted
+
+
+CASES = [
+    Case("frozen"),
+    Case("frozen and tied", tied=True),
+    Case("frozen, 4 bits", bits=4),
+    Case("trained", trains="all"),
+    Case("trained and tied", tied=True, trains="all"),
+    Case("adapters with dropout", trains="adapters"),
+]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_those_of_all_logits(case: Case, is_packed: bool) -> None:
+    batch = random_batch(6)
+    parts = pack(batch, 3) if is_packed else split(batch, 1, 0, 2)
+    how: dict[str, Any] = {"scale": 1 / batch.valid_tokens, "key": (0, 1)}
+    losses, gradients = through_stages(case.model(), RANGES, parts, **how)
+    ours, in_pieces = through_stages(case.model(), RANGES, parts, **how, savings=PIECES)
+    assert ours == pytest.approx(losses, rel=1e-6)
+    assert set(in_pieces) == set(gradients)
+    assert largest_difference(in_pieces, gradients)[0] < 5e-6
+
+
+def test_a_micro_batch_without_answers_has_no_loss_and_no_gradient() -> None:
+    nothing = MicroBatch(np.ones((2, 21), np.int32), np.array([[1, 0]] * 2, np.int32), 0)
+    assert not nothing.counts.any()
+    losses, gradients = through_stages(tiny_model(layers=4), RANGES, [nothing], savings=PIECES)
+    assert losses == [0]
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_a_chunk_of_all_positions_is_no_chunk() -> None:
+    batch = random_batch(2, longest=20)
+    (whole,) = split(batch, 1, 0, 2)
+    size = whole.shape[0] * whole.shape[1]
+    expected = through_stages(tiny_model(layers=4), RANGES, [whole])
+    for chunk in (size, 10 * size):
+        ours = through_stages(
+            tiny_model(layers=4), RANGES, [whole], savings=Savings(loss_chunk=chunk)
+        )
+        assert ours[0] == expected[0]
+        assert largest_difference(ours[1], expected[1]) == (0.0, "")
+
+
+def test_prompts_that_do_not_count_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Slice(tiny_model(layers=1), 0, 1)
+    widths: list[int] = []
+
+    def logits(x: mx.array, **how: object) -> mx.array:
+        widths.append(x.shape[1])
+        return x
+
+    monkeypatch.setattr(part, "logits", logits)
+    head = Head(part, chunk=8, compiled=False)
+    batch = make_batch([([1] * 20, 15), ([2] * 12, 0)], 2048)
+    (micro_batch,) = split(batch, 1, 0, 2)
+    states = mx.zeros((*micro_batch.shape, part.hidden_size))
+    head.loss(HeadInput(states, micro_batch))
+    assert sum(widths) == micro_batch.valid_tokens < 20
+    assert max(widths) == 4
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_logits_of_one_piece_are_in_memory(is_trained: bool, dtype: mx.Dtype) -> None:
+    chunk, vocabulary = 96, 30_000
+    model = build(tiny_config("llama", layers=1, vocab_size=vocabulary))
+    model.set_dtype(dtype)
+    if not is_trained:
+        model.freeze()
+    part = Slice(model, 0, 1)
+    head = Head(part, chunk, compiled=False)
+    batch = random_batch(8, vocab=vocabulary, longest=90)
+    (whole,) = split(batch, 1, 0, 8)
+    assert whole.valid_tokens > 3 * chunk
+    states = mx.random.normal((*whole.shape, part.hidden_size)).astype(dtype)
+    mx.eval(states, model.parameters())
+    logits, weights = chunk * vocabulary * (dtype.size + 8), vocabulary * part.hidden_size * 4
+    given, small = HeadInput(states, whole, 1e-3), 1 << 18
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    result = head.loss_and_gradient(given)
+    mx.eval(result)
+    assert mx.get_peak_memory() - before <= logits + small
+    assert mx.get_active_memory() - before <= small  # nothing of the logits is left
+    mx.reset_peak_memory()
+    sums: dict[str, mx.array] = {}
+    head.add_gradients(given, sums)
+    assert bool(sums) == is_trained
+    # The sum so far, a piece's gradient, and their sum.
+    assert mx.get_peak_memory() - before <= is_trained * (logits + 3 * weights) + small

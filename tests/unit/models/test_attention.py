@@ -1,0 +1,138 @@
+"""Attention in pieces is attention: outputs, gradients, windows, packed rows; and takes less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from shardmlx.models.attention import Sight, attention_in_pieces, exponential
+from shardmlx.models.packed_positions import PackedPositions
+
+LENGTH, HEADS, GROUPS, WIDTH = 67, 6, 2, 8
+SCALE = 0.3
+
+
+def arrays(length: int = LENGTH, dtype: mx.Dtype = mx.float32, rows: int = 2) -> list[mx.array]:
+    """Queries, keys, values, and a gradient of the output."""
+    keys = mx.random.split(mx.random.key(3), 4)
+    shapes = [(rows, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    return [
+        mx.random.normal(shape, key=key).astype(dtype)
+        for shape, key in zip(shapes, keys, strict=True)
+    ]
+
+
+def packed(*lengths: int) -> PackedPositions:
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return PackedPositions(rows, np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]))
+
+
+def whole(sight: Sight) -> Callable[..., mx.array]:
+    """MLX's attention, with the mask of all that a sight sees."""
+
+    def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        length = q.shape[2]
+        places = sight.places or packed(length)
+        mask = mx.array(places.mask(sight.window))
+        out: mx.array = mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask)
+        return out
+
+    return attend
+
+
+def in_pieces(sight: Sight) -> Callable[..., mx.array]:
+    return lambda q, k, v: attention_in_pieces(q, k, v, SCALE, sight)
+
+
+def results(attend: Callable[..., mx.array], given: list[mx.array]) -> list[mx.array]:
+    """Output, and the gradients of queries, keys and values."""
+    *primals, cotangent = given
+    outputs, gradients = mx.vjp(attend, primals, [cotangent])
+    mx.eval(outputs, gradients)
+    return [*outputs, *gradients]
+
+
+def difference(ours: mx.array, theirs: mx.array) -> float:
+    """The largest, relative to the largest entry; with a window of one, queries have none."""
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    return float(np.array(mx.abs(ours - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1)))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 16, 66, 67, 500])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40, 100])
+def test_output_and_gradients_are_those_of_the_whole(window: int | None, chunk: int) -> None:
+    sight = Sight(chunk, window)
+    given = arrays()
+    for ours, theirs in zip(
+        results(in_pieces(sight), given), results(whole(sight), given), strict=True
+    ):
+        assert difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 30, 67])
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("lengths", [(67,), (1, 66), (20, 1, 30, 16), (33, 34)])
+def test_so_they_are_in_a_row_of_several_sequences(
+    lengths: tuple[int, ...], window: int | None, chunk: int
+) -> None:
+    sight = Sight(chunk, window, packed(*lengths))
+    given = arrays(rows=1)
+    for ours, theirs in zip(
+        results(in_pieces(sight), given), results(whole(sight), given), strict=True
+    ):
+        assert difference(ours, theirs) < 1e-6
+
+
+def test_half_precision_is_as_near_as_mlx_itself() -> None:
+    """Both round; neither is farther from the float32 result than rounding accounts for."""
+    sight = Sight(16)
+    exact = results(whole(sight), [each.astype(mx.float32) for each in arrays(dtype=mx.bfloat16)])
+    ours = results(in_pieces(sight), arrays(dtype=mx.bfloat16))
+    theirs = results(whole(sight), arrays(dtype=mx.bfloat16))
+    for mine, other, right in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == mx.bfloat16
+        assert difference(mine, right) < max(2 * difference(other, right), 1e-2)
+
+
+def test_scores_of_any_size_overflow_nothing() -> None:
+    *given, cotangent = arrays()
+    given = [*(1e4 * each for each in given), cotangent]
+    out, *gradients = results(in_pieces(Sight(16)), given)
+    assert difference(out, results(whole(Sight(16)), given)[0]) < 1e-3
+    assert all(mx.isfinite(each).all() for each in gradients)
+
+
+def test_one_piece_has_its_scores_in_memory() -> None:
+    """At most three and a half arrays of heads x chunk x T, beside what goes in and comes out."""
+    length, chunk = 1024, 32
+    given = arrays(length, rows=1)
+    mx.eval(given)
+    given_bytes = sum(each.nbytes for each in given)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    results(in_pieces(Sight(chunk)), given)
+    peak = mx.get_peak_memory() - before
+    scores = HEADS * chunk * length * 4
+    # Outputs, scaled queries, their parts, and the sums of two gradients: small beside the scores.
+    assert peak <= 3.5 * scores + 6 * given_bytes
+    assert peak < 0.5 * HEADS * length**2 * 4
+
+
+def test_keys_that_nobody_sees_are_not_looked_at() -> None:
+    """NaN there would be seen: a window's old keys, and other sequences."""
+    q, k, v, _ = arrays(rows=1)
+    k[:, :, :20] = mx.nan
+    v[:, :, :20] = mx.nan
+    for sight in (Sight(8, window=4), Sight(8, places=packed(20, 47))):
+        out = attention_in_pieces(q, k, v, SCALE, sight)
+        assert mx.isfinite(out[:, :, 24:]).all()
+
+
+def test_the_exponential_is_exact_to_float32() -> None:
+    x = mx.linspace(-80, 80, 4001)
+    right = np.exp(np.array(x, dtype=np.float64))
+    assert np.abs(np.array(exponential(x)) / right - 1).max() < 1e-5
+    assert exponential(mx.array(-mx.inf)).item() == 0
