@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests/mpi/programs"
 STARTUP = ROOT / "tests/helpers/startup"
+PYTHONPATH = os.pathsep.join([str(ROOT), str(STARTUP)])
+"""With which a Python finds shardmlx, wherever it runs, and has half of its start spared."""
 
 SECONDS_TO_END = 10.0
 """Time within which all ranks are gone once the job has ended, well or badly."""
@@ -153,7 +155,7 @@ def _environment(mark: str) -> dict[str, str]:
     # Where faulthandler writes, at SIGABRT, what every thread was doing.
     environment["PYTHONFAULTHANDLER"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [PYTHONPATH, *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     environment[_MARK] = mark
     if os.geteuid() == 0:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import TMP, Lab
-from tests.helpers.jobs import ROOT
+from tests.helpers.jobs import ROOT, STARTUP
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import mpirun
@@ -69,7 +69,9 @@ PROVOKED = {
         "mpirun --hostfile hosts /nowhere/bin/python"
     ),
     "No network interfaces were found for out-of-band": (
-        "PRTE_MCA_prte_if_include=bridge0 mpirun --hostfile hosts hostname"
+        # It ends so early that it does not always come to print why.
+        "until PRTE_MCA_prte_if_include=bridge0 mpirun --hostfile hosts hostname 2>&1 "
+        "| tee said | grep interfaces >/dev/null; do :; done; cat said"
     ),
     "WARNING: An invalid value was given for btl_tcp_if_include": (
         "OMPI_MCA_btl_tcp_if_include=bridge0 mpirun -n 1 python -c 'from mpi4py import MPI'"
@@ -111,7 +113,7 @@ exec env -i PATH=/usr/bin:/bin:/usr/sbin:/sbin {environment} \\
 """
 
 _PACKAGES = {
-    "PYTHONPATH": sysconfig.get_path("purelib"),
+    "PYTHONPATH": f"{STARTUP}:{sysconfig.get_path('purelib')}",
     "LD_LIBRARY_PATH": str(Path(sys.prefix, "lib")),
     "PIP_NO_INDEX": "1",
     "PIP_NO_BUILD_ISOLATION": "0",  # pip's word for: without isolation

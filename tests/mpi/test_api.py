@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardmlx
-from tests.helpers.jobs import ROOT
+from tests.helpers.jobs import PYTHONPATH, ROOT
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.mpirun import mlx_lm, mpirun
 
@@ -40,7 +40,7 @@ def run(example: str, directory: Path) -> str:
     done = subprocess.run(
         [sys.executable, program],
         cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import ROOT, STARTUP, Running
+from tests.helpers.jobs import PYTHONPATH, Running
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
 
@@ -82,7 +82,7 @@ class Lab:
                 *("--adapter-path", str(self.path / "adapters")),
                 *("--metrics-file", str(self.path / "metrics"), *training),
             ],
-            env={"PYTHONPATH": f"{self.path}:{ROOT}:{STARTUP}"},
+            env={"PYTHONPATH": f"{self.path}:{PYTHONPATH}"},
         )
 
     def expected(self, reference: Path) -> dict[str, np.ndarray]:

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.helpers.jobs import PROGRAMS, ROOT
+from tests.helpers.jobs import PROGRAMS, PYTHONPATH
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
+from tests.helpers.small_models import small_directory
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself
@@ -50,28 +51,31 @@ COMMON: dict[str, Any] = {
     "max_seq_length": 64,
 }
 
-MODELS = {"lora": "mistral"}
-"""The model of a configuration, where it is not ``small``: one with Mistral's tokenizer of 32 768
-tokens, whose head is most of the work of so small a model."""
+MODELS = {"lora": "eight_layers", "lora, Mistral's tokenizer": "mistral"}
+"""The model of a configuration, where it is not ``small``. Four ranks in a V need eight layers.
+Mistral's tokenizer has 32 768 tokens: the head is most of the work of so small a model."""
 
 LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "lora": {
-        "fine_tune_type": "lora",
-        "lora_parameters": LORA,
-        "num_layers": -1,
-        "optimizer": "adam",
-        "mask_prompt": True,
-        "lr_schedule": {
-            "name": "cosine_decay",
-            "arguments": [2e-3, 20, 1e-4],
-            "warmup": 4,
-            "warmup_init": 1e-5,
-        },
-        "test": True,
-        "test_batches": 2,
+CHAT: dict[str, Any] = {
+    "fine_tune_type": "lora",
+    "lora_parameters": LORA,
+    "num_layers": -1,
+    "optimizer": "adam",
+    "mask_prompt": True,
+    "lr_schedule": {
+        "name": "cosine_decay",
+        "arguments": [2e-3, 20, 1e-4],
+        "warmup": 4,
+        "warmup_init": 1e-5,
     },
+    "test": True,
+    "test_batches": 2,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": CHAT,
+    "lora, Mistral's tokenizer": CHAT,
     "full": {
         "fine_tune_type": "full",
         "num_layers": 4,
@@ -117,7 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 RUNS = [
-    ("lora", "two ranks, as it chooses"),
+    ("lora, Mistral's tokenizer", "two ranks, as it chooses"),
     ("lora", "two stages"),
     ("lora", "four ranks in a V"),
     ("full", "two by two"),
@@ -151,7 +155,7 @@ def run_mlx_lm(configs: Iterable[Path]) -> list[Run]:
     run = subprocess.run(
         [sys.executable, PROGRAMS / "mlx_lm_lora.py", *configs],
         # Compiling takes longer than running a dozen small steps, and changes no result.
-        env=dict(os.environ) | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": str(ROOT)},
+        env=dict(os.environ) | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=240,
@@ -183,9 +187,13 @@ def run_shardmlx(config: Path, layout: str, output: Path, *flags: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def models(mistral: Path, small: Path) -> dict[str, Path]:
+def models(
+    mistral: Path, small: Path, small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The model of each configuration."""
-    paths = {"mistral": mistral, "small": small}
+    eight_layers = tmp_path_factory.mktemp("eight") / "model"
+    small_directory(eight_layers, small_tokenizer, num_hidden_layers=8)
+    paths = {"mistral": mistral, "small": small, "eight_layers": eight_layers}
     return {name: paths[MODELS.get(name, "small")] for name in CONFIGS}
 
 

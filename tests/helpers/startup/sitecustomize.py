@@ -1,18 +1,21 @@
 """Spare every Python that a test starts more than half of its start.
 
 transformers, which mlx-lm imports, reads each of its 3 300 files at import, twice, to know what its
-models export. What it found is kept here, and the next process takes it as it is. Python imports
-this module by itself, from PYTHONPATH. Where transformers has changed inside, nothing happens.
+models export. What it found is kept here, and the next process takes it as it is. Nor does the
+garbage collector go through all that mlx-lm's import makes, again and again. Python imports this
+module by itself, from PYTHONPATH. Where transformers has changed inside, nothing happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import marshal
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,30 +23,44 @@ from types import ModuleType
 from typing import Any
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "transformers"
-MODULE, FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
+TRANSFORMERS, FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
+MLX_LM = "mlx_lm"
 
 
 class Finder(MetaPathFinder):
-    """Finds the module once, and lets its function remember."""
+    """Finds two modules, each once: a function of the one remembers, the other is imported without
+    garbage collection."""
+
+    def __init__(self) -> None:
+        self._names = {TRANSFORMERS, MLX_LM}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != MODULE:
+        if name not in self._names:
             return None
-        sys.meta_path.remove(self)
+        self._names.remove(name)
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
-
-        def execute_and_patch(module: ModuleType) -> None:
-            execute(module)
-            if hasattr(module, FUNCTION):
-                setattr(module, FUNCTION, remembering(getattr(module, FUNCTION), module))
-
-        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        change = without_collection if name == MLX_LM else with_memory
+        spec.loader.exec_module = partial(change, execute)  # type: ignore[method-assign]
         return spec
+
+
+def without_collection(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    gc.disable()
+    try:
+        execute(module)
+    finally:
+        gc.enable()
+
+
+def with_memory(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    if hasattr(module, FUNCTION):
+        setattr(module, FUNCTION, remembering(getattr(module, FUNCTION), module))
 
 
 def remembering(function: Callable[[Any], Any], module: ModuleType) -> Callable[[Any], Any]:
@@ -63,9 +80,9 @@ def remembering(function: Callable[[Any], Any], module: ModuleType) -> Callable[
             setattr(module, FUNCTION, remember)
         with contextlib.suppress(OSError, ValueError):
             CACHE.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(marshal.dumps(found))
-            partial.replace(file)
+            unfinished = file.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(marshal.dumps(found))
+            unfinished.replace(file)
         return found
 
     return remember
