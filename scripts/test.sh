@@ -8,7 +8,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 usage: scripts/test.sh [PYTEST OPTION ...]
 
 Makes a virtual environment in .venv, installs the project with all that its tests need, and runs
-ruff, mypy and all tests, with two workers. With options it runs pytest alone, in one process:
+ruff, mypy and all tests, with three workers. With options it runs pytest alone, in one process:
 scripts/test.sh -k schedules
 
 PYTHON=...          the Python to make the environment with (3.11 or newer)
@@ -61,6 +61,6 @@ if [ $# -gt 0 ]; then
 fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
-# In the order of their names, jobs before units: what is short comes last, and both workers end at
+# In the order of their names, jobs before units: what is short comes last, and all workers end at
 # about the same time.
-exec "$PYTHON" -m pytest -n 2 --no-loadscope-reorder
+exec "$PYTHON" -m pytest -n 3 --no-loadscope-reorder

@@ -61,10 +61,10 @@ def stage_map(tmp_path: Path, *sizes: int) -> Path:
 def test_a_number_of_ranks_that_the_stage_map_cannot_use(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    path = stage_map(tmp_path, 2, 3)
-    assert refused(tmp_path, 3, "--stage-map", path) == (
-        f"stage map {path} needs 2 ranks, or a multiple of it for data parallelism, "
-        "and there are 3: start mpirun with -n 2"
+    path = stage_map(tmp_path, 2, 2, 1)
+    assert refused(tmp_path, 2, "--stage-map", path) == (
+        f"stage map {path} needs 3 ranks, or a multiple of it for data parallelism, "
+        "and there are 2: start mpirun with -n 3"
     )
 
 
@@ -77,8 +77,8 @@ def test_layers_that_do_not_add_up(model: Path, data: Path, tmp_path: Path) -> N
 
 
 def test_more_stages_than_layers(model: Path, data: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, 3, "--virtual-stages", "3", "--schedule", "interleaved-1f1b") == (
-        "9 stages, but the model has 5 layers: use at most 5 stages"
+    assert refused(tmp_path, 2, "--virtual-stages", "3", "--schedule", "interleaved-1f1b") == (
+        "6 stages, but the model has 5 layers: use at most 5 stages"
     )
 
 
@@ -98,7 +98,7 @@ def test_an_unknown_schedule(model: Path, data: Path, tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_divided_among_the_replicas(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    assert refused(tmp_path, 4, "--pipeline-stages", "2", "--batch-size", "3") == (
+    assert refused(tmp_path, 2, "--pipeline-stages", "1", "--batch-size", "3") == (
         "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2"
     )
 

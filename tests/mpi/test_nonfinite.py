@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, mpirun, train, train_well
+from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.rank_pool import run_in_pool
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
 
 
 def overflow(n: int, flags: list[str | Path], *more: str, step: int = 3) -> Job:
-    return mpirun(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
+    return run_in_pool(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
 
 
 @pytest.mark.parametrize("layout", [["--pipeline-stages", "2"], ["--pipeline-stages", "1"]])

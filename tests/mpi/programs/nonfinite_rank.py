@@ -1,5 +1,5 @@
 """``nonfinite_rank.py STEP ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
-gradients of one step."""
+gradients of one step. It leaves the process as it was."""
 
 import shardmlx.common.prepared
 
@@ -26,4 +26,7 @@ def overflow(self: GradientReducer, what: Callable[[], str], spoiled: bool = Fal
 
 
 GradientReducer.norm = overflow  # type: ignore[method-assign]
-sys.exit(main(sys.argv[2:]))
+try:
+    sys.exit(main(sys.argv[2:]))
+finally:
+    GradientReducer.norm = norm  # type: ignore[method-assign]

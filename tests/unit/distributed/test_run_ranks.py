@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.helpers.jobs import PYTHONPATH, ROOT
 
 _UNTIL_MPI = """
 import runpy, sys
@@ -38,6 +38,7 @@ def test_mpi_starts_when_all_else_has_been_imported(command: str, program: str) 
     arguments = ["MODEL"] if command == "shardmlx.profile" else ["--model", "MODEL"]
     done = subprocess.run(
         [sys.executable, "-c", _UNTIL_MPI, command, *arguments],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -63,7 +64,12 @@ sys.exit(run_ranks(lambda rank: None, lambda options: 9.0, load, alike=False))
 def test_a_process_ends_without_a_look_at_all_its_objects() -> None:
     """It takes Python a second, and several where ranks share a core."""
     done = subprocess.run(
-        [sys.executable, "-c", _END], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _END],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True True"
