@@ -18,11 +18,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from shardmlx.compat import attend_with
+from shardmlx.compat import rebind
 from shardmlx.models.attention import attend
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.families import FAMILIES, Cached, Given, LayerCall
 from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.recompute import recompute_selectively
 
 EMBEDDING = "model.embed_tokens"
 
@@ -54,7 +55,7 @@ class Slice:
         self._family = FAMILIES[model.model_type]
         self._layers = model.model.layers[start:stop]
         for layer in self._layers:
-            attend_with(layer.self_attn, attend)
+            rebind(layer.self_attn, "scaled_dot_product_attention", attend)
         self._embedding = model.model.embed_tokens
         self._norm = model.model.norm
         self._head = self._embedding.as_linear if self.tied else model.lm_head
@@ -143,6 +144,11 @@ class Slice:
         """Turn dropout on or off."""
         for module in self._parts.values():
             module.train(mode)
+
+    def recompute_selectively(self) -> None:
+        """Let norms and activations keep their inputs alone for the backward pass, from now on."""
+        for layer in self._layers:
+            recompute_selectively(layer)
 
     @property
     def drops(self) -> bool:

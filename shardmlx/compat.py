@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 
-SDPA = "scaled_dot_product_attention"
-"""Name by which mlx-lm's model files call attention."""
-
-
 class QuietParser(argparse.ArgumentParser):
     """An argument parser that prints nothing unless ``prints``, and exits all the same.
 
@@ -79,23 +75,30 @@ def keep_probability(dropout: Any) -> float:
     return float(dropout._p_1)
 
 
-def attend_with(attention: Any, function: Callable[..., mx.array]) -> None:
-    """Let a module of mlx-lm call ``function`` for ``scaled_dot_product_attention``.
+def calls(module: Any, name: str) -> bool:
+    """Tell whether a module's ``__call__`` is a function that uses the global ``name``."""
+    code = getattr(type(module).__call__, "__code__", None)
+    return code is not None and name in code.co_names
 
-    mlx-lm 0.32.2: each model file imports that name from ``models.base``, and its attention calls
-    it by keyword. The module gets a class of its own, whose ``__call__`` is the same code with that
-    one name bound otherwise; all else goes on as it is. ``AttributeError`` where the code does not
-    use the name. When it breaks: write the family's attention here.
+
+def rebind(module: Any, name: str, function: Callable[..., mx.array]) -> None:
+    """Let a module of mlx-lm call ``function`` for the global ``name`` of its file.
+
+    mlx-lm 0.32.2: attention calls ``scaled_dot_product_attention`` by keyword, an MLP ``swiglu``.
+    The module gets a class of its own, whose ``__call__`` is the same code with that one name bound
+    otherwise; all else goes on as it is. ``AttributeError`` where the code does not use the name.
+    When it breaks: write the module's ``__call__`` here.
     """
-    kind = type(attention)
+    kind = type(module)
+    if not calls(module, name):
+        raise AttributeError(f"{kind.__module__}.{kind.__name__} does not call {name}")
     call = kind.__call__
-    if SDPA not in call.__code__.co_names:
-        raise AttributeError(f"{kind.__module__}.{kind.__name__} does not call {SDPA}")
-    if call.__globals__.get(SDPA) is function:
+    if call.__globals__.get(name) is function:
         return
-    names = {**call.__globals__, SDPA: function}
+    names = {**call.__globals__, name: function}
     own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    attention.__class__ = type(kind.__name__, (kind,), {"__call__": own})
+    own.__kwdefaults__ = call.__kwdefaults__
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": own})
 
 
 def query_scale(length: int, offset: Any, beta: float, positions: int) -> mx.array:

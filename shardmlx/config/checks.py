@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import OptionError
+from shardmlx.config.specs import OFF, Chunk
 
 Check = tuple[str, Callable[[Any], bool]]
 """The condition that a value must meet: in words, and as a test."""
@@ -182,6 +184,20 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     if not (isinstance(warmup, int) and warmup >= 0):
         raise OptionError(name, f"has warmup {warmup!r}", "give a whole number of steps")
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
+
+
+def parse_chunk(text: str) -> int | str:
+    """Return the number that an option of a chunk is; its words stay words."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def checked_chunk(name: str, value: Chunk) -> Chunk:
+    """Return a number of tokens, ``auto`` or ``off``. Raises ``OptionError`` for all else."""
+    if value is False:
+        return OFF
+    if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1 and value is not True):
+        return value
+    raise OptionError(name, f"is {value!r}", "give a number of tokens from 1, auto or off")
 
 
 def parse_lr_schedule(text: str) -> dict[str, Any]:

@@ -72,25 +72,18 @@ class FineTune(Spec):
         return settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions(Spec):
-    """The batch of a step, and how a stage takes it; None is left to the run."""
-
-    batch_size: int
-    micro_batch_size: int | None
-    max_seq_length: int
-    pack: bool | None
-    grad_accumulation_steps: int
-    grad_checkpoint: bool | None
-
-    @property
-    def first(self) -> Self:
-        """The same with what mlx_lm.lora does in the place of what is left to the run."""
-        return replace(self, pack=bool(self.pack), grad_checkpoint=bool(self.grad_checkpoint))
-
-
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = NONE, SELECTIVE, FULL = ("none", "selective", "full")
 """Amounts that the backward pass computes again, in ascending order."""
+
+Chunk = int | str | bool
+"""A number of tokens, ``auto`` or ``off``, which YAML reads as False."""
+
+OFF = "off"
+"""Chunk of all at once."""
+
+AUTO_CHUNKS = {"cpu": 128, "metal": 512}
+"""Tokens of a chunk that is left to the run, by backend: on a CPU the fastest that was measured; a
+GPU does more at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +95,7 @@ class Savings:
     whose logits, are in memory at a time; None for all.
     """
 
-    recompute: str = "none"
+    recompute: str = NONE
     attention_chunk: int | None = None
     loss_chunk: int | None = None
 
@@ -112,6 +105,38 @@ class Savings:
         for chunk in (self.attention_chunk, self.loss_chunk):
             if chunk is not None and chunk < 1:
                 raise ValueError(f"a chunk of {chunk}: from 1")
+
+
+NO_SAVINGS = Savings()
+"""The choice of those who hold all, as mlx-lm does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions(Spec):
+    """The batch of a step, and how a stage takes it; None is left to the run."""
+
+    batch_size: int
+    micro_batch_size: int | None
+    max_seq_length: int
+    pack: bool | None
+    grad_accumulation_steps: int
+    recompute: str | None
+    attention_chunk: Chunk = AUTO
+    loss_chunk: Chunk = AUTO
+
+    @property
+    def first(self) -> Self:
+        """The same with what mlx_lm.lora does in the place of what is left to the run."""
+        return replace(self, pack=bool(self.pack), recompute=self.recompute or NONE)
+
+    def savings(self, recompute: str, backend: str) -> Savings:
+        """Return what stages do to hold less, on machines of one backend."""
+        words = {AUTO: AUTO_CHUNKS[backend], OFF: None}
+        attention, loss = (
+            words[chunk] if isinstance(chunk, str) else chunk
+            for chunk in (self.attention_chunk, self.loss_chunk)
+        )
+        return Savings(recompute=recompute, attention_chunk=attention, loss_chunk=loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

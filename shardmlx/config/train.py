@@ -15,7 +15,9 @@ from shardmlx.config.checks import (
     check_lora,
     check_lr_schedule,
     check_optimizer_config,
+    checked_chunk,
     filled_lr_schedule,
+    parse_chunk,
     parse_lr_schedule,
 )
 from shardmlx.config.command_line import (
@@ -34,6 +36,7 @@ from shardmlx.config.common_options import (
 )
 from shardmlx.config.data import DataConfig
 from shardmlx.config.options import OptionError, option
+from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -137,10 +140,7 @@ class TrainConfig(DataConfig):
         group=_TRAINING,
     )
     grad_checkpoint: bool | None = option(
-        None,
-        "recompute activations in backward, to save memory",
-        unset="chosen: on where nothing else fits",
-        group=_TRAINING,
+        None, "the same as --recompute full, or none", unset="as --recompute", group=_TRAINING
     )
     clear_cache_threshold: int = option(
         0,
@@ -247,6 +247,30 @@ class TrainConfig(DataConfig):
         unset="chosen: on where that is predicted to be faster",
         group=_PIPELINE,
     )
+    recompute: str | None = option(
+        None,
+        "what backward computes again, to save memory: selective, norms and activations; full, "
+        "all of a layer",
+        choices=RECOMPUTE,
+        unset="chosen: the least that fits",
+        group=_PIPELINE,
+    )
+    attention_chunk: int | str | bool = option(
+        AUTO,
+        "queries whose attention is computed at a time; off: all of them",
+        metavar="TOKENS",
+        parse=parse_chunk,
+        unset=f"{AUTO_CHUNKS['metal']}; {AUTO_CHUNKS['cpu']} on a CPU",
+        group=_PIPELINE,
+    )
+    loss_chunk: int | str | bool = option(
+        AUTO,
+        "positions whose logits are computed at a time; off: all of them",
+        metavar="TOKENS",
+        parse=parse_chunk,
+        unset=f"{AUTO_CHUNKS['metal']}; {AUTO_CHUNKS['cpu']} on a CPU",
+        group=_PIPELINE,
+    )
     max_grad_norm: float | None = option(
         None,
         "clip the global gradient norm to this",
@@ -346,6 +370,15 @@ class TrainConfig(DataConfig):
             object.__setattr__(self, "train", True)
         if not self.train and self.resume not in ("auto", "never"):
             raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
+        self._merge_recompute()
+        for name in ("attention_chunk", "loss_chunk"):
+            object.__setattr__(self, name, checked_chunk(name, getattr(self, name)))
+        if isinstance(self.attention_chunk, int) and self.attention_chunk > self.max_seq_length:
+            raise OptionError(
+                "attention_chunk",
+                f"is {self.attention_chunk} with max_seq_length {self.max_seq_length}",
+                f"give at most {self.max_seq_length}, or off",
+            )
         self._merge_lora()
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
@@ -389,6 +422,16 @@ class TrainConfig(DataConfig):
         """The names in ``report_to``, in lower case."""
         names = (name.strip().lower() for name in (self.report_to or "").split(","))
         return tuple(name for name in names if name)
+
+    def _merge_recompute(self) -> None:
+        """Let ``recompute`` say what ``grad_checkpoint`` says, mlx_lm's option."""
+        if self.grad_checkpoint is None:
+            return
+        meant = FULL if self.grad_checkpoint else NONE
+        if self.recompute not in (None, meant):
+            given = "--grad-checkpoint" if self.grad_checkpoint else "--no-grad-checkpoint"
+            raise OptionError("recompute", f"is {self.recompute} with {given}", "leave one out")
+        object.__setattr__(self, "recompute", meant)
 
     def _merge_lora(self) -> None:
         """Put the LoRA options that have flags into ``lora_parameters``."""

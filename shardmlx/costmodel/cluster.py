@@ -65,14 +65,14 @@ class Cluster:
             return wired
         return math.inf if memory is None else memory * self.memory_fraction
 
-    def clock(self, rank: int, workload: Workload, checkpoint: bool) -> Speed | Measured:
+    def clock(self, rank: int, workload: Workload, recompute: str) -> Speed | Measured:
         """Return what tells the times of the work on a rank, in ``unit``."""
         machine = self.machines[rank]
         if self.profile is not None:
-            return workload.measured(self.profile, machine.host, machine.kind, checkpoint)
+            return workload.measured(self.profile, machine.host, machine.kind, recompute)
         if self.unit == "FLOPs" or machine.flops is None:
-            return workload.at_speed(1.0, checkpoint)
-        return workload.at_speed(machine.flops * self.efficiency, checkpoint)
+            return workload.at_speed(1.0, recompute)
+        return workload.at_speed(machine.flops * self.efficiency, recompute)
 
     def link_seconds(self, a: int, b: int, nbytes: float) -> float:
         """Return how long a message occupies the link between two ranks; 0 within a machine."""
@@ -92,13 +92,13 @@ class Cluster:
 
 
 def pipeline_seconds(
-    workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, checkpoint: bool
+    workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, recompute: str
 ) -> list[ModelSeconds]:
     """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
     Of replicas that run the same stages those of the slowest: the others wait for it.
     """
-    clocks = [cluster.clock(rank, workload, checkpoint) for rank in range(mesh.size)]
+    clocks = [cluster.clock(rank, workload, recompute) for rank in range(mesh.size)]
     shape = workload.micro_batch(rows, length)
     seconds = {clock: clock.seconds(*shape) for clock in dict.fromkeys(clocks)}
     return [

@@ -13,11 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
-from shardmlx.costmodel.passing import BACKWARD, FORWARD, Counts
+from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
+from shardmlx.costmodel.passing import (
+    BACKWARD,
+    FORWARD,
+    IN_PIECES,
+    SELECTIVE_MOMENT,
+    Counts,
+)
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
@@ -54,7 +61,7 @@ class TrainingSetup:
     optimizer: str = "adam"
     first_moment: bool = False
     """True if Adafactor has a beta_1: then it keeps a moment as large as the weights."""
-    grad_checkpoint: bool = False
+    savings: Savings = NO_SAVINGS
     masks: int = 0
     """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
     dp: int = 1
@@ -79,6 +86,28 @@ class TrainingSetup:
             raise ValueError(f"sizes {sizes}: from 1")
         if self.unfreeze_all and self.has_adapters:
             raise ValueError(f"unfreeze_all with {self.fine_tune_type}: full only")
+
+    @property
+    def grad_checkpoint(self) -> bool:
+        """True if a layer holds its input alone."""
+        return self.savings.recompute == FULL
+
+    @property
+    def is_selective(self) -> bool:
+        """True if norms and activations hold their inputs alone."""
+        return self.savings.recompute == SELECTIVE
+
+    @property
+    def attention_piece(self) -> int | None:
+        """Queries of a piece of attention; None where it is computed at once."""
+        chunk = self.savings.attention_chunk
+        return chunk if chunk is not None and chunk < self.length else None
+
+    @property
+    def loss_piece(self) -> int | None:
+        """Positions whose logits are in memory at a time; None where those of all are held."""
+        chunk = self.savings.loss_chunk
+        return chunk if chunk is not None and chunk < self.tokens else None
 
     @property
     def tokens(self) -> int:
@@ -191,6 +220,8 @@ def layer_memory(setup: TrainingSetup) -> LayerMemory:
 def layer_arrays(setup: TrainingSetup) -> list[Array]:
     """Return every array that a micro-batch leaves behind in a trained layer."""
     counted = [*_norms(setup), *_attention_and_mlp(setup), *_trained_linears(setup)]
+    if setup.attention_piece is not None:
+        return counted
     # Layers of packed rows share masks instead, which the stage counts.
     mask = Array("causal mask", Alive.F_TO_I, 0 if setup.masks else setup.length**2, 1)
     return [*counted, mask]
@@ -211,7 +242,8 @@ def _norms(setup: TrainingSetup) -> Iterator[Array]:
     elements = setup.tokens * normed
     yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if on_cpu else size)
     if on_cpu and not setup.has_adapters:
-        yield Array("normalised states", Alive.F_TO_W, elements, size)
+        alive = Alive.I_TO_W if setup.is_selective else Alive.F_TO_W
+        yield Array("normalised states", alive, elements, size)
         yield Array("gradients of the outputs of norms", Alive.I_TO_W, elements, size)
 
 
@@ -219,16 +251,21 @@ def _attention_and_mlp(setup: TrainingSetup) -> Iterator[Array]:
     """Yield what attention and MLP keep for the gradient of their inputs."""
     shape, tokens, size = setup.shape, setup.tokens, setup.dtype_bytes
     widths = _Widths.of(shape, setup.length)
-    for name, width in {
+    arrays = {
         "scaled queries": widths.queries,
         "keys": widths.keys,
         "values": widths.keys,
-        "attention probabilities": widths.scores,
         "gate": widths.mlp,
         "up": widths.mlp,
-        "sigmoid of the gate": widths.mlp,
-        "silu of the gate": widths.mlp,
-    }.items():
+    }
+    if setup.attention_piece is None:
+        arrays["attention probabilities"] = widths.scores
+    else:
+        arrays["attention's outputs"] = widths.queries
+        yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * shape.num_heads, FLOAT32)
+    if not setup.is_selective:
+        arrays |= {"sigmoid of the gate": widths.mlp, "silu of the gate": widths.mlp}
+    for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, tokens * width, size)
     if shape.num_experts:
         answers = tokens * max(1, shape.experts_per_token) * widths.hidden
@@ -251,6 +288,10 @@ def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
     else:
         sources = {each.source: each.inputs * each.uses for each in trained}
         inputs = tokens * sum(sources.values())
+    if setup.is_selective:
+        shared = {each.source for each in trained}
+        outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - shared)
+        yield Array("outputs of recomputed norms", Alive.F_TO_I, outputs_of_norms, size)
     yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs, itemsize)
     yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)
     if setup.dropout:
@@ -279,8 +320,14 @@ def _moments(setup: TrainingSetup) -> tuple[Sequence[Counts], Sequence[Counts]]:
         trains = "adapters"
     forward, backward = FORWARD[trains], BACKWARD[trains]
     if setup.grad_checkpoint:
-        return forward.recomputed, backward.recomputed
-    return forward.held, backward.held
+        moments = forward.recomputed, backward.recomputed
+    else:
+        moments = forward.held, backward.held
+    other = [SELECTIVE_MOMENT] * setup.is_selective
+    if setup.attention_piece is not None:
+        pieces = IN_PIECES[trains]
+        other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)
+    return moments[0], [reduce(Counts.plus, other, moment) for moment in moments[1]]
 
 
 def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:
@@ -298,13 +345,21 @@ def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:
             mlp=tokens * widths.mlp * size,
             queries=tokens * widths.queries * size,
             keys=tokens * widths.keys * size,
-            scores=tokens * widths.scores * size,
-            mask=0 if setup.masks else setup.length**2,
+            scores=_scores(setup),
+            mask=0 if setup.masks or setup.attention_piece else setup.length**2,
             matrices=FLOAT32 * matrix * (setup.fine_tune_type == "dora"),
         )
         for of_hidden in hidden
     )
     return forward, backward
+
+
+def _scores(setup: TrainingSetup) -> int:
+    """Return the bytes of the scores of all heads: of all queries, or in float32 of a piece."""
+    shape, piece = setup.shape, setup.attention_piece
+    if piece is None:
+        return setup.tokens * shape.num_heads * setup.length * setup.dtype_bytes
+    return setup.rows * shape.num_heads * piece * setup.length * FLOAT32
 
 
 def _trained(setup: TrainingSetup) -> list[_Linear]:

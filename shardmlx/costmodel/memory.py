@@ -157,8 +157,22 @@ def _states(setup: TrainingSetup) -> int:
 
 
 def _logits(stage: _Stage) -> int:
+    """Return the bytes of the logits of all tokens, where they are held."""
     setup = stage.setup
-    return setup.dtype_bytes * setup.tokens * setup.shape.vocab_size if stage.is_last else 0
+    if not stage.is_last or setup.loss_piece is not None:
+        return 0
+    return setup.dtype_bytes * setup.tokens * setup.shape.vocab_size
+
+
+def _loss_piece(stage: _Stage) -> int:
+    """Return the bytes that pass with the loss of a piece, which is half a chunk: its logits, and
+    arrays as large in float32 and in the logits' type."""
+    setup = stage.setup
+    if not stage.is_last or setup.loss_piece is None:
+        return 0
+    size = setup.dtype_bytes
+    a_logit = 4 * FLOAT32 if size == FLOAT32 else 4 * FLOAT32 + 2 * size
+    return max(1, setup.loss_piece // 2) * setup.shape.vocab_size * a_logit
 
 
 def _held(stage: _Stage) -> tuple[int, int]:
@@ -169,7 +183,10 @@ def _held(stage: _Stage) -> tuple[int, int]:
         return 0, 0
     # Beyond the layers: the input of the last norm; elsewhere the buffer for the gradient to come.
     after_forward, after_input = logits + message, 0 if stage.is_last else message
-    if live:
+    if stage.is_last and setup.loss_piece is not None:
+        after_forward += message  # both
+        after_input += message
+    if live and setup.attention_piece is None:
         after_forward += setup.masks * setup.length**2
     if not setup.grad_checkpoint:
         after_forward += live * layer.after_forward
@@ -191,9 +208,10 @@ def _passing(stage: _Stage, held: int) -> tuple[float, float]:
     setup, live, layer = stage.setup, stage.num_backward_layers, layer_memory(stage.setup)
     logits = _logits(stage)
     sizes = layer.forward_sizes._replace(logits=logits)
+    loss = float(_loss_piece(stage))
     if not live:
-        return max(moment.nbytes(sizes) for moment in FROZEN), 0.0
-    forward = max(moment.nbytes(sizes) for moment in layer.forward)
+        return max(loss, *(moment.nbytes(sizes) for moment in FROZEN)), 0.0
+    forward = max(loss, *(moment.nbytes(sizes) for moment in layer.forward))
     if live < stage.stop - stage.start:
         # Layers without a backward run before anything is held.
         forward = max(forward, FROZEN[0].nbytes(sizes) - held)

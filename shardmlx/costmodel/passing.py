@@ -46,6 +46,10 @@ class Counts(NamedTuple):
         """Return the bytes of so many arrays of these sizes."""
         return sum(count * size for count, size in zip(self, sizes, strict=True))
 
+    def plus(self, other: Counts) -> Counts:
+        """Return the sums of both counts."""
+        return Counts(*map(sum, zip(self, other, strict=True)))
+
 
 class Moments(NamedTuple):
     """The worst moments of an action of a stage.
@@ -186,3 +190,29 @@ BACKWARD: Mapping[str, Moments] = {
     ),
 }
 """Moments of I, and of W where there is no I, by what is trained."""
+
+
+class Difference(NamedTuple):
+    """Numbers of arrays that pass in the backward beyond those of the tables above, as ``Moments``
+    has them."""
+
+    held: Counts
+    recomputed: Counts
+
+
+# A piece has more operations than a layer, so that the scheduling thread gets less far ahead.
+IN_PIECES: Mapping[str, Difference] = {
+    "adapters": Difference(held=Counts(hidden=-1.2, scores=-1), recomputed=Counts()),
+    "adapters with dropout": Difference(held=Counts(), recomputed=Counts()),
+    "adapters of half precision": Difference(held=Counts(hidden=-2, scores=1), recomputed=Counts()),
+    "attention adapters": Difference(
+        held=Counts(hidden=-8, scores=-2), recomputed=Counts(hidden=-1, scores=-2)
+    ),
+    "weights": Difference(
+        held=Counts(mlp=-0.6, scores=-2), recomputed=Counts(hidden=-2.8, scores=-2)
+    ),
+}
+"""Differences where attention is computed in pieces, of whose scores a kind counts."""
+
+SELECTIVE_MOMENT = Counts(hidden=-1, mlp=3)
+"""Difference where norms and activations are computed again."""

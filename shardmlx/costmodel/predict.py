@@ -59,11 +59,11 @@ class Prediction:
 
 
 def predict_memory(
-    plan: Plan, workload: Workload, length: int, *, checkpoint: bool, backend: str
+    plan: Plan, workload: Workload, length: int, *, recompute: str, backend: str
 ) -> tuple[list[int], dict[int, StageMemory]]:
     """Return (peak bytes of each pipeline rank, memory of each stage) with ``length`` tokens."""
     setup = workload.setup(
-        plan.micro_batch_size, length, checkpoint=checkpoint, dp=plan.mesh.dp, backend=backend
+        plan.micro_batch_size, length, recompute=recompute, dp=plan.mesh.dp, backend=backend
     )
     stages = {
         index: stage_memory(setup, *ends)
@@ -77,14 +77,14 @@ def predict_memory(
 
 
 def predict(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool = False
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str = "none"
 ) -> Prediction:
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map, rows = plan.mesh, plan.stage_map, plan.micro_batch_size
     peaks, memories = predict_memory(
-        plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
+        plan, workload, length, recompute=recompute, backend=cluster.backend
     )
-    models = pipeline_seconds(workload, cluster, mesh, rows, length, checkpoint=checkpoint)
+    models = pipeline_seconds(workload, cluster, mesh, rows, length, recompute=recompute)
     stages = [
         models[rank].stage(*ends)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)

@@ -108,14 +108,14 @@ class Profile:
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(
-        self, host: str, kind: str | None, num_layers: int, first_trained: int, checkpoint: bool
+        self, host: str, kind: str | None, num_layers: int, first_trained: int, recompute: str
     ) -> Measured:
         """Return the times of a model on a host."""
         return Measured(
             num_layers=num_layers,
             samples=self.machine(host, kind).samples,
             first_trained=first_trained,
-            checkpoint=checkpoint,
+            recompute=recompute,
         )
 
 

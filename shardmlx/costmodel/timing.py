@@ -12,9 +12,13 @@ import math
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.simulate import Costs
+
+COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}
+"""Part of a layer's forward that the backward computes again."""
 
 TYPICAL_LENGTH = 512
 """Number of tokens at which the cost of a layer is taken where no other length is known."""
@@ -72,12 +76,12 @@ class ModelSeconds:
     embedding: Seconds = Seconds()
     head: Seconds = Seconds()
     first_trained: int = 0
-    checkpoint: bool = False
+    recompute: str = NONE
 
     def layer(self, index: int) -> float:
-        """Return F + I + W of one layer, and its F again with checkpointing."""
+        """Return F + I + W of one layer, and what is computed again of its F."""
         seconds = self.layers[index]
-        again = self.checkpoint and index >= self.first_trained
+        again = COMPUTED_AGAIN[self.recompute] * (index >= self.first_trained)
         return max(0.0, seconds.microbatch + again * seconds.forward)
 
     @property
@@ -92,8 +96,8 @@ class ModelSeconds:
     def stage(self, start: int, stop: int) -> Seconds:
         """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.
 
-        A stage with nothing trained below it has no I: its W is its whole backward. With
-        checkpointing I, or that W, computes the forward again and all gradients.
+        A stage with nothing trained below it has no I: its W is its whole backward. What is
+        computed again comes with I, or with that W; all gradients too where it is all.
         """
         parts = list(self.layers[start:stop])
         if start == 0:
@@ -104,19 +108,17 @@ class ModelSeconds:
         forward, update = max(0.0, total.forward), max(0.0, total.update)
         if stop <= self.first_trained:
             return Seconds(forward)
-        backward = max(0.0, total.input_gradient + total.weight_gradient)
-        if self.checkpoint:
-            # Only layers are computed again, and only those that have a backward pass.
-            backward += sum(
-                each.forward for each in self.layers[max(start, self.first_trained) : stop]
-            )
+        # Only layers are computed again, and only those that have a backward pass.
+        again = COMPUTED_AGAIN[self.recompute] * sum(
+            each.forward for each in self.layers[max(start, self.first_trained) : stop]
+        )
+        backward = max(0.0, total.input_gradient + total.weight_gradient) + again
         if start <= self.first_trained:
             return Seconds(forward, 0.0, backward, update)
-        if self.checkpoint:
+        if self.recompute == FULL:
             return Seconds(forward, backward, 0.0, update)
-        return Seconds(
-            forward, max(0.0, total.input_gradient), max(0.0, total.weight_gradient), update
-        )
+        input_gradient = max(0.0, total.input_gradient) + again
+        return Seconds(forward, input_gradient, max(0.0, total.weight_gradient), update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ class Speed:
     first_trained: int
     trains_weights: bool
     trains_ends: bool = False
-    checkpoint: bool = False
+    recompute: str = NONE
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
         """Return F, I and W of as many FLOPs each, at the machine's speed (6N: Kaplan et al. 2020).
@@ -146,7 +148,7 @@ class Speed:
             layers=tuple(layers),
             head=replace(head, weight_gradient=head.weight_gradient * self.trains_ends),
             first_trained=self.first_trained,
-            checkpoint=self.checkpoint,
+            recompute=self.recompute,
         )
 
     def _pass_of(self, flops: float, layer: int) -> Seconds:
@@ -188,7 +190,7 @@ class Measured:
     num_layers: int
     samples: tuple[Sample, ...]
     first_trained: int
-    checkpoint: bool = False
+    recompute: str = NONE
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
         """Return times on the line between the samples of the next shorter and longer sequences.
@@ -206,7 +208,7 @@ class Measured:
             embedding=embedding,
             head=head,
             first_trained=self.first_trained,
-            checkpoint=self.checkpoint,
+            recompute=self.recompute,
         )
 
     def _interpolated(self, part: str, rows: int, length: int) -> Seconds:

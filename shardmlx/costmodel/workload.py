@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shardmlx.config.specs import BatchOptions, FineTune
+from shardmlx.config.specs import BatchOptions, FineTune, Savings
 from shardmlx.costmodel.memory import TrainingSetup
 from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, Speed
@@ -103,8 +103,12 @@ class Workload(ModelSizes):
         with --pack one row of all."""
         return (1, rows * length) if self.batch.pack else (rows, length)
 
+    def savings(self, recompute: str, backend: str) -> Savings:
+        """Return what stages do to hold less."""
+        return self.batch.savings(recompute, backend)
+
     def setup(
-        self, rows: int, length: int, *, checkpoint: bool, dp: int, backend: str
+        self, rows: int, length: int, *, recompute: str, dp: int, backend: str
     ) -> TrainingSetup:
         """Return what decides the run's memory with micro-batches of ``rows`` x ``length``."""
         tune = self.fine_tune
@@ -126,13 +130,13 @@ class Workload(ModelSizes):
             unfreeze_all=tune.unfreeze_all,
             optimizer=tune.optimizer,
             first_moment=_has_first_moment(tune),
-            grad_checkpoint=checkpoint,
+            savings=self.savings(recompute, backend),
             masks=(1 + any(self.shape.windows)) * bool(self.batch.pack),
             dp=dp,
             backend=backend,
         )
 
-    def at_speed(self, flops: float, checkpoint: bool) -> Speed:
+    def at_speed(self, flops: float, recompute: str) -> Speed:
         """Return the work's times on a machine of which only the speed is known."""
         return Speed(
             shape=self.shape,
@@ -140,16 +144,16 @@ class Workload(ModelSizes):
             first_trained=self.first_trained,
             trains_weights=self.fine_tune.is_full,
             trains_ends=self.fine_tune.unfreeze_all,
-            checkpoint=checkpoint,
+            recompute=recompute,
         )
 
-    def measured(self, profile: Profile, host: str, kind: str | None, checkpoint: bool) -> Measured:
+    def measured(self, profile: Profile, host: str, kind: str | None, recompute: str) -> Measured:
         """Return the work's times on a machine that was measured.
 
         Raises ``UserError`` where it was not measured, or for other work.
         """
         profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
-        return profile.measured(host, kind, self.shape.num_layers, self.first_trained, checkpoint)
+        return profile.measured(host, kind, self.shape.num_layers, self.first_trained, recompute)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:

@@ -36,7 +36,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.config.specs import Savings
+from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.distributed.messages import buffer_of, in_a_row
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.loss import Head, HeadInput, token_loss
@@ -48,10 +48,6 @@ from shardmlx.pipeline.lowering import gradient_kinds
 def layer_of(name: str) -> str:
     """Return a parameter's layer, ``model.layers.12``, or its matrix at an end of the model."""
     return ".".join(name.split(".")[:3])
-
-
-NO_SAVINGS = Savings()
-"""The choice of those who hold all: what mlx-lm does."""
 
 
 @dataclass(slots=True)
@@ -114,7 +110,9 @@ class Stage:
         self.part = part
         self.needs_input_gradient = needs_input_gradient
         self.savings = savings
-        self.checkpoint = savings.recompute == "full"
+        self.checkpoint = savings.recompute == FULL
+        if savings.recompute == SELECTIVE:
+            part.recompute_selectively()
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}

@@ -177,11 +177,9 @@ def _changes(
 
 
 def _again(batch: BatchOptions, choice: ChosenPlan) -> tuple[str, ...]:
-    """Return the switch of gradient checkpointing, where it has to change."""
-    wanted = choice.candidate.checkpoint
-    if wanted == batch.first.grad_checkpoint:
-        return ()
-    return ("--grad-checkpoint",) if wanted else ("--no-grad-checkpoint",)
+    """Return the option of what is computed again, where it has to change."""
+    wanted = choice.candidate.recompute
+    return () if wanted == batch.first.recompute else ("--recompute", wanted)
 
 
 def _default(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import BatchOptions, LayoutOptions
+from shardmlx.config.specs import NONE, BatchOptions, LayoutOptions
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
@@ -48,7 +48,7 @@ def make_stage_map(
     mesh = Mesh.for_world(cluster.size, pp)
     rows, micro_batch_size = divide_batch(batch, mesh)
     way = Candidate(
-        mesh, layout.schedule, virtual, rows, micro_batch_size, bool(batch.grad_checkpoint)
+        mesh, layout.schedule, virtual, rows, micro_batch_size, batch.first.recompute or NONE
     )
     length = min(batch.max_seq_length, TYPICAL_LENGTH)
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
@@ -63,7 +63,7 @@ def settled(layout: LayoutOptions, batch: BatchOptions) -> Limits:
         schedule=None if layout.schedule == AUTO else layout.schedule,
         virtual=layout.virtual_stages,
         micro_batch_size=batch.micro_batch_size,
-        checkpoint=batch.grad_checkpoint,
+        recompute=batch.recompute,
         partitioner=None if layout.partitioner == AUTO else layout.partitioner,
     )
 

@@ -28,7 +28,7 @@ class Candidate:
     virtual: int
     rows: int
     micro_batch_size: int
-    checkpoint: bool
+    recompute: str
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class Candidate:
         return workload.setup(
             self.micro_batch_size,
             length,
-            checkpoint=self.checkpoint,
+            recompute=self.recompute,
             dp=self.mesh.dp,
             backend=backend,
         )
@@ -116,7 +116,7 @@ def rank_costs(
 ) -> tuple[LayerCosts, ...]:
     """Return what a micro-batch costs on each pipeline rank."""
     models = pipeline_seconds(
-        workload, cluster, way.mesh, way.micro_batch_size, length, checkpoint=way.checkpoint
+        workload, cluster, way.mesh, way.micro_batch_size, length, recompute=way.recompute
     )
     costs = {id(model): model.layer_costs for model in models}
     return tuple(costs[id(model)] for model in models)

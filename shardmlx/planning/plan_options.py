@@ -21,14 +21,15 @@ _SHOWN = (
     *("model", "revision", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
     *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "partitioner"),
-    *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "grad_checkpoint", "pack"),
+    *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "recompute", "pack"),
+    *("attention_chunk", "loss_chunk"),
     *("memory_limit", "dtype"),
 )
 """The options that ``--help`` lists: of a training run, those that change the plan."""
 
 _DECIDED = (
     *("stage_map", "partitioner", "pipeline_stages", "virtual_stages", "micro_batch_size"),
-    *("data_parallel", "schedule", "grad_checkpoint", "hostfile"),
+    *("data_parallel", "schedule", "grad_checkpoint", "recompute", "hostfile"),
 )
 """The options of training that the plan itself gives."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.timing import Measured, Speed
@@ -61,8 +62,8 @@ def rebalanced(
     ``partitioner`` is asked, and the most even division that fits; the fastest map wins, which is
     the present one if none is faster. None where nothing was measured of some rank.
     """
-    longest, checkpoint = workload.batch.max_seq_length, bool(workload.batch.grad_checkpoint)
-    expected = compute_of_ranks(plan, workload, cluster, length, checkpoint=checkpoint)
+    longest, recompute = workload.batch.max_seq_length, workload.batch.recompute or NONE
+    expected = compute_of_ranks(plan, workload, cluster, length, recompute=recompute)
     if not all(each > 0 for each in (*measured, *expected)):
         return None
     pace = [seconds / cost for seconds, cost in zip(measured, expected, strict=True)]
@@ -73,7 +74,7 @@ def rebalanced(
         divided = replace(
             plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map)
         )
-        return predict(divided, workload, paced, tokens, checkpoint=checkpoint)
+        return predict(divided, workload, paced, tokens, recompute=recompute)
 
     present = plan.stage_map.partition
     problem = _problem(plan, workload, paced, length)
@@ -103,7 +104,7 @@ def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> P
         stage_map.virtual,
         plan.rows,
         plan.micro_batch_size,
-        bool(batch.grad_checkpoint),
+        batch.recompute or NONE,
     )
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     # The map may number the ranks in another order than the schedule.
@@ -147,8 +148,8 @@ class PacedCluster(Cluster):
     def unit(self) -> str:
         return "seconds"
 
-    def clock(self, rank: int, workload: Workload, checkpoint: bool) -> Speed | Measured:
-        clock, pace = self.base.clock(rank, workload, checkpoint), self.pace[rank]
+    def clock(self, rank: int, workload: Workload, recompute: str) -> Speed | Measured:
+        clock, pace = self.base.clock(rank, workload, recompute), self.pace[rank]
         if isinstance(clock, Speed):
             return replace(clock, flops=clock.flops / pace)
         return replace(

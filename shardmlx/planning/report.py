@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes, numbers_of
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.planning.search import ChosenPlan, Limits
@@ -53,7 +54,7 @@ def _headline(choice: ChosenPlan, limits: Limits) -> str:
     stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
     if plan.stage_map.num_stages > plan.mesh.pp:
         stages += f" with {plan.stage_map.virtual} stages each"
-    again = ", packed" * plan.pack + ", with --grad-checkpoint" * way.checkpoint
+    again = ", packed" * plan.pack + f", with --recompute {way.recompute}" * (way.recompute != NONE)
     return (
         f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
         f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
@@ -157,7 +158,7 @@ def _how_to_run(
     words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
     words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
-    words += ["--grad-checkpoint"] * choice.candidate.checkpoint
+    words += ["--recompute", choice.candidate.recompute] * (choice.candidate.recompute != NONE)
     command = shlex.join(words)
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
@@ -180,7 +181,7 @@ def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,
-        "grad_checkpoint": choice.candidate.checkpoint,
+        "recompute": choice.candidate.recompute,
         "step_seconds": prediction.step_seconds,
         "update_seconds": prediction.update_seconds,
         "reduce_seconds": prediction.reduce_seconds,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import gibibytes
+from shardmlx.config.specs import RECOMPUTE
 from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
 from shardmlx.costmodel.workload import Workload
@@ -35,7 +36,7 @@ class Limits:
     schedule: str | None = None
     virtual: int | None = None
     micro_batch_size: int | None = None
-    checkpoint: bool | None = None
+    recompute: str | None = None
     partitioner: str | None = None
     stage_map: StageMap | None = None
 
@@ -125,8 +126,8 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
                 if limits.schedule is not None and limits.micro_batch_size is not None:
                     raise
                 continue
-            for checkpoint in (False, True) if limits.checkpoint is None else (limits.checkpoint,):
-                yield Candidate(mesh, name, virtual, rows, size, checkpoint)
+            for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
+                yield Candidate(mesh, name, virtual, rows, size, recompute)
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -204,7 +205,7 @@ def _least(way: Candidate, workload: Workload, cluster: Cluster, limits: Limits)
         way.mesh,
         way.micro_batch_size,
         limits.length,
-        checkpoint=way.checkpoint,
+        recompute=way.recompute,
     )
     wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
     return way.microbatches / sum(1 / whole for whole in wholes)
@@ -241,7 +242,7 @@ def _predict(
     way: Candidate, stage_map: StageMap, workload: Workload, cluster: Cluster, limits: Limits
 ) -> Prediction:
     plan = plan_of(way, stage_map, workload)
-    return predict(plan, workload, cluster, limits.length, checkpoint=way.checkpoint)
+    return predict(plan, workload, cluster, limits.length, recompute=way.recompute)
 
 
 def _does_not_fit(name: str, number: int, rank: RankPrediction) -> DoesNotFitError:

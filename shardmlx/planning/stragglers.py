@@ -146,7 +146,7 @@ class Watch:
 
 
 def compute_of_ranks(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, checkpoint: bool
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str
 ) -> list[float]:
     """Return what a step computes on each world rank with ``length`` tokens, in ``cluster.unit``.
 
@@ -155,7 +155,7 @@ def compute_of_ranks(
     stage_map = plan.stage_map
     computed = []
     for rank in range(plan.mesh.size):
-        clock = cluster.clock(rank, workload, checkpoint)
+        clock = cluster.clock(rank, workload, recompute)
         model = clock.seconds(*workload.micro_batch(plan.micro_batch_size, length))
         _, pipeline_rank = plan.mesh.coordinates(rank)
         ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]

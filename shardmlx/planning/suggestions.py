@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardmlx.config.common_options import AUTO
+from shardmlx.config.specs import OFF, RECOMPUTE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.errors import UserError
@@ -25,6 +27,11 @@ MOST_MACHINES = 8
 def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
     """Short descriptions of changes after which the run fits, each by itself."""
     found = []
+    batch = workload.batch
+    if OFF in (batch.attention_chunk, batch.loss_chunk):
+        pieces = replace(workload, batch=replace(batch, attention_chunk=AUTO, loss_chunk=AUTO))
+        if fits(pieces, cluster, limits):
+            found.append("--attention-chunk auto --loss-chunk auto")
     for name, tighter in _tighter(limits):
         if fits(workload, cluster, tighter):
             found.append(name)
@@ -58,7 +65,7 @@ def fits(workload: Workload, cluster: Cluster, limits: Limits) -> bool:
         limits,
         micro_batch_size=limits.micro_batch_size or 1,
         schedule=limits.schedule or "1f1b",
-        checkpoint=True if limits.checkpoint is None else limits.checkpoint,
+        recompute=RECOMPUTE[-1] if limits.recompute is None else limits.recompute,
     )
     try:
         ways = candidates(least, cluster.size, workload.shape.num_layers)
@@ -77,8 +84,9 @@ def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
     """Yield the limits with one choice of the user settled for less memory."""
     if (limits.micro_batch_size or 1) > 1:
         yield "--micro-batch-size 1", replace(limits, micro_batch_size=1)
-    if limits.checkpoint is False:
-        yield "--grad-checkpoint", replace(limits, checkpoint=True)
+    if limits.recompute is not None:
+        for more in RECOMPUTE[RECOMPUTE.index(limits.recompute) + 1 :]:
+            yield f"--recompute {more}", replace(limits, recompute=more)
     if limits.schedule not in (None, "1f1b") and limits.stage_map is None:
         yield "--schedule 1f1b", replace(limits, schedule="1f1b", virtual=None)
 

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.specs import NONE, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
@@ -71,8 +71,8 @@ class Choice:
             "packed" if self.plan.pack else "not packed",
             f"micro-batches of {self.plan.micro_batch_size}",
         ]
-        if self.run.batch.grad_checkpoint:
-            parts.append("with gradient checkpointing")
+        if self.run.batch.recompute not in (None, NONE):
+            parts.append(f"--recompute {self.run.batch.recompute}")
         if self.run.layout.partitioner == SMALLEST:
             sizes = " + ".join(map(str, self.plan.stage_map.partition.sizes))
             parts.append(f"layers divided by memory, {sizes}")
@@ -122,14 +122,14 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
     lacking: str | None = None
     for way in _ways(run, facts):
         workload = replace(facts.sizes, batch=way.batch)
-        checkpoint = bool(way.batch.grad_checkpoint)
+        recompute = way.batch.recompute or NONE
         length = lengths.exact if way.batch.pack else lengths.padded
         try:
             # Memory is planned for the sequences that there are.
             longest = replace(way.batch, max_seq_length=lengths.longest[0])
             plan = lay_out(way, replace(workload, batch=longest), facts.given, cluster)
-            seconds = predict(plan, workload, cluster, length, checkpoint=checkpoint).step_seconds
-            planned = planned_memory(plan, workload, cluster, lengths.longest, checkpoint)
+            seconds = predict(plan, workload, cluster, length, recompute=recompute).step_seconds
+            planned = planned_memory(plan, workload, cluster, lengths.longest, recompute)
         except UserError:
             continue  # a schedule for more layers than there are, or no room for any division
         fault = overfull(facts.budgets, planned)
@@ -148,8 +148,8 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
-    for checkpoint, partitioner, pack, schedule in product(
-        (False, True) if batch.grad_checkpoint is None else (batch.grad_checkpoint,),
+    for recompute, partitioner, pack, schedule in product(
+        RECOMPUTE if batch.recompute is None else (batch.recompute,),
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
         if layout.partitioner == AUTO
         else (layout.partitioner,),
@@ -159,7 +159,7 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
         yield replace(
             run,
             layout=replace(layout, partitioner=partitioner, schedule=schedule),
-            batch=replace(batch, grad_checkpoint=checkpoint, pack=pack),
+            batch=replace(batch, recompute=recompute, pack=pack),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import NONE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.transport import Transport
@@ -55,7 +56,7 @@ def _time(planned: PlannedRun) -> str:
         planned.inputs.sizes,
         cluster,
         planned.mean_length,
-        checkpoint=bool(config.grad_checkpoint),
+        recompute=config.recompute or NONE,
     ).step_seconds
     source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
     return (

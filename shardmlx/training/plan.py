@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.specs import NONE, RECOMPUTE, RunSpec
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
@@ -97,8 +97,8 @@ def choose_plan(
     choice = choose(run, facts)
     if choice is None:
         # The way that needs the least, of those that are left open.
-        checkpoint, rows = run.batch.grad_checkpoint is not False, run.batch.micro_batch_size or 1
-        least = replace(run.batch, grad_checkpoint=checkpoint, micro_batch_size=rows)
+        recompute, rows = run.batch.recompute or RECOMPUTE[-1], run.batch.micro_batch_size or 1
+        least = replace(run.batch, recompute=recompute, micro_batch_size=rows)
         tightest = replace(run, batch=least).first
         plan, _ = make_plan(tightest, inputs, opened, model)
         planned = memory_of(tightest, plan, inputs, lengths)
@@ -115,8 +115,8 @@ def memory_of(
 ) -> tuple[PlannedMemory, ...]:
     """Return what the plan expects of every rank's memory, for the longest sequences."""
     workload = replace(inputs.sizes, batch=run.batch)
-    checkpoint = bool(run.batch.grad_checkpoint)
-    return planned_memory(plan, workload, inputs.cluster, lengths.longest, checkpoint)
+    recompute = run.batch.recompute or NONE
+    return planned_memory(plan, workload, inputs.cluster, lengths.longest, recompute)
 
 
 def what_would_fit(run: RunSpec, inputs: PlanInputs[Workload], length: int) -> str:

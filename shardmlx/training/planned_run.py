@@ -239,7 +239,7 @@ def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
         schedule=run.layout.schedule,
         pack=run.batch.pack,
         micro_batch_size=run.batch.micro_batch_size,
-        grad_checkpoint=run.batch.grad_checkpoint,
+        recompute=run.batch.recompute,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.predict import predict, predict_memory
@@ -72,30 +73,30 @@ def planned_memory(
     workload: Workload,
     cluster: Cluster,
     lengths: tuple[int, int],
-    checkpoint: bool,
+    recompute: str,
 ) -> tuple[PlannedMemory, ...]:
     """Return the memory that the plan expects of each world rank.
 
     ``lengths`` are T of the longest micro-batch of a step, and of those that only pass forward,
     such as validation's: 0 if there are none.
     """
-    planned = _planned(plan, workload, cluster, lengths[0], checkpoint)
+    planned = _planned(plan, workload, cluster, lengths[0], recompute)
     if not lengths[1]:
         return planned
     forward = replace(workload, fine_tune=replace(workload.fine_tune, train=False))
     return tuple(
         replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
         for step, passing in zip(
-            planned, _planned(plan, forward, cluster, lengths[1], checkpoint=False), strict=True
+            planned, _planned(plan, forward, cluster, lengths[1], NONE), strict=True
         )
     )
 
 
 def _planned(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, checkpoint: bool
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, recompute: str
 ) -> tuple[PlannedMemory, ...]:
     peaks, stages = predict_memory(
-        plan, workload, length, checkpoint=checkpoint, backend=cluster.backend
+        plan, workload, length, recompute=recompute, backend=cluster.backend
     )
     planned = []
     for rank, peak in enumerate(peaks):
@@ -108,13 +109,13 @@ def _planned(
 
 
 def expect(
-    plan: Plan, workload: Workload, cluster: Cluster, lengths: Lengths, checkpoint: bool
+    plan: Plan, workload: Workload, cluster: Cluster, lengths: Lengths, recompute: str
 ) -> Expected:
     """Predict memory at the longest micro-batch, and time at the mean length."""
     peaks, _ = predict_memory(
-        plan, workload, lengths.longest, checkpoint=checkpoint, backend=cluster.backend
+        plan, workload, lengths.longest, recompute=recompute, backend=cluster.backend
     )
     seconds = None
     if cluster.unit == "seconds":
-        seconds = predict(plan, workload, cluster, lengths.mean, checkpoint=checkpoint).step_seconds
+        seconds = predict(plan, workload, cluster, lengths.mean, recompute=recompute).step_seconds
     return Expected(plan.stage_map.partition.sizes, tuple(peaks), lengths.mean, seconds)

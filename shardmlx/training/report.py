@@ -12,6 +12,7 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.stage import Stage
@@ -199,7 +200,7 @@ class TrainingReport:
             job.workload,
             job.cluster,
             self._lengths.mean,
-            checkpoint=bool(self._config.grad_checkpoint),
+            recompute=self._config.recompute or NONE,
         )
         for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
             self._reporter.warn(str(straggler))
@@ -301,8 +302,9 @@ class TrainingReport:
     def _expected(self) -> Expected:
         """Predict the steps that were run."""
         job = self._job
-        checkpoint = bool(self._config.grad_checkpoint)
-        return expect(job.plan, job.workload, job.cluster, self._lengths, checkpoint)
+        return expect(
+            job.plan, job.workload, job.cluster, self._lengths, self._config.recompute or NONE
+        )
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import CheckpointOptions, Savings
+from shardmlx.config.specs import NONE, CheckpointOptions, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
@@ -89,7 +89,7 @@ def _load_run(
             planned.slices,
             opened,
             planned.limits,
-            bool(config.grad_checkpoint),
+            planned.inputs.sizes.savings(config.recompute or NONE, planned.inputs.cluster.backend),
         )
     return TrainingRun(
         config=config,
@@ -147,13 +147,13 @@ def _load(
     slices: list[Slice],
     opened: OpenedModel,
     limits: Sequence[MemoryLimits],
-    checkpoint: bool,
+    savings: Savings,
 ) -> list[Stage]:
     """Load this rank's stages, and show what each rank holds. Collective."""
     start = time.monotonic()
     own = plan.stages_of(transport.rank)
     opened.weights.load([slices[index] for index in own], opened.shape, reporter)
-    stages = build_stages(slices, own, savings=Savings(recompute="full" if checkpoint else "none"))
+    stages = build_stages(slices, own, savings=savings)
     nbytes = sum(stage.part.nbytes for stage in stages)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import shardmlx
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
@@ -52,8 +53,8 @@ def _full_length(job: TrainingRun) -> int:
 
 
 def _predict(job: TrainingRun, length: int) -> Prediction:
-    checkpoint = bool(job.config.grad_checkpoint)
-    return predict(job.plan, job.workload, job.cluster, length, checkpoint=checkpoint)
+    recompute = job.config.recompute or NONE
+    return predict(job.plan, job.workload, job.cluster, length, recompute=recompute)
 
 
 def _as_json(job: TrainingRun, predicted: Prediction, length: int) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from shardmlx.config.specs import Savings
+from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.stage import NO_SAVINGS
 from tests.helpers.models_and_batches import (
     Expected,
     Layout,

@@ -15,12 +15,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from shardmlx.config.specs import Savings
+from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.loss import token_loss
-from shardmlx.engine.stage import NO_SAVINGS, Stage, build_stages
+from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan

@@ -157,11 +157,12 @@ def test_queries_of_ministral3_are_scaled_by_position() -> None:
         assert np.allclose(scale.reshape(-1), expected[[3, 0]])
 
 
-def test_the_attention_of_a_module_is_called_by_a_name_of_its_file() -> None:
+def test_a_module_may_call_another_attention() -> None:
     from mlx_lm.models.llama import Attention, ModelArgs
 
+    name = "scaled_dot_product_attention"
     args = ModelArgs("llama", 8, 1, 8, 2, 1e-5, 9, num_key_value_heads=1)
-    with contract(compat.attend_with, "mlx-lm"):
+    with contract(compat.rebind, "mlx-lm"):
         ours, other = Attention(args), Attention(args)
         other.update(ours.parameters())
         seen: list[object] = []
@@ -170,15 +171,23 @@ def test_the_attention_of_a_module_is_called_by_a_name_of_its_file() -> None:
             seen.append(how["mask"])
             return mx.zeros_like(queries)
 
-        compat.attend_with(ours, attend)
-        compat.attend_with(ours, attend)
+        compat.rebind(ours, name, attend)
+        compat.rebind(ours, name, attend)
         x, mask = mx.ones((1, 3, 8)), object()
         assert not ours(x, mask).any()
         assert seen == [mask]
         assert isinstance(ours, Attention)
         assert other(x, None).any()  # another module goes on as it was
         with pytest.raises(AttributeError, match="Linear does not call scaled_dot_product"):
-            compat.attend_with(ours.q_proj, attend)
+            compat.rebind(ours.q_proj, name, attend)
+
+
+def test_mlps_of_all_families_call_swiglu_by_name() -> None:
+    from mlx_lm.models import llama, ministral3, qwen2, qwen3, switch_layers
+
+    with contract(compat.rebind, "mlx-lm"):
+        for module in (llama.MLP, ministral3.MLP, qwen2.MLP, qwen3.MLP, switch_layers.SwiGLU):
+            assert "swiglu" in module.__call__.__code__.co_names
 
 
 def test_a_kv_cache_is_its_attributes() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.specs import FULL, NO_SAVINGS, Savings
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_memory
 from shardmlx.costmodel.memory import (
@@ -40,6 +41,8 @@ SHAPE = ModelShape(
 )
 # q, k, v, o; gate, up, down; two norms.
 LAYER = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8
+
+CHECKPOINT = Savings(recompute=FULL)
 
 
 def setup(shape: ModelShape = SHAPE, **changes: Any) -> TrainingSetup:
@@ -176,7 +179,7 @@ def test_the_last_stage_holds_the_logits() -> None:
 
 
 def test_checkpointing_holds_the_inputs_of_layers() -> None:
-    stage = stage_memory(setup(grad_checkpoint=True), 1, 3)
+    stage = stage_memory(setup(savings=CHECKPOINT), 1, 3)
     inputs, output, gradient_to_come = 2, 1, 1
     assert stage.after_forward == (inputs + output + gradient_to_come) * stage.message
     assert stage.after_input == gradient_to_come * stage.message
@@ -264,7 +267,7 @@ def test_more_of_anything_never_needs_less(
         "fine_tune_type": mode,
         "dtype_bytes": size,
         "backend": backend,
-        "grad_checkpoint": checkpoint,
+        "savings": CHECKPOINT if checkpoint else NO_SAVINGS,
     }
     here = peaks(schedule, microbatches, **usual)
     for more in (
@@ -285,7 +288,10 @@ def test_more_of_anything_never_needs_less(
 def test_more_layers_never_need_less(first: int, mode: str, length: int, checkpoint: bool) -> None:
     """Whatever is trained of them: partitioners rely on it."""
     made = setup(
-        first_trained_layer=first, fine_tune_type=mode, length=length, grad_checkpoint=checkpoint
+        first_trained_layer=first,
+        fine_tune_type=mode,
+        length=length,
+        savings=CHECKPOINT if checkpoint else NO_SAVINGS,
     )
     own = actions("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2")
 

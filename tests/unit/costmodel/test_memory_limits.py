@@ -323,44 +323,44 @@ def workload(tied: bool) -> Workload:
 
 
 def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
-    way = Candidate(Mesh(2, 2), "1f1b", 1, 4, 1, False)
+    way = Candidate(Mesh(2, 2), "1f1b", 1, 4, 1, "none")
     work = workload(tied=False)
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
     machines = cluster(*[("studio", 8 * GIB)] * 4)
-    of_ranks = planned_memory(plan, work, machines, (64, 0), False)
-    peaks, stages = predict_memory(plan, work, 64, checkpoint=False, backend="metal")
+    of_ranks = planned_memory(plan, work, machines, (64, 0), "none")
+    peaks, stages = predict_memory(plan, work, 64, recompute="none", backend="metal")
     assert [each.peak for each in of_ranks] == [*peaks, *peaks]
     assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
 
 
 def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
     packed = replace(workload(tied=False), batch=BatchOptions.of(TrainConfig(pack=True)))
-    setup = packed.setup(4, 64, checkpoint=False, dp=1, backend="metal")
+    setup = packed.setup(4, 64, recompute="none", dp=1, backend="metal")
     assert (setup.rows, setup.length) == (1, 256)
 
 
 def test_long_sequences_that_only_pass_forward_count_too() -> None:
     """Of the validation: no activations are held for them, but their logits are large."""
-    way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, False)
+    way = Candidate(Mesh(1, 2), "1f1b", 1, 4, 1, "none")
     work = workload(tied=False)
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
     machines = cluster(*[("studio", 8 * GIB)] * 2)
 
     def peaks(length: int) -> list[int]:
-        return [p.peak for p in planned_memory(plan, work, machines, (64, length), False)]
+        return [p.peak for p in planned_memory(plan, work, machines, (64, length), "none")]
 
     assert peaks(32) == peaks(0)
     assert peaks(0) < peaks(2048)
-    of_step = planned_memory(plan, work, machines, (2048, 0), False)
+    of_step = planned_memory(plan, work, machines, (2048, 0), "none")
     assert peaks(2048) < [each.peak for each in of_step]
 
 
 def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
-    way = Candidate(Mesh(1, 2), "zb-v", 2, 4, 1, False)
+    way = Candidate(Mesh(1, 2), "zb-v", 2, 4, 1, "none")
     layers = Partition(((0, 2), (2, 4), (4, 6), (6, 8)))
     work = workload(tied=True)
     plan = plan_of(way, StageMap(layers, (0, 1, 1, 0)), work)
-    first, second = planned_memory(plan, work, cluster(*[("studio", GIB)] * 2), (64, 0), False)
+    first, second = planned_memory(plan, work, cluster(*[("studio", GIB)] * 2), (64, 0), "none")
     # Layers of 100 kB, the lower half of them without adapters.
     adapters = second.resident - 4 * 100_000
     assert first.resident == 50_000 + 4 * 100_000 + adapters

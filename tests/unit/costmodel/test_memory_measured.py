@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.config.specs import FULL, NONE, RECOMPUTE, SELECTIVE, Savings
 from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
@@ -21,7 +22,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.actions import parse_grid
-from tests.helpers.models_and_batches import build, saving, tiny_config
+from tests.helpers.models_and_batches import build, tiny_config
 
 LAYERS, ROWS, LENGTH = 4, 2, 96
 MICRO_BATCHES = 2
@@ -46,17 +47,27 @@ class Case:
     stop: int
     family: str = "llama"
     lora: tuple[tuple[str, Any], ...] = ()
-    checkpoint: bool = False
+    recompute: str = NONE
+    pieces: int | None = None
     dtype_bytes: int = 4
     packed: bool = False
     length: int = LENGTH
     config: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        special = [key for key, _ in (*self.lora, *self.config)] + ["checkpoint"] * self.checkpoint
+        special = [key for key, _ in (*self.lora, *self.config)] + [self.recompute] * (
+            self.recompute != NONE
+        )
+        special += [f"pieces of {self.pieces}"] * (self.pieces is not None)
         special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
         special += [str(self.length)] * (self.length != LENGTH)
         return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
+
+    @property
+    def savings(self) -> Savings:
+        return Savings(
+            recompute=self.recompute, attention_chunk=self.pieces, loss_chunk=self.pieces
+        )
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -101,7 +112,7 @@ class Case:
             fine_tune_type=self.mode,
             lora_keys=None if keys is None else tuple(keys),
             dropout=self.lora_parameters["dropout"] > 0,
-            grad_checkpoint=self.checkpoint,
+            savings=self.savings,
             masks=int(self.packed),
             backend=BACKEND,
         )
@@ -151,7 +162,7 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     sizes = weight_sizes(model)
     part = Slice(model, case.start, case.stop)
     del model
-    stage = Stage(1, part, needs_input_gradient=case.start > 0, savings=saving(case.checkpoint))
+    stage = Stage(1, part, needs_input_gradient=case.start > 0, savings=case.savings)
     updater = Updater(build_optimizer("adam", 1e-4, None, {}), [stage])
     after_forward: list[int] = []
     after_input: list[int] = []
@@ -193,15 +204,32 @@ CASES = [
     Case("full", 1, 3, family="mixtral"),
     Case("full", 1, 3, family="qwen2"),
     Case("lora", 1, 3, family="qwen3"),
-    Case("lora", 0, 2, checkpoint=True),
-    Case("lora", 1, 3, checkpoint=True),
-    Case("lora", 1, 3, checkpoint=True, length=256),
-    Case("lora", 2, 4, checkpoint=True, config=(("vocab_size", 5000),)),
-    Case("lora", 1, 3, checkpoint=True, dtype_bytes=2),
-    Case("full", 1, 3, checkpoint=True),
-    Case("full", 2, 4, checkpoint=True, config=(("vocab_size", 5000),)),
+    Case("lora", 0, 2, recompute=FULL),
+    Case("lora", 1, 3, recompute=FULL),
+    Case("lora", 1, 3, recompute=FULL, length=256),
+    Case("lora", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
+    Case("lora", 1, 3, recompute=FULL, dtype_bytes=2),
+    Case("full", 1, 3, recompute=FULL),
+    Case("full", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
+    *(
+        Case(
+            mode,
+            *ends,
+            length=256,
+            pieces=32,
+            checkpoint=again == FULL,
+            selective=again == SELECTIVE,
+        )
+        for mode in ("lora", "full")
+        for again in RECOMPUTE
+        for ends in ((1, 3), (2, 4))
+    ),
+    Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,)),
+    Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,), recompute=SELECTIVE),
+    Case("lora", 1, 3, length=256, pieces=32, dtype_bytes=2),
+    Case("lora", 1, 3, length=256, pieces=64, packed=True),
     *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
-    Case("full", 1, 3, packed=True, checkpoint=True),
+    Case("full", 1, 3, packed=True, recompute=FULL),
 ]
 
 

@@ -4,6 +4,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from shardmlx.config.specs import FULL
 from shardmlx.costmodel.timing import Measured, ModelSeconds, Sample, Seconds, Speed
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
@@ -35,7 +36,7 @@ def test_below_the_lowest_trained_layer_there_is_a_forward_only() -> None:
 
 
 def test_checkpointing_computes_the_layers_again_and_all_gradients_at_once() -> None:
-    again = replace(FOUR, checkpoint=True)
+    again = replace(FOUR, recompute=FULL)
     assert again.stage(1, 3) == Seconds(2.0, 14.0, 0.0, 1.0)
     assert again.stage(0, 2) == Seconds(2.1, 0.0, 13.75, 1.0)
     assert again.stage(3, 4) == Seconds(4.0, 12.0, 0.0, 0.5)
@@ -63,7 +64,7 @@ def test_speed_counts_the_flops_of_every_pass_that_is_needed() -> None:
 
 def test_a_partitioner_weighs_all_passes_of_each_part() -> None:
     assert FOUR.layer_costs == LayerCosts((7.0,) * 4, 0.0, 8.0)
-    again = replace(FOUR, checkpoint=True, first_trained=2)
+    again = replace(FOUR, recompute=FULL, first_trained=2)
     assert again.layer_costs.layers[2:] == (8.0, 8.0)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.specs import Savings
+from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.stage import NO_SAVINGS, Stage
+from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     VOCABULARY,

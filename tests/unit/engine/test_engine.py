@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.specs import RECOMPUTE, Savings
+from shardmlx.config.specs import NO_SAVINGS, RECOMPUTE, Savings
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.stage import NO_SAVINGS
 from shardmlx.engine.trace import Span, rank_times
 from shardmlx.errors import EngineError
 from shardmlx.pipeline.actions import Kind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.specs import BatchOptions, FineTune
+from shardmlx.config.specs import RECOMPUTE, BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -86,13 +86,13 @@ def test_every_mesh_schedule_and_micro_batch_is_a_candidate() -> None:
     pipeline = [way for way in ways if way.mesh == Mesh(1, 4)]
     assert {way.micro_batch_size for way in pipeline} == {1, 2, 4, 8}
     assert {way.schedule for way in pipeline} == {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v"}
-    assert {way.checkpoint for way in pipeline} == {False, True}
+    assert {way.recompute for way in pipeline} == set(RECOMPUTE)
     alone = [way for way in ways if way.mesh == Mesh(4, 1)]
     assert {(way.schedule, way.micro_batch_size) for way in alone} == {("1f1b", 1), ("1f1b", 2)}
 
 
 def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path) -> None:
-    limits = Limits(batch_size=64, length=512, checkpoint=False)
+    limits = Limits(batch_size=64, length=512, recompute="none")
     choice = choose(work(model), macs((32, 10)), limits)
     assert choice.candidate.micro_batch_size < 64
 
@@ -100,9 +100,9 @@ def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path)
 def test_what_the_user_settled_stays() -> None:
     limits = Limits(
         batch_size=8, length=512, data_parallel=2, schedule="zb-h1", micro_batch_size=2,
-        checkpoint=True,
+        recompute="full",
     )  # fmt: skip
-    assert candidates(limits, 4, 32) == [Candidate(Mesh(2, 2), "zb-h1", 1, 4, 2, True)]
+    assert candidates(limits, 4, 32) == [Candidate(Mesh(2, 2), "zb-h1", 1, 4, 2, "full")]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_what_does_not_fit_on_a_small_machine_goes_to_a_large_one(model: Path) -
 
 def test_activations_are_computed_again_only_where_that_pays(model: Path) -> None:
     roomy = choose(work(model), macs((64, 10), (64, 10)), LIMITS)
-    assert not roomy.candidate.checkpoint
+    assert roomy.candidate.recompute == "none"
     long = Limits(batch_size=8, length=4096)
     tight = choose(work(model), macs((24, 10), (24, 10)), long)
-    assert tight.candidate.checkpoint
+    assert tight.candidate.recompute
 
 
 def test_no_other_candidate_is_faster_and_fits(model: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_step_on_one_machine_is_its_flops_at_its_speed(model: Path) -> None:
 def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
     workload = work(model)
     stage_map = StageMap(Partition.from_sizes((16, 16)), (0, 1))
-    plan = plan_of(Candidate(Mesh(1, 2), "1f1b", 1, 8, 1, False), stage_map, workload)
+    plan = plan_of(Candidate(Mesh(1, 2), "1f1b", 1, 8, 1, "none"), stage_map, workload)
     fast, slow = (
         predict(plan, workload, macs((64, 10), (64, 10), link=link), 512) for link in (5e9, 1e6)
     )
@@ -214,7 +214,7 @@ def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
 def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
     workload = work(model, fine_tune_type="full")
     stage_map = StageMap(Partition.from_sizes((32,)), (0,))
-    plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, False), stage_map, workload)
+    plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
     prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
     gradients = 4 * 32 * workload.shape.layer_parameters(0)
     assert prediction.reduce_seconds == pytest.approx(gradients / 1e9)
@@ -272,7 +272,7 @@ def test_long_sequences_may_be_made_shorter(model: Path) -> None:
 
 
 def test_what_the_user_settled_may_be_the_trouble(model: Path) -> None:
-    limits = replace(LIMITS, batch_size=64, micro_batch_size=64, checkpoint=False, schedule="1f1b")
+    limits = replace(LIMITS, batch_size=64, micro_batch_size=64, recompute="none", schedule="1f1b")
     found = remedies(work(model), macs((32, 10)), limits)
     assert "--micro-batch-size 1" in found
     tight = replace(limits, micro_batch_size=1)

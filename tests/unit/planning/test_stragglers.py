@@ -146,7 +146,7 @@ def plan_for(
     workload: Workload, sizes: tuple[int, ...], schedule: str = "1f1b", dp: int = 1
 ) -> Plan:
     virtual = get_schedule(schedule).default_virtual
-    way = Candidate(Mesh(dp, len(sizes) // virtual), schedule, virtual, 8, 1, False)
+    way = Candidate(Mesh(dp, len(sizes) // virtual), schedule, virtual, 8, 1, "none")
     hosts = tuple(HOSTS[rank] for rank in way.placement)
     return plan_of(way, StageMap(Partition.from_sizes(sizes), way.placement, hosts), workload)
 
@@ -154,7 +154,7 @@ def plan_for(
 def answer(
     plan: Plan, workload: Workload, cluster: Cluster, slowdown: tuple[float, ...]
 ) -> Rebalanced:
-    costs = compute_of_ranks(plan, workload, cluster, 64, checkpoint=False)
+    costs = compute_of_ranks(plan, workload, cluster, 64, recompute="none")
     measured = [each * factor for each, factor in zip(costs, slowdown, strict=True)]
     result = rebalanced(plan, workload, cluster, measured, 64, "balanced")
     assert result is not None
@@ -271,7 +271,7 @@ def test_any_common_factor_names_nobody_and_makes_no_map_worse(
 ) -> None:
     workload = work(model)
     plan, cluster = plan_for(workload, sizes, schedule), cluster_of(len(sizes), flops=flops)
-    costs = compute_of_ranks(plan, workload, cluster, 64, checkpoint=False)
+    costs = compute_of_ranks(plan, workload, cluster, 64, recompute="none")
     measured = [factor * each for each in costs]
 
     watch = replace(Watch.of(plan, cluster), is_measured=is_measured)

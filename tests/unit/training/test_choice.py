@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardmlx.common.units import GIB, MIB
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.specs import RECOMPUTE, RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -111,10 +111,10 @@ def test_between_hosts_whose_links_are_not_known_messages_are_few(model: str) ->
 
 
 def test_what_is_given_is_taken(model: str) -> None:
-    settled: dict[str, Any] = {"schedule": "zb-h1", "pack": False, "grad_checkpoint": True}
+    settled: dict[str, Any] = {"schedule": "zb-h1", "pack": False, "recompute": "full"}
     choice = chosen(model, machines(*ROOM), PADDED, partitioner="uniform", **settled)
     assert (choice.plan.schedule, choice.plan.pack) == ("zb-h1", False)
-    assert choice.run.batch.grad_checkpoint
+    assert choice.run.batch.recompute == "full"
     assert choice.run.layout.partitioner == "uniform"
     assert choice.relative_seconds == 1
 
@@ -136,16 +136,16 @@ def test_what_does_not_fit_as_fast_as_can_be_is_made_to_fit(model: str) -> None:
         choice = choice_of(model, machines(nbytes, nbytes), **work)
         if choice is None:
             break
-        ways = choice.run.layout.partitioner, bool(choice.run.batch.grad_checkpoint)
+        ways = choice.run.layout.partitioner, choice.run.batch.recompute
         seen.add(ways)
-        assert (choice.lacking is None) == (ways == ("balanced", False))
+        assert (choice.lacking is None) == (ways == ("balanced", "none"))
         if choice.lacking is not None:
             assert f"the simplest way does not fit: {choice.lacking}" in str(choice)
             assert "would take" in choice.lacking
     else:
         pytest.fail("there was always a way")
-    assert {checkpoint for _, checkpoint in seen} == {False, True}
-    assert choice_of(model, machines(100 * MIB, 8 * MIB), grad_checkpoint=False) is None
+    assert {recompute for _, recompute in seen} == set(RECOMPUTE)
+    assert choice_of(model, machines(100 * MIB, 8 * MIB), recompute="none") is None
 
 
 def test_the_last_resort_are_micro_batches_of_one_row(model: str) -> None:
@@ -158,7 +158,7 @@ def test_the_last_resort_are_micro_batches_of_one_row(model: str) -> None:
 
 
 def test_unequal_machines_get_layers_by_memory(model: str) -> None:
-    choice = chosen(model, machines(GIB, 40 * MIB), schedule="1f1b", grad_checkpoint=False)
+    choice = chosen(model, machines(GIB, 40 * MIB), schedule="1f1b", recompute="none")
     assert choice.run.layout.partitioner == "memory"
     first, last = choice.plan.stage_map.partition.sizes
     assert first > last
