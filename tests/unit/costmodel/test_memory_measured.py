@@ -212,16 +212,9 @@ CASES = [
     Case("full", 1, 3, recompute=FULL),
     Case("full", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
     *(
-        Case(
-            mode,
-            *ends,
-            length=256,
-            pieces=32,
-            checkpoint=again == FULL,
-            selective=again == SELECTIVE,
-        )
+        Case(mode, *ends, length=256, pieces=32, recompute=recompute)
         for mode in ("lora", "full")
-        for again in RECOMPUTE
+        for recompute in RECOMPUTE
         for ends in ((1, 3), (2, 4))
     ),
     Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,)),
