@@ -8,7 +8,7 @@ both ranks at once. The prediction is that of ``train`` itself, from its metrics
 machine that does nothing else: about 25 minutes on two cores.
 
 ``--peaks`` measures memory alone: the 8-layer model in equal halves, 1F1B, by length, vocabulary
-and gradient checkpointing.
+what is computed again, and whether attention and loss are computed in pieces.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
 
 from shardmlx.common.formatting import columns
 from shardmlx.common.units import MIB
+from shardmlx.config.common_options import AUTO
+from shardmlx.config.specs import FULL, NONE, OFF, RECOMPUTE
 from shardmlx.pipeline.schedules import SCHEDULES
 
 STEPS, WINDOW = 6, 2
@@ -44,7 +46,9 @@ class Work:
     micro_batch_size: int
     vocabulary: int = 0
     """Size of the vocabulary, where it is not the model's own."""
-    grad_checkpoint: bool = False
+    recompute: str = NONE
+    chunk: str = AUTO
+    """Tokens of a piece of attention and of the loss."""
 
     def flags(self, path: Path) -> list[str]:
         return [
@@ -52,7 +56,8 @@ class Work:
             "--batch-size", str(self.batch_size), "--micro-batch-size", str(self.micro_batch_size),
             # One token more: the last is a target only.
             "--max-seq-length", str(self.length + 1), "--data", str(path),
-            *["--grad-checkpoint"] * self.grad_checkpoint,
+            "--recompute", self.recompute,
+            "--attention-chunk", self.chunk, "--loss-chunk", self.chunk,
         ]  # fmt: skip
 
 
@@ -79,9 +84,14 @@ WORKS = [
 PEAKS = [
     Work("wide", tune, length, 4, 1, vocabulary, again)
     for length, vocabulary, tune, again in product(
-        (256, 512, 1024, 2048), (1024, 49152), ("lora", "full"), (False, True)
+        (512, 2048, 4096), (1024, 49152), ("lora", "full"), RECOMPUTE
     )
-] + [Work("wide", "full", 4096, 4, 1, 1024, True)]
+] + [
+    Work("wide", tune, length, 4, 1, vocabulary, again, OFF)
+    for length, vocabulary, tune, again in product(
+        (512, 2048), (1024, 49152), ("lora", "full"), (NONE, FULL)
+    )
+]
 
 
 def run_ranks(arguments: Sequence[object]) -> None:
@@ -89,26 +99,33 @@ def run_ranks(arguments: Sequence[object]) -> None:
 
 
 def measure(
-    work: Work, schedule: str, model: Path, data: Path, directory: Path, *more: object
+    work: Work,
+    schedule: str,
+    model: Path,
+    data: Path,
+    directory: Path,
+    *more: object,
+    steps: int = STEPS,
+    window: int = WINDOW,
 ) -> Result:
     """One run, and what it predicted of itself."""
     metrics = directory / "metrics.jsonl"
     run_ranks(
         [
             "shardmlx.train", "--model", model, *work.flags(data), "--schedule", schedule,
-            "--iters", STEPS, "--steps-per-report", WINDOW, "--val-batches", 0,
+            "--iters", steps, "--steps-per-report", window, "--val-batches", 0,
             "--adapter-path", directory / "out", "--metrics-file", metrics, *more,
         ]
     )  # fmt: skip
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [event["step_seconds"] for event in events if event["event"] == "train"]
+    seconds = [event["step_seconds"] for event in events if event["event"] == "train"]
     summary = events[-1]
     predicted = summary["predicted"]
     return Result(
         work=work,
         schedule=schedule,
         layers=predicted["num_layers"],
-        step_seconds=min(steps[1:]),
+        step_seconds=min(seconds[1:]),
         predicted_step_seconds=predicted["step_seconds"],
         peaks=[rank["peak_memory_bytes"] for rank in summary["ranks"]],
         predicted_peaks=predicted["peak_memory_bytes"],
@@ -146,8 +163,15 @@ def peak_cells(result: Result) -> list[str]:
 def peak_line(result: Result) -> tuple[str, ...]:
     """One row of the table of ``--peaks``."""
     work = result.work
-    again = "yes" if work.grad_checkpoint else "-"
-    return (str(work.length), str(work.vocabulary), work.fine_tune_type, again, *peak_cells(result))
+    return (
+        str(work.length),
+        str(work.vocabulary),
+        work.fine_tune_type,
+        work.recompute,
+        work.chunk,
+        *peak_cells(result),
+        f"{result.step_seconds:.2f} s",
+    )
 
 
 HEADER_OF_PEAKS = (
@@ -156,7 +180,9 @@ HEADER_OF_PEAKS = (
 HEADER = (
     "work", "schedule", "layers", "step predicted", "measured", "error", *HEADER_OF_PEAKS,
 )  # fmt: skip
-HEADER_OF_LENGTHS = ("tokens", "vocabulary", "tuning", "again", *HEADER_OF_PEAKS)
+HEADER_OF_LENGTHS = (
+    "tokens", "vocabulary", "tuning", "recompute", "pieces", *HEADER_OF_PEAKS, "step",
+)  # fmt: skip
 
 
 def compare_all(only: Sequence[str], data: Path, directory: Path) -> list[Result]:
@@ -188,14 +214,15 @@ def compare_peaks(only: Sequence[str], data: Path, directory: Path) -> list[Resu
     """Run the work of ``PEAKS``."""
     results = []
     for work in PEAKS:
-        again = "again" if work.grad_checkpoint else "held"
-        named = f"T{work.length} V{work.vocabulary} {work.fine_tune_type} {again}"
+        named = (
+            f"T{work.length} V{work.vocabulary} {work.fine_tune_type} {work.recompute} {work.chunk}"
+        )
         if has_words(named, only):
             model = directory / f"wide-{work.vocabulary}"
             if not model.exists():
                 make_wide(model, vocab_size=work.vocabulary)
             even = ("--partitioner", "uniform")
-            results.append(measure(work, "1f1b", model, data, directory, *even))
+            results.append(measure(work, "1f1b", model, data, directory, *even, steps=2, window=1))
             print("  ".join(peak_line(results[-1])), flush=True)
     return results
 

@@ -193,9 +193,7 @@ def parse_chunk(text: str) -> int | str:
 
 def checked_chunk(name: str, value: Chunk) -> Chunk:
     """Return a number of tokens, ``auto`` or ``off``. Raises ``OptionError`` for all else."""
-    if value is False:
-        return OFF
-    if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1 and value is not True):
+    if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1):
         return value
     raise OptionError(name, f"is {value!r}", "give a number of tokens from 1, auto or off")
 

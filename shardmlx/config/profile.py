@@ -19,7 +19,7 @@ _MEASURED = "what is measured"
 _SHOWN = (
     *("model", "revision", "rows", "lengths", "output", "timeout", "config"),
     *("fine_tune_type", "num_layers", "max_seq_length", "dtype", "optimizer"),
-    *("recompute", "attention_chunk", "loss_chunk"),
+    *("attention_chunk", "loss_chunk"),
 )
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
 

@@ -75,8 +75,8 @@ class FineTune(Spec):
 RECOMPUTE = NONE, SELECTIVE, FULL = ("none", "selective", "full")
 """Amounts that the backward pass computes again, in ascending order."""
 
-Chunk = int | str | bool
-"""A number of tokens, ``auto`` or ``off``, which YAML reads as False."""
+Chunk = int | str
+"""A number of tokens, ``auto`` or ``off``."""
 
 OFF = "off"
 """Chunk of all at once."""

@@ -255,7 +255,7 @@ class TrainConfig(DataConfig):
         unset="chosen: the least that fits",
         group=_PIPELINE,
     )
-    attention_chunk: int | str | bool = option(
+    attention_chunk: int | str = option(
         AUTO,
         "queries whose attention is computed at a time; off: all of them",
         metavar="TOKENS",
@@ -263,7 +263,7 @@ class TrainConfig(DataConfig):
         unset=f"{AUTO_CHUNKS['metal']}; {AUTO_CHUNKS['cpu']} on a CPU",
         group=_PIPELINE,
     )
-    loss_chunk: int | str | bool = option(
+    loss_chunk: int | str = option(
         AUTO,
         "positions whose logits are computed at a time; off: all of them",
         metavar="TOKENS",

@@ -167,8 +167,13 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
             for host, has in zip(hosts, everyone, strict=True)
         ),
         profile=profile,
-        backend="cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal",
+        backend=this_backend(),
     )
+
+
+def this_backend() -> str:
+    """Return the name of the backend that MLX computes on here."""
+    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
 def _read_machines(

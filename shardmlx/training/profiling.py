@@ -29,7 +29,7 @@ from mlx_lm.utils import load_model
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
-from shardmlx.config.specs import BatchOptions, FineTune
+from shardmlx.config.specs import NO_SAVINGS, NONE, BatchOptions, FineTune, Savings
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
@@ -39,7 +39,7 @@ from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
 from shardmlx.loading.build import unfreeze
-from shardmlx.loading.rank_setup import SETUP_SECONDS
+from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import read_quantisation
@@ -84,22 +84,23 @@ def measure(
     shapes: Sequence[tuple[int, int]],
     transport: Transport,
     advance: Callable[[], None],
+    savings: Savings = NO_SAVINGS,
 ) -> list[Sample]:
     """Measure a sample for each (rows, tokens a row); call ``advance`` after each. Collective."""
     model = build_sample_model(model_config, dtype)
     frozen = []
     for rows, length in shapes:
         transport.barrier("measuring")
-        _, middle, _ = _stages(model)
+        _, middle, _ = _stages(model, savings)
         frozen.append(_times(middle, rows, length, model.args.vocab_size))
     unfreeze(model, replace(fine_tune, num_layers=-1))
     mx.eval(model.parameters())
-    updates = [_update(stage, optimizer_of(fine_tune)) for stage in _stages(model)]
+    updates = [_update(stage, optimizer_of(fine_tune)) for stage in _stages(model, savings)]
     between = len(model.layers) - 2
     samples = []
     for (rows, length), of_frozen in zip(shapes, frozen, strict=True):
         times = []
-        for stage, update in zip(_stages(model), updates, strict=True):
+        for stage, update in zip(_stages(model, savings), updates, strict=True):
             transport.barrier("measuring")
             seconds = _times(stage, rows, length, model.args.vocab_size)
             times.append(replace(seconds, update=update))
@@ -168,11 +169,11 @@ def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
     nn.quantize(model, class_predicate=how)
 
 
-def _stages(model: nn.Module) -> list[Stage]:
+def _stages(model: nn.Module, savings: Savings) -> list[Stage]:
     """Build three stages: first layer with embedding, the middle, last layer with lm_head."""
     count = len(model.layers)
     ranges = ((0, 1), (1, count - 1), (count - 1, count))
-    return build_stages([Slice(model, start, stop) for start, stop in ranges])
+    return build_stages([Slice(model, start, stop) for start, stop in ranges], savings=savings)
 
 
 def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:
@@ -235,6 +236,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
             shapes,
             transport,
             bar.advance,
+            BatchOptions.of(options).savings(NONE, this_backend()),
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
     machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
