@@ -1,10 +1,13 @@
 """What fits on which Macs: the plans of well-known models, from the shapes of their config.json.
 
-    python scripts/bench/fits.py
+    python scripts/bench/fits.py [--lengths]
 
 LoRA of rank 8 on the last 16 layers, batches of 4 sequences of 1024 tokens. Nothing is run, and
 nothing is downloaded. MLX may use 74% of a Mac's memory, which is what macOS wires on one with
-16 GB. Prints the table of docs/planning.md, in about four minutes.
+16 GB. Prints the table of docs/what-fits.md, in about four minutes.
+
+``--lengths`` prints that of docs/long-texts.md: the longest sequence that fits, for batches of one
+per replica, with attention and loss in pieces, and in brackets without.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
+from shardmlx.config.common_options import AUTO
+from shardmlx.config.specs import FULL, NONE, OFF, SELECTIVE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
@@ -67,11 +73,61 @@ MODELS = {
 BITS = {"16 bits": {}, "4 bits": {"quantization": {"group_size": 64, "bits": 4}}}
 
 
-def cell(directory: str, count: int, gigabytes: int) -> str:
-    """Return how a model fits: peak GiB of the fullest Mac; a star where layers are recomputed."""
-    machines = [
+LONG_MODELS = {
+    "SmolLM2-135M": shape("llama", 30, 576, 1536, "9/3", 49152, tie_word_embeddings=True),
+    "Mistral-7B": MODELS["Mistral-7B"],
+    "Mistral-Large 123B": shape("mistral", 88, 12288, 28672, "96/8", 32768, head_dim=128),
+}
+
+LONG_MACS = ((1, 16), (2, 16), (2, 32), (2, 64), (4, 64))
+
+LENGTHS = [2**power for power in range(9, 18)]
+"""512 tokens to 128k."""
+
+
+def macs(count: int, gigabytes: int) -> list[Machine]:
+    """Return Macs that are alike."""
+    return [
         Machine(host=f"mac{i}", memory=gigabytes * GIB, flops=5e12, link=2e9) for i in range(count)
     ]
+
+
+def longest(directory: str, count: int, gigabytes: int, chunk: str) -> str:
+    """Return the longest of ``LENGTHS`` that fits, in thousands from 1024 on."""
+
+    def is_too_long(length: int) -> bool:
+        config = TrainConfig(
+            model=directory,
+            batch_size=1,
+            max_seq_length=length,
+            data_parallel=1,
+            num_layers=-1,
+            attention_chunk=chunk,
+            loss_chunk=chunk,
+        )
+        try:
+            plan_training(config, macs(count, gigabytes), memory_fraction=MEMORY_FRACTION)
+        except UserError:
+            return True
+        return False
+
+    fitting = bisect_left(LENGTHS, True, key=is_too_long)
+    if not fitting:
+        return "-"
+    length = LENGTHS[fitting - 1]
+    return f"{length // 1024}k" if length >= 1024 else str(length)
+
+
+def long_cell(directory: str, count: int, gigabytes: int) -> str:
+    """Return the longest sequence with pieces, and without."""
+    with_pieces, without = (longest(directory, count, gigabytes, chunk) for chunk in (AUTO, OFF))
+    return f"{with_pieces} ({without})"
+
+
+def cell(directory: str, count: int, gigabytes: int) -> str:
+    """Return how a model fits: peak GiB of the fullest Mac; a star where whole layers are
+    recomputed, a plus where their cheap parts are."""
+    machines = macs(count, gigabytes)
     config = TrainConfig(model=directory, batch_size=4, max_seq_length=1024)
     try:
         chosen = plan_training(config, machines, memory_fraction=MEMORY_FRACTION)
@@ -81,7 +137,7 @@ def cell(directory: str, count: int, gigabytes: int) -> str:
     replicas = chosen.prediction.plan.mesh.dp
     return (
         f"{peak / GIB:.1f}"
-        + "*" * bool(chosen.choice.candidate.checkpoint)
+        + {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.choice.candidate.recompute]
         + (f" ({replicas} replicas)" if replicas > 1 else "")
     )
 
@@ -90,14 +146,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.parse_args()
-    print("| model | |", " | ".join(f"{count} x {size} GB" for count, size in MACS), "|")
-    print("|---" * (len(MACS) + 2) + "|")
-    for name, config in MODELS.items():
+    parser.add_argument("--lengths", action="store_true", help="the longest sequence that fits")
+    models, every, show = MODELS, MACS, cell
+    if parser.parse_args().lengths:
+        models, every, show = LONG_MODELS, LONG_MACS, long_cell
+    print("| model | |", " | ".join(f"{count} x {size} GB" for count, size in every), "|")
+    print("|---" * (len(every) + 2) + "|")
+    for name, config in models.items():
         for bits, quantization in BITS.items():
             with tempfile.TemporaryDirectory() as directory:
                 Path(directory, "config.json").write_text(json.dumps(config | quantization))
-                cells = [cell(directory, *macs) for macs in MACS]
+                cells = [show(directory, *each) for each in every]
             print(f"| {name} | {bits} |", " | ".join(cells), "|", flush=True)
 
 

@@ -129,7 +129,7 @@ def line(case: Case, choice: ChosenPlan) -> tuple[str, ...]:
         case.link,
         f"{plan.mesh.dp} x {plan.mesh.pp}",
         plan.schedule,
-        "yes" if choice.candidate.checkpoint else "-",
+        choice.candidate.recompute,
         gibibytes(fullest.peak),
         gibibytes(fullest.capacity),
         f"{100 * prediction.simulation.bubble:.1f}%",
