@@ -232,6 +232,9 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
     passing = 0.0 if setup.grad_checkpoint else float(largest)
     if not stage.has_input_gradient:
         passing = max(passing, during_input)  # I and W in one
+    if setup.unfreeze_all and stage.is_last:
+        # A head in pieces: the gradient of one, and its sum with those before.
+        passing = max(passing, (setup.loss_piece is not None) * (_loss_piece(stage) + 2 * largest))
     if setup.dp > 1:
         bucket = max(BUCKET_BYTES, largest)
         passing = max(passing, min(bucket, FLOAT32 * parameters))

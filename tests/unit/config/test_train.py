@@ -147,6 +147,30 @@ def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Pa
     assert error_of("--num-layers", "-2") == "--num-layers is -2: give -1 or more"
 
 
+@pytest.mark.parametrize("flag", ["--attention-chunk", "--loss-chunk"])
+def test_a_chunk_is_a_number_of_tokens_or_a_word(flag: str) -> None:
+    name = flag[2:].replace("-", "_")
+    for text, value in (("64", 64), ("auto", "auto"), ("off", "off")):
+        assert getattr(load_config([flag, text]), name) == value
+    for text, shown in (("0", "0"), ("-3", "-3"), ("many", "'many'"), ("1.5", "'1.5'")):
+        remedy = "give a number of tokens from 1, auto or off"
+        assert error_of(flag, text) == f"{flag} is {shown}: {remedy}"
+
+
+def test_a_piece_of_attention_is_no_longer_than_a_sequence() -> None:
+    error = error_of("--attention-chunk", "100", "--max-seq-length", "99")
+    assert error == "--attention-chunk is 100 with max_seq_length 99: give at most 99, or off"
+
+
+def test_gradient_checkpointing_is_full_recomputation() -> None:
+    assert load_config([]).recompute is None
+    assert load_config(["--grad-checkpoint"]).recompute == "full"
+    assert load_config(["--no-grad-checkpoint"]).recompute == "none"
+    assert load_config(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
+    error = error_of("--grad-checkpoint", "--recompute", "selective")
+    assert error == "--recompute is selective with --grad-checkpoint: leave one out"
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"

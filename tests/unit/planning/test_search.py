@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.specs import RECOMPUTE, BatchOptions, FineTune
+from shardmlx.config.specs import OFF, RECOMPUTE, BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -277,6 +277,16 @@ def test_what_the_user_settled_may_be_the_trouble(model: Path) -> None:
     assert "--micro-batch-size 1" in found
     tight = replace(limits, micro_batch_size=1)
     assert fits(choose(work(model), macs((32, 10)), tight))
+
+
+def test_pieces_are_a_remedy_before_recomputation(model: Path) -> None:
+    limits = Limits(batch_size=1, length=4096, recompute="none")
+    whole = work(model, attention_chunk=OFF, loss_chunk=OFF)
+    cluster = macs((72, 10))
+    with pytest.raises(DoesNotFitError):
+        choose(whole, cluster, limits)
+    assert fits(choose(work(model), cluster, limits))
+    assert remedies(whole, cluster, limits)[0] == "--attention-chunk auto --loss-chunk auto"
 
 
 def test_a_machine_too_small_for_anything_may_be_left_out(model: Path) -> None:

@@ -1,0 +1,87 @@
+"""Attention and loss in pieces under MPI: the same losses, less memory, and they may change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardmlx.config.specs import RECOMPUTE
+from tests.helpers.mpirun import events, train, train_well
+
+
+def run(directory: Path, name: str, chunk: str, *more: str | Path) -> list[dict[str, float]]:
+    """Train on two ranks; return the reports."""
+    metrics = directory / f"{name}.jsonl"
+    train_well(
+        2,
+        *("--iters", "4", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
+        *("--learning-rate", "1e-3", "--steps-per-report", "1", "--schedule", "1f1b"),
+        *("--attention-chunk", chunk, "--loss-chunk", chunk, "--metrics-file", metrics),
+        *("--adapter-path", directory / name, *more),
+    )
+    return events(metrics, "train")
+
+
+def losses(reports: list[dict[str, float]]) -> list[float]:
+    return [report["loss"] for report in reports]
+
+
+def peaks(directory: Path, name: str) -> list[int]:
+    (summary,) = events(directory / f"{name}.jsonl", "summary")
+    return [rank["peak_memory_bytes"] for rank in summary["ranks"]]
+
+
+@pytest.mark.parametrize("pack", ["--pack", "--no-pack"])
+def test_the_loss_curve_is_that_without_pieces(
+    small: Path, pirate: Path, tmp_path: Path, pack: str
+) -> None:
+    given = ("--model", small, "--data", pirate, "--val-batches", "2", pack)
+    whole = run(tmp_path, "whole", "off", *given, "--recompute", "none")
+    validated = [event["loss"] for event in events(tmp_path / "whole.jsonl", "val")]
+    for recompute in RECOMPUTE:
+        name = f"pieces-{recompute}"
+        ours = run(tmp_path, name, "8", *given, "--recompute", recompute)
+        assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
+        assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
+        found = [event["loss"] for event in events(tmp_path / f"{name}.jsonl", "val")]
+        assert found == pytest.approx(validated, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_with_other_pieces(small: Path, pirate: Path, tmp_path: Path) -> None:
+    given: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
+    whole = run(tmp_path, "whole", "off", *given)
+    given += ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", "2"]
+    run(tmp_path, "first", "8", *given)
+    newest = max((tmp_path / "checkpoints").glob("step-*"))
+    first = min((tmp_path / "checkpoints").glob("step-*"))
+    assert first != newest
+    ours = run(tmp_path, "second", "24", *given, "--resume", first, "--recompute", "selective")
+    assert [report["step"] for report in ours] == [3, 4]
+    assert losses(ours) == pytest.approx(losses(whole)[2:], rel=1e-5)
+
+
+def test_long_sequences_fit_that_did_not(small: Path, pirate: Path, tmp_path: Path) -> None:
+    """Under the same limit: refused with pieces as the remedy, trained with them."""
+    model = tmp_path / "model"
+    shutil.copytree(small, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    text = " ".join(["The ship sails on"] * 700)
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 4)
+    given: list[str | Path] = [
+        *("--model", model, "--data", tmp_path, "--max-seq-length", "2048", "--val-batches", "0"),
+        *("--memory-limit", "400MiB", "--iters", "1", "--batch-size", "4", "--num-layers", "-1"),
+        *("--adapter-path", tmp_path / "out", "--micro-batch-size", "1", "--recompute", "none"),
+        *("--metrics-file", tmp_path / "metrics.jsonl"),
+    ]
+    refused = train(2, *given, "--attention-chunk", "off", "--loss-chunk", "off")
+    assert refused.returncode == 2
+    (line,) = refused.error_lines
+    assert "--attention-chunk auto --loss-chunk auto" in line
+    train_well(2, *given)
+    (summary,) = events(tmp_path / "metrics.jsonl", "summary")
+    assert all(rank["peak_memory_bytes"] < 400 << 20 for rank in summary["ranks"])
