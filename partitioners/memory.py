@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError
@@ -35,14 +36,20 @@ def memory(problem: Problem) -> StageMap:
 
 
 def evenly_full(problem: Problem) -> Partition:
-    """Return the partition whose fullest machine is least full, whether it fits or not."""
+    """Return the partition whose fullest machine is least full, whether it fits or not.
+
+    A stage that begins with the lowest trained layer may hold less than one that begins above it,
+    which keeps gradients from I to W. It counts as that one, since more layers must not be lighter.
+    """
     peak = peak_of(problem)
     budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
-    return evenest(
-        problem.num_layers,
-        problem.num_stages,
-        lambda stage, start, stop: peak(stage, start, stop) / budgets[stage],
-    )
+
+    @cache
+    def load(stage: int, start: int, stop: int) -> float:
+        own = peak(stage, start, stop) / budgets[stage]
+        return own if start + 1 == stop else max(own, load(stage, start + 1, stop))
+
+    return evenest(problem.num_layers, problem.num_stages, load)
 
 
 def peak_of(problem: Problem) -> Callable[[int, int, int], float]:

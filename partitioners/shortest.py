@@ -86,9 +86,8 @@ def _peaks(problem: Problem) -> Array | None:
         for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
             for start in range(stop - 1, stage - 1, -1):
                 held = peak(stage, start, stop)
-                if held > largest:
-                    break  # as it is with any more layers
-                table[stage, stop - start, stop] = held
+                if held <= largest:
+                    table[stage, stop - start, stop] = held
     return table
 
 

@@ -35,6 +35,17 @@ def test_what_is_in_flight_counts_where_it_is_held() -> None:
     assert memory(machines(6.0, 6.0, peak=peak)).partition.sizes == (2, 6)
 
 
+def test_a_stage_that_begins_lower_may_hold_less() -> None:
+    """From its lowest trained layer on a stage keeps nothing from I to W."""
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        return GIB * (2 * stop if stage == 0 else stop - start + 5 * (start > 3))
+
+    stage_map = memory(machines(99.0, 99.0, peak=peak))
+    assert sum(stage_map.partition.sizes) == 8
+    assert max(peak(i, *ends) for i, ends in enumerate(stage_map.partition.ranges)) <= 9 * GIB
+
+
 def test_what_does_not_fit_is_said_with_how_much_is_lacking() -> None:
     with pytest.raises(UserError) as caught:
         memory(machines(3.0, 4.0, hosts=("mini.local", "studio.local")))
