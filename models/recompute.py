@@ -7,6 +7,7 @@ of RMSNorm and SwiGLU (Korthikanti et al., arXiv:2205.05198). Here both keep the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +20,14 @@ from shardmlx.models.attention import exponential
 def recompute_selectively(layer: nn.Module) -> None:
     """Let the norms and activations of a layer keep their inputs alone, from now on."""
     for module in layer.modules():
+        for name, child in module.children().items():
+            if isinstance(child, nn.Module) and not child.children() and calls(child, "swiglu"):
+                # mlx-lm's activation of experts is one object for all models.
+                module[name] = copy(child)
+                rebind(module[name], "swiglu", swiglu)
         if type(module) is nn.RMSNorm:
             module.__class__ = RecomputedRMSNorm
-        elif calls(module, "swiglu"):
+        elif module.children() and calls(module, "swiglu"):
             rebind(module, "swiglu", swiglu)
 
 

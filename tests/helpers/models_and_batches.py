@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from shardmlx.config.specs import NO_SAVINGS, Savings
+from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, Savings
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
@@ -310,7 +310,9 @@ class Expected:
         microbatches = [
             each for replica in range(dp) for each in split(self.batch, dp, replica, size)
         ]
-        scale, pieces = 1 / self.batch.valid_tokens, replace(self.savings, recompute="none")
+        scale, pieces = 1 / self.batch.valid_tokens, self.savings
+        if pieces.recompute == FULL:
+            pieces = replace(pieces, recompute=NONE)
         if pieces == NO_SAVINGS:
             return reference(self.model, microbatches, scale)
         whole = [(0, len(self.model.layers))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.specs import NO_SAVINGS, RECOMPUTE, Savings
+from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, Savings
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
@@ -54,8 +53,9 @@ LAYOUTS = [
 
 
 @cache
-def models(tied: bool) -> list[nn.Module]:
-    """The same model for each rank. Threads must not share one: tracing swaps its weights."""
+def models(tied: bool, recompute: str = NONE) -> list[nn.Module]:
+    """The same model for each rank. Threads must not share one: tracing swaps its weights; nor must
+    stages, of which one lets its modules compute something again."""
     return [tiny_model(tied=tied, layers=LAYERS) for _ in range(8)]
 
 
@@ -75,11 +75,14 @@ def check(
     savings: Savings = NO_SAVINGS,
 ) -> None:
     plan = layout.plan(LAYERS, rows, size)
-    pieces = replace(savings, recompute="none")
-    expected = one_process(layout.dp, rows, size, tied, pieces).for_plan(plan)
+    expected = one_process(layout.dp, rows, size, tied, savings).for_plan(plan)
     outcomes = LocalNetwork(layout.ranks).run(
         lambda transport: run_engine(
-            transport, plan, models(tied)[transport.rank], expected.batch, savings=savings
+            transport,
+            plan,
+            models(tied, savings.recompute)[transport.rank],
+            expected.batch,
+            savings=savings,
         )
     )
     for rank, outcome in enumerate(outcomes):
