@@ -184,7 +184,10 @@ def _fastest(
     if not found:
         raise min(failures, key=_shortage)
     close = [each for each in found if each[1].step_seconds <= fastest * (1 + CLOSE)]
-    candidate, prediction = min(close, key=lambda each: _fullness(each[1]))
+    # As little as possible is computed again; what that costs is predicted roughly.
+    candidate, prediction = min(
+        close, key=lambda each: (RECOMPUTE.index(each[0].recompute), _fullness(each[1]))
+    )
     return ChosenPlan(candidate=candidate, prediction=prediction, tried=len(bounds), unlimited=None)
 
 
