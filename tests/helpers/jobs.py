@@ -24,6 +24,10 @@ PYTHONPATH = os.pathsep.join([str(ROOT), str(STARTUP)])
 SECONDS_TO_END = 10.0
 """Time within which all ranks are gone once the job has ended, well or badly."""
 
+AFTER_A_KILL = {128 + signal.SIGKILL, 1}
+"""Statuses of mpirun: the killed rank's, or that of the rank which reported it, whichever it saw
+first."""
+
 _MARK = "SHARDMLX_TEST_JOB"
 
 
