@@ -60,9 +60,8 @@ class Piece(NamedTuple):
     e: int
     window: int | None = None
 
-    @property
     def segments(self) -> list[tuple[int, int, mx.array | None]]:
-        """Keys from, to, and which of them each query sees, (queries, keys), if not all."""
+        """Return keys from, to, and which of them each query sees, (queries, keys), if not all."""
         edges = {self.start, self.s, self.e}
         if self.window is not None:
             first = max(self.start, self.s - self.window + 1)
@@ -137,11 +136,12 @@ def _forward(
     sums: list[mx.array] = []
     for piece in pieces:
         (mine,) = mx.depends([_flat(q, piece)], outs[-1:])
-        scores = [_scores(mine, k[:, :, a:b], seen) for a, b, seen in piece.segments]
+        segments = piece.segments()
+        scores = [_scores(mine, k[:, :, a:b], seen) for a, b, seen in segments]
         most = reduce(mx.maximum, [each.max(axis=-1, keepdims=True) for each in scores])
         weights = [exponential(each - most) for each in scores]
         total = reduce(mx.add, [each.sum(axis=-1, keepdims=True) for each in weights])
-        spans = zip(weights, piece.segments, strict=True)
+        spans = zip(weights, segments, strict=True)
         out = reduce(mx.add, [each.astype(v.dtype) @ v[:, :, a:b] for each, (a, b, _) in spans])
         outs.append(_by_head((out / total).astype(v.dtype), q))
         sums.append(_by_head(most + mx.log(total), q))
@@ -159,7 +159,7 @@ def _backward(
     for piece in pieces:
         mine, down = mx.depends([_flat(q, piece), _flat(gradient, piece)], [*of_q[-1:], of_k, of_v])
         parts = []
-        for a, b, seen in piece.segments:
+        for a, b, seen in piece.segments():
             keys = k[:, :, a:b]
             weights = exponential(_scores(mine, keys, seen) - _flat(sums, piece))
             slopes = down @ v[:, :, a:b].swapaxes(-1, -2)

@@ -186,11 +186,6 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
 
 
-def parse_chunk(text: str) -> int | str:
-    """Return the number that an option of a chunk is; its words stay words."""
-    return int(text) if text.lstrip("-").isdecimal() else text
-
-
 def checked_chunk(name: str, value: Chunk) -> Chunk:
     """Return a number of tokens, ``auto`` or ``off``. Raises ``OptionError`` for all else."""
     if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
@@ -154,6 +154,23 @@ def memory_limit_option(group: str) -> Any:
         parse=parse_bytes,
         group=group,
     )
+
+
+def chunk_option(what: str, auto: Mapping[str, int], group: str) -> Any:
+    """Declare how many tokens are computed at a time; ``auto`` are those of each backend."""
+    return option(
+        AUTO,
+        f"{what} at a time; off: all of them",
+        metavar="TOKENS",
+        parse=_parse_chunk,
+        unset=f"{auto['metal']}; {auto['cpu']} on a CPU",
+        group=group,
+    )
+
+
+def _parse_chunk(text: str) -> int | str:
+    """Return the number that ``text`` is; words stay words."""
+    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def dtype_option(group: str) -> Any:

@@ -127,7 +127,12 @@ class BatchOptions(Spec):
     @property
     def first(self) -> Self:
         """The same with what mlx_lm.lora does in the place of what is left to the run."""
-        return replace(self, pack=bool(self.pack), recompute=self.recompute or NONE)
+        return replace(self, pack=bool(self.pack), recompute=self.recomputed)
+
+    @property
+    def recomputed(self) -> str:
+        """The amount that is recomputed; none where that is left to the run."""
+        return self.recompute or NONE
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return what stages do to hold less, on machines of one backend."""

@@ -17,7 +17,6 @@ from shardmlx.config.checks import (
     check_optimizer_config,
     checked_chunk,
     filled_lr_schedule,
-    parse_chunk,
     parse_lr_schedule,
 )
 from shardmlx.config.command_line import (
@@ -26,6 +25,7 @@ from shardmlx.config.command_line import (
 )
 from shardmlx.config.common_options import (
     AUTO,
+    chunk_option,
     config_option,
     dtype_option,
     hostfile_option,
@@ -255,21 +255,11 @@ class TrainConfig(DataConfig):
         unset="chosen: the least that fits",
         group=_PIPELINE,
     )
-    attention_chunk: int | str = option(
-        AUTO,
-        "queries whose attention is computed at a time; off: all of them",
-        metavar="TOKENS",
-        parse=parse_chunk,
-        unset=f"{AUTO_CHUNKS['metal']}; {AUTO_CHUNKS['cpu']} on a CPU",
-        group=_PIPELINE,
+    attention_chunk: int | str = chunk_option(
+        "queries whose attention is computed", AUTO_CHUNKS, _PIPELINE
     )
-    loss_chunk: int | str = option(
-        AUTO,
-        "positions whose logits are computed at a time; off: all of them",
-        metavar="TOKENS",
-        parse=parse_chunk,
-        unset=f"{AUTO_CHUNKS['metal']}; {AUTO_CHUNKS['cpu']} on a CPU",
-        group=_PIPELINE,
+    loss_chunk: int | str = chunk_option(
+        "positions whose logits are computed", AUTO_CHUNKS, _PIPELINE
     )
     max_grad_norm: float | None = option(
         None,
@@ -422,6 +412,11 @@ class TrainConfig(DataConfig):
         """The names in ``report_to``, in lower case."""
         names = (name.strip().lower() for name in (self.report_to or "").split(","))
         return tuple(name for name in names if name)
+
+    @property
+    def recomputed(self) -> str:
+        """The amount that is recomputed; none where that is left to the run."""
+        return self.recompute or NONE
 
     def _merge_recompute(self) -> None:
         """Let ``recompute`` say what ``grad_checkpoint`` says, mlx_lm's option."""

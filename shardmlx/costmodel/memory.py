@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.layer_memory import FLOAT32, TrainingSetup, layer_memory
 from shardmlx.costmodel.passing import FROZEN
-from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED
+from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED, positions_of_piece
 from shardmlx.pipeline.actions import Action, Kind
 
 __all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
@@ -165,14 +165,14 @@ def _logits(stage: _Stage) -> int:
 
 
 def _loss_piece(stage: _Stage) -> int:
-    """Return the bytes that pass with the loss of a piece, which is half a chunk: its logits, and
-    arrays as large in float32 and in the logits' type."""
+    """Return the bytes that pass with the loss of a piece: its logits, and arrays as large in
+    float32 and in the logits' type."""
     setup = stage.setup
     if not stage.is_last or setup.loss_piece is None:
         return 0
     size = setup.dtype_bytes
     a_logit = 4 * FLOAT32 if size == FLOAT32 else 4 * FLOAT32 + 2 * size
-    return max(1, setup.loss_piece // 2) * setup.shape.vocab_size * a_logit
+    return positions_of_piece(setup.loss_piece) * setup.shape.vocab_size * a_logit
 
 
 def _held(stage: _Stage) -> tuple[int, int]:
@@ -232,9 +232,9 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
     passing = 0.0 if setup.grad_checkpoint else float(largest)
     if not stage.has_input_gradient:
         passing = max(passing, during_input)  # I and W in one
-    if setup.unfreeze_all and stage.is_last:
-        # A head in pieces: the gradient of one, and its sum with those before.
-        passing = max(passing, (setup.loss_piece is not None) * (_loss_piece(stage) + 2 * largest))
+    if setup.unfreeze_all and stage.is_last and setup.loss_piece is not None:
+        # The head's gradient of a piece, and its sum with those before.
+        passing = max(passing, _loss_piece(stage) + 2 * largest)
     if setup.dp > 1:
         bucket = max(BUCKET_BYTES, largest)
         passing = max(passing, min(bucket, FLOAT32 * parameters))

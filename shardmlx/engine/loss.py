@@ -24,13 +24,10 @@ import mlx.nn as nn
 import numpy as np
 
 from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
 from shardmlx.models.attention import exponential
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
-
-COMPILED_PIECE = 32
-"""Number of positions of which a compiled piece takes a multiple: each number is a graph of its
-own."""
 
 
 def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
@@ -64,17 +61,17 @@ class Head:
 
     What they have in memory at a time is at most ``chunk`` x V x (bytes of a logit + 8). MLX makes
     room for arrays well ahead of computing them. So each piece is evaluated before the next one is
-    begun; and since all arrays of a piece exist together, its logits and several in float32, it has
-    half as many positions.
+    begun.
     """
 
     def __init__(self, part: Slice, chunk: int | None, compiled: bool) -> None:
         self._part = part
         self._chunk = chunk
-        self._multiple_of = COMPILED_PIECE if compiled else 1
+        # What decides a piece's dropout is not an array.
+        compiled = compiled and not part.drops
+        self._multiple_of = COMPILED_POSITIONS if compiled else 1
         make = mx.compile if compiled else (lambda function: function)
-        self._compiled_loss = make(self._loss_of)
-        self._compiled_gradients = make(self._gradients_of)
+        self._loss_of, self._gradients_of = make(self._loss_graph), make(self._gradients_graph)
         self.names = part.head_names
 
     def takes_pieces(self, microbatch: MicroBatch) -> bool:
@@ -97,8 +94,7 @@ class Head:
         total, gradients = mx.array(0.0), []
         scale, weights = mx.array(given.scale), self._weights
         for piece, how in self._pieces(given):
-            compute = self._loss_of if how else self._compiled_loss
-            loss, gradient = compute(piece, scale, weights, **how)
+            loss, gradient = self._loss_of(piece, scale, weights, **how)
             total = total + loss
             mx.eval(total, gradient)
             gradients.append(gradient)
@@ -114,8 +110,7 @@ class Head:
             return
         scale, weights = mx.array(given.scale), self._weights
         for piece, how in self._pieces(given):
-            compute = self._gradients_of if how else self._compiled_gradients
-            gradients = compute(piece, scale, weights, **how)
+            gradients = self._gradients_of(piece, scale, weights, **how)
             for name in reversed(self.names):
                 gradient = gradients.pop()
                 sums[name] = sums[name] + gradient if name in sums else gradient
@@ -133,7 +128,7 @@ class Head:
         counts = microbatch.counts.reshape(-1)[numbers] & (np.arange(len(numbers)) < len(counted))
         targets = microbatch.targets.reshape(-1)[numbers]
         states = given.states.flatten(0, 1)
-        size = max((self._chunk or len(numbers)) // 2, self._multiple_of)
+        size = positions_of_piece(self._chunk or len(numbers), self._multiple_of)
         for start in range(0, len(numbers), size):
             mine = slice(start, start + size)
             piece = _Piece(
@@ -147,21 +142,16 @@ class Head:
         if not self._part.drops:
             return {}
         length, places = given.microbatch.shape[1], given.microbatch.places
-        rows, positions = (
-            (numbers // length, numbers % length)
-            if places is None
-            else (
-                places.rows[numbers],
-                places.positions[numbers],
-            )
-        )
-        at = PackedPositions(rows, positions)
+        if places is None:
+            at = PackedPositions(numbers // length, numbers % length)
+        else:
+            at = PackedPositions(places.rows[numbers], places.positions[numbers])
         return {"key": given.key, "first_row": given.microbatch.first_row, "places": at}
 
     def _logits(self, states: mx.array, **how: Any) -> mx.array:
         return self._part.logits(states[None], **how)[0]
 
-    def _loss_of(
+    def _loss_graph(
         self, piece: _Piece, scale: mx.array, weights: Sequence[mx.array], **how: Any
     ) -> tuple[mx.array, mx.array]:
         """Return a piece's loss, and the gradient for its states: lazy."""
@@ -171,7 +161,7 @@ class Head:
         _, (gradient,) = mx.vjp(run, [piece.states], [slopes.astype(scores.dtype)])
         return loss, gradient
 
-    def _gradients_of(
+    def _gradients_graph(
         self, piece: _Piece, scale: mx.array, weights: list[mx.array], **how: Any
     ) -> list[mx.array]:
         """Return the gradients for ``weights``, the head's trained ones, in float32: lazy."""

@@ -14,7 +14,7 @@ import psutil
 
 from shardmlx.common.digests import json_digest
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import NONE, MachineOptions, ModelSource
+from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
 from shardmlx.costmodel.memory_limits import MemoryBudget, within
@@ -143,7 +143,7 @@ def measure_again(
 
 def _check_profile(workload: Workload, cluster: Cluster) -> None:
     for rank in range(cluster.size):
-        cluster.clock(rank, workload, workload.batch.recompute or NONE)
+        cluster.clock(rank, workload, workload.batch.recomputed)
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:

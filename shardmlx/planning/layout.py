@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import NONE, BatchOptions, LayoutOptions
+from shardmlx.config.specs import BatchOptions, LayoutOptions
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
@@ -47,9 +47,7 @@ def make_stage_map(
     schedule.check(pp, 1, virtual)
     mesh = Mesh.for_world(cluster.size, pp)
     rows, micro_batch_size = divide_batch(batch, mesh)
-    way = Candidate(
-        mesh, layout.schedule, virtual, rows, micro_batch_size, batch.first.recompute or NONE
-    )
+    way = Candidate(mesh, layout.schedule, virtual, rows, micro_batch_size, batch.recomputed)
     length = min(batch.max_seq_length, TYPICAL_LENGTH)
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     return get_partitioner(layout.partitioner)(problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.timing import Measured, Speed
@@ -62,7 +61,7 @@ def rebalanced(
     ``partitioner`` is asked, and the most even division that fits; the fastest map wins, which is
     the present one if none is faster. None where nothing was measured of some rank.
     """
-    longest, recompute = workload.batch.max_seq_length, workload.batch.recompute or NONE
+    longest, recompute = workload.batch.max_seq_length, workload.batch.recomputed
     expected = compute_of_ranks(plan, workload, cluster, length, recompute=recompute)
     if not all(each > 0 for each in (*measured, *expected)):
         return None
@@ -104,7 +103,7 @@ def _problem(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> P
         stage_map.virtual,
         plan.rows,
         plan.micro_batch_size,
-        batch.recompute or NONE,
+        batch.recomputed,
     )
     problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
     # The map may number the ranks in another order than the schedule.

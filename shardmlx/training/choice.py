@@ -122,7 +122,7 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
     lacking: str | None = None
     for way in _ways(run, facts):
         workload = replace(facts.sizes, batch=way.batch)
-        recompute = way.batch.recompute or NONE
+        recompute = way.batch.recomputed
         length = lengths.exact if way.batch.pack else lengths.padded
         try:
             # Memory is planned for the sequences that there are.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import NONE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.transport import Transport
@@ -56,7 +55,7 @@ def _time(planned: PlannedRun) -> str:
         planned.inputs.sizes,
         cluster,
         planned.mean_length,
-        recompute=config.recompute or NONE,
+        recompute=config.recomputed,
     ).step_seconds
     source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
     return (

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.specs import NONE, RECOMPUTE, RunSpec
+from shardmlx.config.specs import RECOMPUTE, RunSpec
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
@@ -115,7 +115,7 @@ def memory_of(
 ) -> tuple[PlannedMemory, ...]:
     """Return what the plan expects of every rank's memory, for the longest sequences."""
     workload = replace(inputs.sizes, batch=run.batch)
-    recompute = run.batch.recompute or NONE
+    recompute = run.batch.recomputed
     return planned_memory(plan, workload, inputs.cluster, lengths.longest, recompute)
 
 

@@ -12,7 +12,6 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
-from shardmlx.config.specs import NONE
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.stage import Stage
@@ -200,7 +199,7 @@ class TrainingReport:
             job.workload,
             job.cluster,
             self._lengths.mean,
-            recompute=self._config.recompute or NONE,
+            recompute=self._config.recomputed,
         )
         for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
             self._reporter.warn(str(straggler))
@@ -302,9 +301,7 @@ class TrainingReport:
     def _expected(self) -> Expected:
         """Predict the steps that were run."""
         job = self._job
-        return expect(
-            job.plan, job.workload, job.cluster, self._lengths, self._config.recompute or NONE
-        )
+        return expect(job.plan, job.workload, job.cluster, self._lengths, self._config.recomputed)
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:

@@ -15,7 +15,7 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import NONE, CheckpointOptions, Savings
+from shardmlx.config.specs import CheckpointOptions, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
@@ -89,7 +89,7 @@ def _load_run(
             planned.slices,
             opened,
             planned.limits,
-            planned.inputs.sizes.savings(config.recompute or NONE, planned.inputs.cluster.backend),
+            planned.inputs.sizes.savings(config.recomputed, planned.inputs.cluster.backend),
         )
     return TrainingRun(
         config=config,

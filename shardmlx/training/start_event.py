@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import shardmlx
-from shardmlx.config.specs import NONE
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
@@ -53,7 +52,7 @@ def _full_length(job: TrainingRun) -> int:
 
 
 def _predict(job: TrainingRun, length: int) -> Prediction:
-    recompute = job.config.recompute or NONE
+    recompute = job.config.recomputed
     return predict(job.plan, job.workload, job.cluster, length, recompute=recompute)
 
 
