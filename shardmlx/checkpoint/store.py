@@ -179,7 +179,7 @@ class Store:
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
             shutil.rmtree(path)
         for path in self.directory.glob(f"{PROBE}*"):
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may be about to remove its own
         partial = self.partial(step)
         partial.mkdir()
         return partial

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.checkpoint.store import MANIFEST, MARKER, Store, step_of
+from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 from tests.helpers.checkpoints import NEW, OLD, content, is_sound, manifest_of, names, put
 
@@ -77,6 +78,19 @@ def test_what_a_dead_run_had_begun_goes_when_the_next_is_begun(tmp_path: Path) -
         (partial / "weights-00.safetensors").write_bytes(b"half")
     assert list(store.begin(3).iterdir()) == []
     assert names(store) == {"step-0000001", "partial-step-0000003"}
+
+
+def test_a_rank_may_remove_its_probe_while_a_checkpoint_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.glob
+
+    def glob_and_lose(directory: Path, pattern: str) -> list[Path]:
+        lost = [directory / f"{PROBE}3-f00"] if pattern.startswith(PROBE) else []
+        return [*listed(directory, pattern), *lost]
+
+    monkeypatch.setattr(Path, "glob", glob_and_lose)
+    assert Store(tmp_path).begin(3).is_dir()
 
 
 def test_saving_a_step_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
