@@ -259,7 +259,7 @@ def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
                 got += chunk.choices[0].delta.content or ""
             return f"a stream that seemed whole: {got}"
         except openai.InternalServerError as error:
-            return f"status {error.status_code}: {error.body['message']}"  # type: ignore[index]
+            return f"status {error.status_code}: {error.body['message']}"
         except openai.APIError as error:
             return f"event: {error.message}"
 
