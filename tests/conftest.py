@@ -1,13 +1,15 @@
 """Sets the process up before any test module imports MLX, as the commands of shardmlx do."""
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
 from shardmlx.common.environment import prepare
+from tests.helpers.jobs import ROOT
 from tests.helpers.rank_pool import close_pools
 
 prepare()
@@ -20,6 +22,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ONE_AT_A_TIME = ("tests/browser/", "tests/lab/")
 """Directories whose tests share something of the machine: a port range, network namespaces."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare later garbage collections all that lives when the tests are collected."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Let Hypothesis, where it is imported only now, find who refers to what."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,6 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what runs leave for later runs out of anybody's home."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+    # matplotlib looks at all fonts of the machine for some seconds, once.
+    os.environ["MPLCONFIGDIR"] = str(ROOT / ".cache" / "matplotlib")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def package_of(module: str) -> str:
     return top if top in NEEDS else "commands"
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Return all modules that a file imports, anywhere in it, by their full names."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -60,7 +62,7 @@ def imports(path: Path) -> set[str]:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             ours = {each for each in submodules if each.removeprefix("shardmlx.") in SOURCES}
             names |= ours or {node.module}
-    return names
+    return frozenset(names)
 
 
 def own_imports(module: str) -> set[str]:
