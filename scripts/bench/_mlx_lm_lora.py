@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shardmlx.common.prepared
 
+import resource
 from typing import Any
 
 from _turns import Turns
@@ -24,7 +25,8 @@ class Resting(TrainingCallback):
         self._turns = Turns(0)
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-        self._turns.answer(train_info)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._turns.answer({**train_info, "process_peak_bytes": peak})
         self._turns.rest()
 
 

@@ -75,14 +75,16 @@ def make_wide(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def make_long_rows(directory: Path, rows: int = 64) -> Path:
+def make_long_rows(directory: Path, rows: int = 64, characters: int = 12000) -> Path:
     """Write data with rows longer than any --max-seq-length here: cut, all have one length."""
     directory.mkdir(parents=True, exist_ok=True)
     text = " ".join(json.loads(line)["messages"][-1]["content"] for line in _lines())
+    text *= -(-(characters + 100 * rows) // len(text))
     for name in ("train", "valid"):
         (directory / f"{name}.jsonl").write_text(
             "".join(
-                json.dumps({"text": text[100 * i : 100 * i + 12000]}) + "\n" for i in range(rows)
+                json.dumps({"text": text[100 * i : 100 * i + characters]}) + "\n"
+                for i in range(rows)
             )
         )
     return directory

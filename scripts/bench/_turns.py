@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 SOCKET = "BENCH_SOCKET"
 """Variable in a contender's environment: the socket on which its processes are asked."""
 
-SECONDS_TO_START = 180.0
+SECONDS_TO_START = 600.0
 """Limit from the start to the end of the warm-up."""
 
 SECONDS_TO_END = 60.0

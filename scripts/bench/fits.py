@@ -19,8 +19,8 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import FULL, NONE, OFF, SELECTIVE
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError

@@ -26,8 +26,8 @@ from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
 
 from shardmlx.common.formatting import columns
 from shardmlx.common.units import MIB
-from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import FULL, NONE, OFF, RECOMPUTE
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import FULL, NONE, RECOMPUTE
 from shardmlx.pipeline.schedules import SCHEDULES
 
 STEPS, WINDOW = 6, 2

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.config.common_options import AUTO
+from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.options import OptionError
-from shardmlx.config.specs import OFF, Chunk
+from shardmlx.config.specs import Chunk
 
 Check = tuple[str, Callable[[Any], bool]]
 """The condition that a value must meet: in words, and as a test."""

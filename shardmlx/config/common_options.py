@@ -125,6 +125,9 @@ def python_option(group: str) -> Any:
 AUTO = "auto"
 """The value of an option that is left to the run."""
 
+OFF = "off"
+"""The value of an option that does nothing; the chunk of all at once."""
+
 SIMPLEST = "1f1b"
 """The schedule of a run that does not know better."""
 
@@ -163,6 +166,7 @@ def chunk_option(what: str, auto: Mapping[str, int], group: str) -> Any:
         f"{what} at a time; off: all of them",
         metavar="TOKENS",
         parse=_parse_chunk,
+        no=OFF,
         unset=f"{auto['metal']}; {auto['cpu']} on a CPU",
         group=group,
     )

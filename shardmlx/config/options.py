@@ -58,6 +58,7 @@ class Option:
     above: float | None = None
     choices: Sequence[str] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
+    no: str | None = None  # the word that means False, which YAML takes for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,8 @@ def _alternatives(hint: Any) -> tuple[type, ...]:
 
 def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
     name, rules = each.name, _rules(each)
+    if value is False and rules.no is not None:
+        value = rules.no
     if isinstance(value, str) and rules.parse is not None:
         try:
             value = rules.parse(value)

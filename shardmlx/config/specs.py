@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST
+from shardmlx.config.common_options import AUTO, FASTEST, OFF, SIMPLEST
 from shardmlx.errors import UserError
 
 
@@ -77,9 +77,6 @@ RECOMPUTE = NONE, SELECTIVE, FULL = ("none", "selective", "full")
 
 Chunk = int | str
 """A number of tokens, ``auto`` or ``off``."""
-
-OFF = "off"
-"""Chunk of all at once."""
 
 AUTO_CHUNKS = {"cpu": 128, "metal": 512}
 """Tokens of a chunk that is left to the run, by backend: on a CPU the fastest that was measured; a

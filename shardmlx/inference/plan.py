@@ -94,7 +94,7 @@ def plan_inference(
     most = min(config.batch_size, load.sequences)
     # mlx-lm cannot merge rotating caches, which keep the first tokens of a sequence.
     groups = most if limit is not None else min(size, most)
-    chunk = config.chunk(size)
+    chunk = config.chunk(size, cluster.backend)
     memory = _GenerationMemory(sizes, load, most, chunk, limit, cluster.backend)
     is_open = given is None and size > 1
     needing_less = _how_to_need_less(memory, is_open and config.partitioner not in (AUTO, SMALLEST))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import OFF, RECOMPUTE
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import RECOMPUTE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.errors import UserError

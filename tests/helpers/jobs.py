@@ -52,6 +52,12 @@ class Job:
         return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
 
 
+def ranks_command(n: int, *args: str | Path) -> list[str | Path]:
+    """Return the command that runs ``python ARGS`` on ``n`` ranks of this machine."""
+    options = ("-n", str(n), "--oversubscribe", "--bind-to", "none")
+    return [Path(sys.executable).with_name("mpirun"), *options, sys.executable, *args]
+
+
 class Running:
     """Processes that were started together, and all that they start, wherever it hangs in the
     tree: none of them outlives the ``with`` block."""
@@ -91,9 +97,7 @@ class Running:
         cwd: Path | None = None,
     ) -> Running:
         """Start ``python ARGS`` on ``n`` ranks of this machine."""
-        mpirun = Path(sys.executable).with_name("mpirun")
-        options = ("-n", str(n), "--oversubscribe", "--bind-to", "none")
-        return cls([mpirun, *options, sys.executable, *args], env, cwd)
+        return cls(ranks_command(n, *args), env, cwd)
 
     def __enter__(self) -> Running:
         return self

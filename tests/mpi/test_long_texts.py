@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.specs import RECOMPUTE
-from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.cgroups import memory_cgroups
+from tests.helpers.jobs import ranks_command
+from tests.helpers.mpirun import events, mpirun, train, train_well
 
 
 def run(directory: Path, name: str, chunk: str, *more: str | Path) -> list[dict[str, float]]:
@@ -63,8 +65,9 @@ def test_a_checkpoint_goes_on_with_other_pieces(small: Path, pirate: Path, tmp_p
     assert losses(ours) == pytest.approx(losses(whole)[2:], rel=1e-5)
 
 
-def test_long_sequences_fit_that_did_not(small: Path, pirate: Path, tmp_path: Path) -> None:
-    """Under the same limit: refused with pieces as the remedy, trained with them."""
+@pytest.fixture
+def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
+    """Options of a run with sequences of 2048 tokens."""
     model = tmp_path / "model"
     shutil.copytree(small, model)
     config = json.loads((model / "config.json").read_text())
@@ -72,16 +75,40 @@ def test_long_sequences_fit_that_did_not(small: Path, pirate: Path, tmp_path: Pa
     text = " ".join(["The ship sails on"] * 700)
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 4)
-    given: list[str | Path] = [
+    return [
         *("--model", model, "--data", tmp_path, "--max-seq-length", "2048", "--val-batches", "0"),
-        *("--memory-limit", "400MiB", "--iters", "1", "--batch-size", "4", "--num-layers", "-1"),
+        *("--iters", "1", "--batch-size", "2", "--num-layers", "-1"),
         *("--adapter-path", tmp_path / "out", "--micro-batch-size", "1", "--recompute", "none"),
         *("--metrics-file", tmp_path / "metrics.jsonl"),
     ]
-    refused = train(2, *given, "--attention-chunk", "off", "--loss-chunk", "off")
+
+
+WHOLE = ("--attention-chunk", "off", "--loss-chunk", "off")
+
+
+def test_long_sequences_fit_that_did_not(long_run: list[str | Path], tmp_path: Path) -> None:
+    """Under the same limit: refused with pieces as the remedy, trained with them."""
+    limit = ("--memory-limit", "400MiB")
+    refused = train(2, *long_run, *limit, *WHOLE)
     assert refused.returncode == 2
     (line,) = refused.error_lines
     assert "--attention-chunk auto --loss-chunk auto" in line
-    train_well(2, *given)
+    train_well(2, *long_run, *limit)
     (summary,) = events(tmp_path / "metrics.jsonl", "summary")
     assert all(rank["peak_memory_bytes"] < 400 << 20 for rank in summary["ranks"])
+
+
+def test_the_kernel_holds_long_sequences_to_the_same_limit(long_run: list[str | Path]) -> None:
+    """Both ranks in one memory cgroup, where the kernel ends who takes more."""
+    nbytes = 720 << 20
+    start = ("-m", "shardmlx.train", *long_run)
+    with memory_cgroups(("both",), nbytes) as cgroups:
+        both = cgroups["both"]
+        refused = mpirun(2, command=both.command(*ranks_command(2, *start, *WHOLE)))
+        assert refused.returncode == 2
+        (line,) = refused.error_lines
+        assert "the memory cgroup, shared by 2 ranks" in line
+        assert "--attention-chunk auto --loss-chunk auto" in line
+        trained = mpirun(2, command=both.command(*ranks_command(2, *start)))
+        assert trained.returncode == 0, trained.output
+        assert both.peak <= nbytes

@@ -157,6 +157,16 @@ def test_a_chunk_is_a_number_of_tokens_or_a_word(flag: str) -> None:
         assert error_of(flag, text) == f"{flag} is {shown}: {remedy}"
 
 
+@pytest.mark.parametrize("name", ["attention_chunk", "loss_chunk"])
+def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
+    """YAML reads the bare word as False."""
+    for text in ("off", '"off"', "false"):
+        assert getattr(load_config(["-c", write(tmp_path, f"{name}: {text}")]), name) == "off"
+    path = write(tmp_path, f"{name}: on")
+    error = error_of("-c", path)
+    assert error == f"{path}: {name} is True: give a whole number or text"
+
+
 def test_a_piece_of_attention_is_no_longer_than_a_sequence() -> None:
     error = error_of("--attention-chunk", "100", "--max-seq-length", "99")
     assert error == "--attention-chunk is 100 with max_seq_length 99: give at most 99, or off"

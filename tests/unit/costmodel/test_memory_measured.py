@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import FULL, NONE, RECOMPUTE, SELECTIVE, Savings
+from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
@@ -224,6 +225,33 @@ CASES = [
     *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
     Case("full", 1, 3, packed=True, recompute=FULL),
 ]
+
+
+@pytest.mark.parametrize("chunk", [128, 1024])
+def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(chunk: int) -> None:
+    case, length = Case("lora", 0, 3), 1024
+    model = build(case.model_config)
+    mx.eval(model.parameters())
+    sizes, part = weight_sizes(model), Slice(model, 0, 3)
+    del model
+    setup = GenerationSetup(
+        shape=ModelShape.from_config(case.model_config),
+        weight_sizes=sizes,
+        dtype_bytes=4,
+        sequences=1,
+        context=length,
+        chunk=chunk,
+        backend=BACKEND,
+    )
+    outside = mx.get_active_memory() - part.nbytes
+    mx.reset_peak_memory()
+    tokens, caches = mx.zeros((1, length), mx.int32), part.new_caches()
+    for start in range(0, length, chunk):
+        hidden = part.extend(tokens[:, start : start + chunk], caches)
+        mx.eval(hidden, [(cache.keys, cache.values) for cache in caches])
+    peak = mx.get_peak_memory() - outside
+    predicted = inference_memory(setup, 0, 3)
+    assert predicted / 2 <= peak <= (1 + ABOVE) * predicted
 
 
 def test_mlx_has_no_gradient_for_packed_weights() -> None:

@@ -74,9 +74,27 @@ def test_many_texts_balance_the_head_too() -> None:
     assert plan(MANY, ROOM, ROOM, ROOM, batch_size=2).groups == 2
 
 
-def test_a_single_rank_takes_the_chunks_of_mlx_lm() -> None:
+def test_a_single_gpu_takes_the_chunks_of_mlx_lm() -> None:
     assert plan(ONE, ROOM).chunk == 2048
     assert plan(ONE, ROOM, prefill_step_size=33).chunk == 33
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_a_cpu_chunks_are_small_since_their_scores_are_held(ranks: int) -> None:
+    cpus = replace(cluster(*[ROOM] * ranks), backend="cpu")
+    long = Load(sequences=1, prompt=8000, answer=100, context=8100)
+
+    def made(**options: int) -> InferencePlan:
+        config = GenerateConfig(model="m", **options)  # type: ignore[arg-type]
+        return plan_inference(config, None, long, workload(), cpus, budgets_of(cpus), "digest")
+
+    assert made().chunk == 128
+    peaks = [
+        planned_memory(each, workload(), "cpu")[0].peak
+        for each in (made(), made(prefill_step_size=1024))
+    ]
+    heads = workload().shape.num_heads
+    assert peaks[1] - peaks[0] > 2 * 4 * heads * (1024 - 128) * 8100
 
 
 def test_limited_caches_are_not_merged() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.specs import OFF, RECOMPUTE, BatchOptions, FineTune
+from shardmlx.config.common_options import OFF
+from shardmlx.config.specs import RECOMPUTE, BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
