@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.modelfiles.parts import planned_tensors
+from tests.helpers.bare_python import REFUSE
 from tests.helpers.hub_server import File, safetensors_file, text_file
 
 ROOT = Path(__file__).parents[2]
@@ -117,15 +118,9 @@ def adapters(layers: range, rank: int = 8, **config: Any) -> dict[str, File]:
     }
 
 
-_BARE_PYTHON = """
-import runpy, sys
+_BARE_PYTHON = f"""{REFUSE}
+import runpy
 
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"mlx", "mlx_lm", "mpi4py"}:
-            raise ModuleNotFoundError(f"refused: {name}")
-
-sys.meta_path.insert(0, Refuse())
 sys.argv[0] = "inspect"
 runpy.run_module("shardmlx.inspect", run_name="__main__")
 """

@@ -13,6 +13,7 @@ import pytest
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.bare_python import ForkingPython, forking_python
 from tests.helpers.fake_models import (
     MISTRAL_LARGE,
     TINY,
@@ -149,6 +150,12 @@ def test_checksums_come_from_the_cache_and_from_local_downloads(tmp_path: Path) 
 # Python that has neither MLX nor MPI.
 
 
+@pytest.fixture(scope="module")
+def bare() -> Iterator[ForkingPython]:
+    with forking_python() as python:
+        yield python
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with serve(Hub()) as running:
@@ -156,13 +163,13 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def inspect(hub: Hub, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+def inspect(hub: Hub, bare: ForkingPython, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
     def run(*arguments: str, **settings: str) -> CompletedProcess[str]:
         hub.bytes_served = 0
         hub.requests.clear()
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), **settings}
-        return run_bare(*arguments, environment={**kept, "no_proxy": "*", **environment})
+        return bare.run(arguments, {**kept, "no_proxy": "*", **environment})
 
     return run
 
