@@ -19,7 +19,7 @@ from tests.helpers.partitions import (
 )
 
 ROUNDING = 1 + 1e-9
-CASES = 400
+CASES = 200
 
 
 def random_problems(seed: int) -> list[Problem]:
