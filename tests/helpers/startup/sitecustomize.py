@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +26,9 @@ TRANSFORMERS, FUNCTION = "transformers.utils.import_utils", "create_import_struc
 MLX_LM = "mlx_lm"
 
 
-class Finder(MetaPathFinder):
+class Finder:
     """Finds two modules, each once: a function of the one remembers, the other is imported without
-    garbage collection."""
+    garbage collection. No ``MetaPathFinder``: importing that takes as long as all of Python."""
 
     def __init__(self) -> None:
         self._names = {TRANSFORMERS, MLX_LM}

@@ -15,8 +15,9 @@ import traceback
 from itertools import count
 from pathlib import Path
 
-SECONDS_BETWEEN_LOOKS = 0.05
-"""Seconds; some twenty ranks wait at a time, and each look takes a little of the cores."""
+SHORTEST, LONGEST = 0.02, 0.4
+"""Seconds between two looks, and after a long time: some thirty ranks wait at a time, most of them
+for minutes, and each look takes a little of the cores."""
 
 directory, starter = Path(sys.argv[1]), int(sys.argv[2])
 rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
@@ -25,10 +26,12 @@ rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 def next_program(number: int) -> tuple[list[str], str] | None:
     """Wait for a program; return its arguments and its directory, or None at the end."""
     file, end = directory / f"{number}.json", directory / "end"
+    pause = SHORTEST
     while not file.exists():
         if end.exists() or not is_alive(starter):
             return None
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(pause)
+        pause = min(1.05 * pause, LONGEST)
     arguments, cwd = json.loads(file.read_text())
     return arguments, cwd
 
