@@ -93,7 +93,7 @@ _CASES = [
     Case(Layout("1f1b", 2), savings=Savings(attention_chunk=9, loss_chunk=7)),
     Case(Layout("1f1b", 2), tied=True),
     Case(Layout("zb-v", 2, 2), tied=True),
-    Case(Layout("zb-h1", 2), longest=300, model=_WIDE),
+    Case(Layout("zb-h1", 2), microbatches=2, longest=300, model=_WIDE),
     Case(Layout("gpipe", 4), microbatches=6),
     Case(Layout("1f1b", 4), microbatches=2),
     Case(Layout("1f1b", 4), microbatches=6),
@@ -106,7 +106,7 @@ _CASES = [
     Case(Layout("1f1b", 2, 1, dp=2), tied=True),
     Case(Layout("zb-h1", 2, 1, dp=2), microbatches=1),
     Case(Layout("interleaved-1f1b", 2, 2, dp=2), microbatches=2),
-    Case(Layout("zb-v", 2, 2, dp=2), longest=300, model=_WIDE),
+    Case(Layout("zb-v", 2, 2, dp=2), microbatches=2, longest=300, model=_WIDE),
     Case(Layout("zb-v", 2, 2, dp=2), tied=True),
     Case(Layout("gpipe", 1, 1, dp=4), microbatches=2),
 ]

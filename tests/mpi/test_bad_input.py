@@ -1,4 +1,7 @@
-"""Bad input ends on all ranks, in one line that names the value and the remedy, with status 2."""
+"""Bad input ends on all ranks, in one line that names the value and the remedy, with status 2.
+
+What the first rank finds in the data reaches all in one way: most of it is found by one rank here.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ def test_a_line_without_the_keys_of_the_others(model: Path, data: Path, tmp_path
     path = data / "valid.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:6], '{"prompt": "Ahoy"}', *lines[6:]]) + "\n")
-    assert refused(tmp_path, 2) == (
+    assert refused(tmp_path, 1) == (
         f"{path}:7 has no key 'messages', as the first row has, but 'prompt': add it, or take the "
         "row out"
     )
@@ -173,11 +176,11 @@ def test_a_text_that_is_none(
         (data / f"{name}.jsonl").write_text('{"text": "Ahoy there, matey"}\n' * 4)
     path = data / "valid.jsonl"
     path.write_text(path.read_text() + row)
-    assert refused(tmp_path, 2).startswith(f"{path}:5: {complaint}")
+    assert refused(tmp_path, 1).startswith(f"{path}:5: {complaint}")
 
 
 def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, 2, "--batch-size", "64") == (
+    assert refused(tmp_path, 1, "--batch-size", "64") == (
         f"{data}/train.jsonl has 32 samples, fewer than --batch-size 64: "
         "lower the batch size or add data"
     )
@@ -208,7 +211,7 @@ def test_a_sequence_longer_than_the_limit_where_none_may_be_cut(
 ) -> None:
     path = longest(data, 100)
     flags = ("--long-sequences", "error", "--max-seq-length", "200")
-    line = refused(tmp_path, 2, *flags)
+    line = refused(tmp_path, 1, *flags)
     assert line.startswith(f"{path}:33 has ")
     assert line.endswith(
         "more than --max-seq-length 200: raise it, split the text, or use --long-sequences cut"
@@ -219,7 +222,7 @@ def test_a_sequence_beyond_the_positions_of_the_model(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     path = longest(data, 400)
-    line = refused(tmp_path, 2)
+    line = refused(tmp_path, 1)
     assert line.startswith(f"{path}:33 has ")
     assert line.endswith("the model's limit is 512: use --max-seq-length 512 to cut it")
 
@@ -227,7 +230,7 @@ def test_a_sequence_beyond_the_positions_of_the_model(
 def test_masking_the_prompt_of_plain_text(model: Path, data: Path, tmp_path: Path) -> None:
     for name in ("train", "valid"):
         (data / f"{name}.jsonl").write_text('{"text": "Ahoy there, matey"}\n' * 4)
-    assert refused(tmp_path, 2, "--mask-prompt") == (
+    assert refused(tmp_path, 1, "--mask-prompt") == (
         f"{data}/train.jsonl: --mask-prompt needs prompts, and this is plain text: "
         "drop the flag, or write prompt and completion"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +77,23 @@ def digest(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-@pytest.fixture
-def earlier(flags: list[str | Path], tmp_path: Path) -> dict[str, bytes]:
-    """The adapters that an earlier run has left where the next will write."""
-    directory = tmp_path / "out"
-    train_well(2, *flags, "--iters", "1", "--checkpoint-dir", tmp_path / "other")
+@pytest.fixture(scope="module")
+def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an earlier run has left."""
+    directory = tmp_path_factory.mktemp("earlier") / "out"
+    train_well(
+        2,
+        *("--model", small, "--data", pirate, "--val-batches", "0", "--num-layers", "-1"),
+        *("--iters", "1", "--adapter-path", directory),
+    )
     (directory / "0000005_adapters.safetensors").write_bytes(b"of an earlier run")
-    return digest(directory)
+    return directory
+
+
+@pytest.fixture
+def earlier(adapters: Path, tmp_path: Path) -> dict[str, bytes]:
+    """The adapters that an earlier run has left where the next will write."""
+    return digest(Path(shutil.copytree(adapters, tmp_path / "out")))
 
 
 @pytest.mark.parametrize(("iters", "step", "of"), [("50", 7, 7), ("4", 4, 4)])
@@ -96,7 +107,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
     much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", iters]
-    job = train(2, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
+    job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert f"failed: step {step}: " in line
@@ -130,7 +141,7 @@ def test_a_run_that_stops_at_its_first_step_leaves_what_was_there(
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Its own adapters are those that it began with."""
-    job = overflow(2, flags, step=1)
+    job = overflow(1, flags, step=1)
     assert job.returncode == 1, job.output
     assert f"no update was made yet: nothing more is saved, what was in {tmp_path}" in job.output
     assert digest(tmp_path / "out") == earlier
@@ -141,7 +152,7 @@ def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_ski
 ) -> None:
     """One of two updates was made, and no weight is infinite."""
     much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", "2"]
-    job = train(2, *flags, *much)
+    job = train(1, *flags, *much)
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
     assert "failed: step 2: with its weights the loss of the last batch is not finite: " in line
