@@ -20,8 +20,17 @@ pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ONE_AT_A_TIME = ("tests/browser/", "tests/lab/")
-"""Directories whose tests share something of the machine: a port range, network namespaces."""
+ONE_AT_A_TIME = {
+    "tests/browser/": "browser",  # a port range
+    "tests/lab/": "lab",  # network namespaces
+    # Ranks that stay between tests: four more take eight seconds to start.
+    "tests/mpi/test_engine_mpi.py": "four ranks",
+    "tests/mpi/test_layouts.py": "four ranks",
+    "tests/mpi/test_resume.py": "four ranks",
+    "tests/mpi/test_same_as_mlx_lm.py": "four ranks",
+    "tests/mpi/test_transport.py": "four ranks",
+}
+"""What is shared by tests whose names begin so."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,12 +52,13 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Divide the tests among the workers of pytest-xdist: each file, or directory, to one."""
+    """Divide the tests among the workers of pytest-xdist: each file, or what shares something,
+    to one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = (each for each in ONE_AT_A_TIME if nodeid.startswith(each))
+            shared = (what for each, what in ONE_AT_A_TIME.items() if nodeid.startswith(each))
             return next(shared, nodeid.partition("::")[0])
 
     return Scheduler(config, log)
