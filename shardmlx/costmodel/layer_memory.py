@@ -20,6 +20,7 @@ from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.costmodel.passing import (
     BACKWARD,
+    DORA_DROPS,
     FORWARD,
     IN_PIECES,
     SELECTIVE_MOMENT,
@@ -240,10 +241,11 @@ def _norms(setup: TrainingSetup) -> Iterator[Array]:
     if shape.qk_norm:
         normed += widths.queries + widths.keys
     elements = setup.tokens * normed
-    yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if on_cpu else size)
+    widened = on_cpu and not setup.is_selective
+    yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if widened else size)
     if on_cpu and not setup.has_adapters:
-        alive = Alive.I_TO_W if setup.is_selective else Alive.F_TO_W
-        yield Array("normalised states", alive, elements, size)
+        alive, width = (Alive.I_TO_W, FLOAT32) if setup.is_selective else (Alive.F_TO_W, size)
+        yield Array("normalised states", alive, elements, width)
         yield Array("gradients of the outputs of norms", Alive.I_TO_W, elements, size)
 
 
@@ -283,14 +285,12 @@ def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
     # dropout, or where the input is of another type; of these a compiled stage makes one.
     is_compiled = setup.backend != "cpu" and not setup.dropout and not setup.masks
     converts = size != FLOAT32 and not is_compiled
+    sources = {each.source: each.inputs * each.uses for each in trained}
+    inputs = tokens * sum(sources.values())
     if setup.has_adapters and (setup.dropout or converts):
-        inputs = each_input
-    else:
-        sources = {each.source: each.inputs * each.uses for each in trained}
-        inputs = tokens * sum(sources.values())
+        inputs, sources = each_input, {}
     if setup.is_selective:
-        shared = {each.source for each in trained}
-        outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - shared)
+        outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - {*sources})
         yield Array("outputs of recomputed norms", Alive.F_TO_I, outputs_of_norms, size)
     yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs, itemsize)
     yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)
@@ -325,9 +325,21 @@ def _moments(setup: TrainingSetup) -> tuple[Sequence[Counts], Sequence[Counts]]:
         moments = forward.held, backward.held
     other = [SELECTIVE_MOMENT] * setup.is_selective
     if setup.attention_piece is not None:
-        pieces = IN_PIECES[trains]
+        pieces = IN_PIECES[_in_pieces(setup, trains)]
         other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)
+        other += [pieces.selective] * setup.is_selective
+    if setup.fine_tune_type == "dora" and setup.dropout:
+        other.append(DORA_DROPS.recomputed if setup.grad_checkpoint else DORA_DROPS.held)
     return moments[0], [reduce(Counts.plus, other, moment) for moment in moments[1]]
+
+
+def _in_pieces(setup: TrainingSetup, trains: str) -> str:
+    """Return what is trained as ``IN_PIECES`` has it, which tells more apart."""
+    if setup.fine_tune_type == "dora" and trains == "adapters":
+        return "DoRA"
+    if not setup.has_adapters and setup.dtype_bytes < FLOAT32:
+        return "weights of half precision"
+    return trains
 
 
 def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:

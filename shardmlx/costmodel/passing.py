@@ -6,7 +6,7 @@ the thread that schedules runs ahead of the one that computes by up to 10 tasks 
 about a layer's forward, whose arrays then all exist, though few of them are in use.
 
 So the numbers here are nearly whole, and hardly depend on the model. They were counted by tracing
-each allocation and release in real stages (MLX 0.32, CPU, float32; llama, lengths 128 to 1500,
+each allocation and release in real stages (MLX 0.32, CPU; llama, lengths 128 to 1500,
 vocabularies of 3000 and 30000), and are the most that was seen in many micro-batches. Where the
 scheduling thread gets less far ahead, less is held: the numbers are an upper bound.
 """
@@ -198,21 +198,32 @@ class Difference(NamedTuple):
 
     held: Counts
     recomputed: Counts
+    selective: Counts = Counts()
+    """What comes on top of ``held`` where norms and activations are computed again."""
 
 
 # A piece has more operations than a layer, so that the scheduling thread gets less far ahead.
 IN_PIECES: Mapping[str, Difference] = {
     "adapters": Difference(held=Counts(hidden=-1.2, scores=-1), recomputed=Counts()),
-    "adapters with dropout": Difference(held=Counts(), recomputed=Counts()),
-    "adapters of half precision": Difference(held=Counts(hidden=-2, scores=1), recomputed=Counts()),
+    "DoRA": Difference(held=Counts(hidden=1), recomputed=Counts(), selective=Counts(mlp=-2)),
+    "adapters with dropout": Difference(held=Counts(hidden=1.5), recomputed=Counts()),
+    "adapters of half precision": Difference(
+        held=Counts(hidden=-2, scores=1), recomputed=Counts(), selective=Counts(mlp=-1.5)
+    ),
     "attention adapters": Difference(
         held=Counts(hidden=-8, scores=-2), recomputed=Counts(hidden=-1, scores=-2)
     ),
     "weights": Difference(
         held=Counts(mlp=-0.6, scores=-2), recomputed=Counts(hidden=-2.8, scores=-2)
     ),
+    "weights of half precision": Difference(
+        held=Counts(mlp=-0.6, scores=-1.7), recomputed=Counts(hidden=-1.5)
+    ),
 }
 """Differences where attention is computed in pieces, of whose scores a kind counts."""
+
+DORA_DROPS = Difference(held=Counts(hidden=7), recomputed=Counts(hidden=4))
+"""Differences where DoRA's adapters have dropout, beyond those of adapters with dropout."""
 
 SELECTIVE_MOMENT = Counts(hidden=-1, mlp=3)
 """Difference where norms and activations are computed again."""

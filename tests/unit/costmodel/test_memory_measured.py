@@ -192,11 +192,12 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     return Measured(part.nbytes, after_forward[-1], (after_input or [0])[-1], peak), sizes
 
 
+DROPS = ("dropout", 0.1)
 ATTENTION = ("keys", ["self_attn.q_proj", "self_attn.v_proj"])
 CASES = [
     *(Case(mode, *ends) for mode in ("lora", "full") for ends in ((0, 2), (1, 3), (2, 4), (0, 4))),
     Case("lora", 1, 3, lora=(ATTENTION,)),
-    Case("lora", 1, 3, lora=(("dropout", 0.1),)),
+    Case("lora", 1, 3, lora=(DROPS,)),
     Case("lora", 1, 3, config=(("quantization", {"group_size": 32, "bits": 4}),)),
     Case("lora", 1, 3, dtype_bytes=2),
     Case("full", 1, 3, dtype_bytes=2),
@@ -220,7 +221,14 @@ CASES = [
     ),
     Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,)),
     Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,), recompute=SELECTIVE),
-    Case("lora", 1, 3, length=256, pieces=32, dtype_bytes=2),
+    *(
+        Case("lora", 1, 3, length=256, pieces=32, dtype_bytes=2, recompute=recompute)
+        for recompute in (NONE, SELECTIVE)
+    ),
+    *(Case("full", 1, 3, length=256, pieces=32, dtype_bytes=2, recompute=r) for r in RECOMPUTE),
+    *(Case("dora", 1, 3, length=256, pieces=32, recompute=r) for r in RECOMPUTE),
+    *(Case("lora", 1, 3, length=256, pieces=32, lora=(DROPS,), recompute=r) for r in RECOMPUTE),
+    *(Case("dora", 1, 3, length=256, lora=(DROPS,), pieces=pieces) for pieces in (None, 32)),
     Case("lora", 1, 3, length=256, pieces=64, packed=True),
     *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
     Case("full", 1, 3, packed=True, recompute=FULL),
