@@ -199,7 +199,7 @@ class Difference(NamedTuple):
     held: Counts
     recomputed: Counts
     selective: Counts = Counts()
-    """What comes on top of ``held`` where norms and activations are computed again."""
+    """Numbers beyond ``held`` where norms and activations are computed again."""
 
 
 # A piece has more operations than a layer, so that the scheduling thread gets less far ahead.
