@@ -85,7 +85,7 @@ class Head:
         total = mx.array(0.0)
         for piece, how in self._pieces(given):
             scores = self._logits(piece.states, **how)
-            total = total + _loss_and_slopes(scores, piece.targets, piece.counts)[0]
+            total = total + loss_and_slopes(scores, piece.targets, piece.counts)[0]
             mx.eval(total)
         return total
 
@@ -157,7 +157,7 @@ class Head:
         """Return a piece's loss, and the gradient for its states: lazy."""
         run = partial(self._with, weights, how)
         scores = run(piece.states)
-        loss, slopes = _loss_and_slopes(scores, piece.targets, piece.counts, scale)
+        loss, slopes = loss_and_slopes(scores, piece.targets, piece.counts, scale)
         _, (gradient,) = mx.vjp(run, [piece.states], [slopes.astype(scores.dtype)])
         return loss, gradient
 
@@ -170,7 +170,7 @@ class Head:
             return self._with(weights, how, piece.states)
 
         scores = run(*weights)
-        _, slopes = _loss_and_slopes(scores, piece.targets, piece.counts, scale)
+        _, slopes = loss_and_slopes(scores, piece.targets, piece.counts, scale)
         _, gradients = mx.vjp(run, weights, [slopes.astype(scores.dtype)])
         return [gradient.astype(mx.float32) for gradient in gradients]
 
@@ -186,7 +186,7 @@ def _numbers(microbatch: MicroBatch) -> np.ndarray:
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
-def _loss_and_slopes(
+def loss_and_slopes(
     logits: mx.array, targets: mx.array, counts: mx.array, scale: mx.array | float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """Return the summed loss of logits (n, V), and ``scale`` times its gradient for them: softmax
