@@ -99,7 +99,7 @@ def attend(
 ) -> mx.array:
     """Return mlx-lm's ``scaled_dot_product_attention``; in pieces where ``mask`` is a ``Sight``."""
     if isinstance(mask, Sight):
-        return attention_in_pieces(queries, keys, values, scale, mask)
+        return attention_in_pieces(queries, keys, values, scale, mask, sinks)
     out: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
@@ -107,25 +107,39 @@ def attend(
 
 
 def attention_in_pieces(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, sight: Sight
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sight: Sight,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Return attention (rows, heads, T, Dv) of queries (rows, heads, T, D), keys (rows, groups, T,
-    D) and values (rows, groups, T, Dv), as MLX's ``scaled_dot_product_attention``."""
+    D) and values (rows, groups, T, Dv), as MLX's ``scaled_dot_product_attention``.
+
+    ``sinks`` (heads,) are a score more for each head, of a key whose value is 0.
+    """
     pieces = [*sight.pieces(queries.shape[2])]
 
     def compute(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         return _forward(q, k, v, pieces)
 
     def gradients(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> tuple[mx.array, ...]:
-        return _backward(primals, cotangents[0], outputs, pieces)
+        return _backward(primals, cotangents, outputs, pieces)
 
     attention: Any = mx.custom_function(compute)
     attention.vjp(gradients)
     rows, heads, length, _ = queries.shape
     groups = keys.shape[1]
     grouped = (queries * scale).reshape(rows, groups, heads // groups, length, -1)
-    out: mx.array = attention(grouped, keys, values)[0]
-    return out.reshape(rows, heads, length, -1)
+    out: mx.array
+    out, sums = (each.reshape(rows, heads, length, -1) for each in attention(grouped, keys, values))
+    if sinks is None:
+        return out
+    # The share of all scores that the sink leaves to the keys.
+    shares = mx.sigmoid(sums - sinks.astype(mx.float32)[:, None, None])
+    weighted: mx.array = (out * shares).astype(out.dtype)
+    return weighted
 
 
 def _forward(
@@ -149,11 +163,12 @@ def _forward(
 
 
 def _backward(
-    primals: Arrays, gradient: mx.array, outputs: Arrays, pieces: Sequence[Piece]
+    primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[Piece]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the gradients of queries, keys and values, of that of the output."""
-    (q, k, v), (out, sums) = primals, outputs
-    inner = (out * gradient).astype(mx.float32).sum(axis=-1, keepdims=True)
+    """Return the gradients of queries, keys and values, of those of the output and of the
+    log-sum-exp."""
+    (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
+    inner = (out * gradient).astype(mx.float32).sum(axis=-1, keepdims=True) - of_sums
     of_q: list[mx.array] = []
     of_k, of_v = k[:, :, :0], v[:, :, :0]
     for piece in pieces:

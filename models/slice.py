@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,14 +17,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from shardmlx.compat import rebind
-from shardmlx.models.attention import attend
+from shardmlx.models.decoder import Decoder, LayerCall, View
 from shardmlx.models.dropout import key_every_dropout, set_keys
-from shardmlx.models.families import FAMILIES, Cached, Given, LayerCall
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.recompute import recompute_selectively
-
-EMBEDDING = "model.embed_tokens"
 
 KEPT_TOKENS = 4
 """Number of tokens that a limited KV cache keeps from the beginning, as in mlx-lm."""
@@ -50,34 +45,29 @@ class Slice:
     def __init__(self, model: nn.Module, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.is_first, self.is_last = start == 0, stop == len(model.layers)
-        self.tied = "lm_head" not in model
-        self._args = model.args
-        self._family = FAMILIES[model.model_type]
-        self._layers = model.model.layers[start:stop]
-        for layer in self._layers:
-            rebind(layer.self_attn, "scaled_dot_product_attention", attend)
-        self._embedding = model.model.embed_tokens
-        self._norm = model.model.norm
-        self._head = self._embedding.as_linear if self.tied else model.lm_head
+        self._decoder = decoder = Decoder(model, start, stop)
+        parts = decoder.parts
+        self.tied = not parts.heads
+        self._args = parts.top.args
+        self._embedding = decoder.embedding
+        self._layer_prefix, self._embedding_path = parts.layers_path, parts.embedding_path
+        self._head_paths = parts.heads or (parts.embedding_path,)
         self._parts: dict[str, nn.Module] = {
-            f"model.layers.{start + i}": layer for i, layer in enumerate(self._layers)
+            f"{parts.layers_path}.{start + i}": layer for i, layer in enumerate(decoder.layers)
         }
         if self.is_first or (self.is_last and self.tied):
-            self._parts[EMBEDDING] = self._embedding
+            self._parts[parts.embedding_path] = self._embedding
         if self.is_last:
-            self._parts["model.norm"] = self._norm
-            if not self.tied:
-                self._parts["lm_head"] = model.lm_head
-        self._dropouts = [key_every_dropout(layer) for layer in self._layers]
+            self._parts |= {path: parts.module(path) for path in (*parts.norms, *parts.heads)}
+        self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
         self._embedding_dropouts = key_every_dropout(self._embedding)
-        self._head_dropouts = (
-            self._embedding_dropouts if self.tied else key_every_dropout(model.lm_head)
-        )
-        self._dtype = self._hidden_dtype(model.layers[0])
+        heads = [key_every_dropout(parts.module(path)) for path in parts.heads]
+        self._head_dropouts = [*chain(*heads)] if heads else self._embedding_dropouts
+        self._dtype = self._hidden_dtype(model)
         self._empty_caches = make_prompt_cache(model)[start:stop]
         self.chooses_caches = hasattr(model, "make_cache")
         self.trainable: tuple[str, ...] = tuple(
-            _backward_order(name for name, _ in self._named("trainable_parameters"))
+            self._in_backward_order(name for name, _ in self._named("trainable_parameters"))
         )
         self._slots: Mapping[str, Slot] = {
             name: self._find(name) for name, _ in self._named("parameters")
@@ -86,8 +76,8 @@ class Slice:
     @property
     def head_names(self) -> tuple[str, ...]:
         """Names of the trained parameters of the head, of the last slice."""
-        prefix = f"{EMBEDDING if self.tied else 'lm_head'}."
-        return tuple(name for name in self.trainable if self.is_last and name.startswith(prefix))
+        prefixes = tuple(f"{path}." for path in self._head_paths)
+        return tuple(name for name in self.trainable if self.is_last and name.startswith(prefixes))
 
     @property
     def hidden_size(self) -> int:
@@ -99,17 +89,18 @@ class Slice:
         """Type of the hidden states between slices."""
         return self._dtype
 
-    def _hidden_dtype(self, first_layer: nn.Module) -> mx.Dtype:
+    def _hidden_dtype(self, model: nn.Module) -> mx.Dtype:
         """Lazy: nothing is read. Layers may widen what the embedding gives: norms in float32."""
+        first = Decoder(model, 0, 1)
         set_keys(self._embedding_dropouts, 0)
-        set_keys(key_every_dropout(first_layer), 0)
-        x = self._embedding(mx.zeros((1, 1), mx.int32))
-        dtype: mx.Dtype = self._family(self._args, Given(x))(first_layer, x).dtype
+        set_keys(key_every_dropout(first.layers[0]), 0)
+        dtype: mx.Dtype = first.run(mx.zeros((1, 1), mx.int32)).dtype
         return dtype
 
     def shares(self, name: str) -> bool:
         """Return whether the first and the last slice, being two, both hold this parameter."""
-        return self.tied and not (self.is_first and self.is_last) and name.startswith(EMBEDDING)
+        is_one = self.is_first and self.is_last
+        return self.tied and not is_one and name.startswith(f"{self._embedding_path}.")
 
     def _named(self, which: str) -> Iterator[tuple[str, mx.array]]:
         for prefix, module in self._parts.items():
@@ -147,7 +138,7 @@ class Slice:
 
     def recompute_selectively(self) -> None:
         """Let norms and activations keep their inputs alone for the backward pass, from now on."""
-        for layer in self._layers:
+        for layer in self._decoder.layers:
             recompute_selectively(layer)
 
     @property
@@ -203,22 +194,16 @@ class Slice:
         """
         if self.is_first:
             set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
-            x = self._embedding(x)
-        call = self._family(self._args, Given(x, places=places, chunk=attention_chunk))
-        for i in range(len(self._layers)):
-            run = partial(self._run_layer, i, call, (*key, self.start + i), first_row, places)
-            if checkpoint:
-                prefix = f"model.layers.{self.start + i}."
-                names = [name for name in self.trainable if name.startswith(prefix)]
-                x = self._checkpointed(run, names, x)
-            else:
-                x = run(x)
-        return x
+
+        def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+            set_keys(self._dropouts[i - self.start], *key, i, first_row=first_row, places=places)
+            return self._checkpointed(i, call, x) if checkpoint else call(x)
+
+        return self._decoder.run(x, visit, view=View(places, attention_chunk))
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the last slice's final norm of hidden states (..., D)."""
-        normed: mx.array = self._norm(x)
-        return normed
+        return self._decoder.norm(x)
 
     def logits(
         self,
@@ -233,8 +218,7 @@ class Slice:
         What decides dropout is as for the layers.
         """
         set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
-        logits: mx.array = self._head(x)
-        return logits
+        return self._decoder.logits(x)
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
         """Return mlx-lm's empty cache for each layer, for one sequence.
@@ -243,7 +227,7 @@ class Slice:
         """
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
-        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._layers]
+        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._decoder.layers]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Pass the next T tokens of each sequence through the layers; ``caches`` grow by T.
@@ -251,47 +235,29 @@ class Slice:
         Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
         hidden states (rows, T, D).
         """
-        if self.is_first:
-            x = self._embedding(x)
-        call = self._family(self._args, Given(x, Cached(self._layers, caches)))
-        for layer, cache in zip(self._layers, caches, strict=True):
-            x = call(layer, x, cache)
-        return x
+        return self._decoder.run(x, caches=caches)
 
     def last_logits(self, x: mx.array) -> mx.array:
         """Return logits (rows, V) of the last position of hidden states (rows, T, D)."""
-        logits: mx.array = self._head(self._norm(x[:, -1:, :]))
-        return logits[:, -1, :]
+        return self._decoder.logits(self._decoder.norm(x[:, -1:, :]))[:, -1, :]
 
-    def _run_layer(
-        self,
-        i: int,
-        call: LayerCall,
-        key: tuple[int, ...],
-        first_row: int,
-        places: PackedPositions | None,
-        x: mx.array,
-    ) -> mx.array:
-        set_keys(self._dropouts[i], *key, first_row=first_row, places=places)
-        return call(self._layers[i], x)
+    def _checkpointed(self, i: int, call: LayerCall, x: mx.array) -> mx.array:
+        prefix = f"{self._layer_prefix}.{i}."
+        names = [name for name in self.trainable if name.startswith(prefix)]
 
-    def _checkpointed(
-        self, run: Callable[[mx.array], mx.array], names: Sequence[str], x: mx.array
-    ) -> mx.array:
         def inner(x: mx.array, *arrays: mx.array) -> mx.array:
-            return self.with_parameters(names, arrays, lambda: run(x))
+            return self.with_parameters(names, arrays, lambda: call(x))
 
         out: mx.array = mx.checkpoint(inner)(x, *(self[name] for name in names))
         return out
 
+    def _in_backward_order(self, names: Iterator[str]) -> list[str]:
+        """Names as their gradients come: head and norm, layers from the last, embedding."""
+        layers, embedding = f"{self._layer_prefix}.", f"{self._embedding_path}."
 
-def _backward_order(names: Iterator[str]) -> list[str]:
-    """Names as their gradients come: head and norm, then layers from the last, then embedding."""
+        def place(name: str) -> tuple[int, str]:
+            if name.startswith(layers):
+                return (-int(name[len(layers) :].partition(".")[0]), name)
+            return (1, name) if name.startswith(embedding) else (-1_000_000, name)
 
-    def place(name: str) -> tuple[int, str]:
-        parts = name.split(".")
-        if parts[:2] == ["model", "layers"]:
-            return (-int(parts[2]), name)
-        return (1, name) if name.startswith(EMBEDDING) else (-1_000_000, name)
-
-    return sorted(names, key=place)
+        return sorted(names, key=place)

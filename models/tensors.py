@@ -8,14 +8,15 @@ Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide what 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
+from shardmlx.models.layer_shape import LayerShape, Norm
+from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.traits import TRAITS
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
@@ -28,8 +29,6 @@ QUANTISED_PARTS = ("scales", "biases", "global_scale")
 _WORD_BITS = 32
 _ALWAYS_ONE_PAIR = ("mxfp4", "nvfp4", "mxfp8")
 _AGAIN = "convert the model again with mlx_lm.convert"
-_HF_EXPERTS = MappingProxyType({"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"})
-_FIRST_EXPERT = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,69 +127,67 @@ def infer_quantisation(
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with a ``weight``. ``is_quantisable``: a linear layer, or the embedding."""
+    """A module with a ``weight``. ``is_quantisable``: a linear layer, or the embedding. A ``bare``
+    one is an array by itself."""
 
     weight: tuple[int, ...]
     bias: tuple[int, ...] | None = None
     is_quantisable: bool = True
+    bare: bool = False
 
 
 def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, Module]:
     """Return the modules that have weights, by path, in the order of the model.
 
-    ``separate_experts``: mixtral's experts one by one, as Hugging Face stores them; mlx-lm
-    stacks them.
+    ``separate_experts``: experts one by one, as Hugging Face stores them; mlx-lm stacks them.
     """
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
-    result = {"model.embed_tokens": Module((vocabulary, hidden))}
-    for layer in range(shape.num_layers):
-        for path, module in _layer(shape, separate_experts):
-            result[f"model.layers.{layer}.{path}"] = module
-    result["model.norm"] = _norm(hidden)
+    model = f"{shape.prefix}model"
+    result = {shape.embedding_path: Module((vocabulary, hidden))}
+    for index in range(shape.num_layers):
+        for path, module in _layer(shape.layer(index), separate_experts):
+            result[f"{model}.layers.{index}.{path}"] = module
+    result[shape.norm_path] = _norm(Norm(hidden, hidden, shape.family.final_norm_has_bias))
     if not shape.tied:
-        result["lm_head"] = Module((vocabulary, hidden))
+        bias = (vocabulary,) if shape.family.head_has_bias else None
+        result[shape.head_path] = Module((vocabulary, hidden), bias)
     return result
 
 
-def _norm(size: int) -> Module:
-    return Module((size,), is_quantisable=False)
+def _norm(norm: Norm) -> Module:
+    sides = (norm.size,)
+    return Module(sides, sides if norm.bias else None, is_quantisable=False)
 
 
-def _linear(rows: int, columns: int, has_bias: bool = False) -> Module:
-    return Module((rows, columns), (rows,) if has_bias else None)
+def _layer(layer: LayerShape, separate_experts: bool) -> Iterator[tuple[str, Module]]:
+    for path, norm in layer.norms:
+        yield path, _norm(norm)
+    for path, linear in layer.linears:
+        sides, bias = (linear.outputs, linear.inputs), (linear.outputs,)
+        if separate_experts and linear.stored:
+            for expert in range(linear.experts):
+                yield linear.stored.format(expert), Module(sides, bias if linear.bias else None)
+            continue
+        stacked = (linear.experts,) if linear.experts else ()
+        yield path, Module((*stacked, *sides), (*stacked, *bias) if linear.bias else None)
+    for path, array in layer.arrays:
+        yield path, Module(array, is_quantisable=False, bare=True)
 
 
-def _layer(shape: ModelShape, separate_experts: bool) -> Iterator[tuple[str, Module]]:
-    hidden, wide = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield "input_layernorm", _norm(hidden)
-    yield "self_attn.q_proj", _linear(queries, hidden, shape.qkv_bias)
-    yield "self_attn.k_proj", _linear(keys, hidden, shape.qkv_bias)
-    yield "self_attn.v_proj", _linear(keys, hidden, shape.qkv_bias)
-    yield "self_attn.o_proj", _linear(hidden, queries, shape.output_bias)
-    if shape.qk_norm:
-        yield "self_attn.q_norm", _norm(shape.head_dim)
-        yield "self_attn.k_norm", _norm(shape.head_dim)
-    yield "post_attention_layernorm", _norm(hidden)
-    sizes = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
-    if not shape.num_experts:
-        for name, (rows, columns) in sizes.items():
-            yield f"mlp.{name}", _linear(rows, columns, shape.mlp_bias)
-        return
-    yield "block_sparse_moe.gate", _linear(shape.num_experts, hidden)
-    if not separate_experts:
-        for name, (rows, columns) in sizes.items():
-            module = Module((shape.num_experts, rows, columns))
-            yield f"block_sparse_moe.switch_mlp.{name}", module
-        return
-    for expert in range(shape.num_experts):
-        for name, (rows, columns) in sizes.items():
-            yield f"block_sparse_moe.experts.{expert}.{_HF_EXPERTS[name]}", _linear(rows, columns)
+def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
+    """Return whether these are tensors as Hugging Face stores experts, one by one."""
+    for index in range(shape.num_layers):
+        for _, linear in shape.layer(index).linears:
+            if linear.stored:
+                first = linear.stored.format(0)
+                return f"{shape.prefix}model.layers.{index}.{first}.weight" in names
+    return False
 
 
-def has_separate_experts(names: Mapping[str, Any]) -> bool:
-    """Return whether these are the tensors of a mixtral as Hugging Face stores it."""
-    return _FIRST_EXPERT in names
+def is_stored_otherwise(names: Iterable[str], shape: ModelShape) -> bool:
+    """Return whether these are names of Hugging Face that mlx-lm cuts or joins when it loads."""
+    pattern = shape.family.stored_otherwise
+    return pattern is not None and any(re.search(pattern, name) for name in names)
 
 
 def expected_tensors(
@@ -199,6 +196,9 @@ def expected_tensors(
     """Return name -> shape of every tensor; ``quantised`` says how a module is packed."""
     result: dict[str, tuple[int, ...]] = {}
     for path, module in modules.items():
+        if module.bare:
+            result[path] = module.weight
+            continue
         how = quantised(path, module) if module.is_quantisable else None
         shapes = {"weight": module.weight} if how is None else how.shapes(module.weight)
         if module.bias is not None:
@@ -209,11 +209,11 @@ def expected_tensors(
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
     """Return whether mlx-lm passes over a tensor of this name when it loads the model."""
-    if shape.tied and name == "lm_head.weight":
+    if shape.tied and name == f"{shape.head_path}.weight":
         return True
-    if "self_attn.rotary_emb.inv_freq" in name:
-        return TRAITS[shape.model_type].drops_frequencies
-    # The scales of weights in fp8, which mlx-lm multiplies in.
-    return shape.model_type == "ministral3" and bool(
-        re.search(r"activation_scale|weight_scale_inv", name)
-    )
+    families = (FAMILIES[shape.model_type], shape.family)
+    if any(family.drops_further_layers for family in families):
+        layer = re.match(rf"{re.escape(shape.prefix)}model\.layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= shape.num_layers:
+            return True
+    return any(family.drops(name) for family in families)

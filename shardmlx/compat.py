@@ -101,16 +101,24 @@ def rebind(module: Any, name: str, function: Callable[..., mx.array]) -> None:
     module.__class__ = type(kind.__name__, (kind,), {"__call__": own})
 
 
-def query_scale(length: int, offset: Any, beta: float, positions: int) -> mx.array:
-    """Return the factors of ministral3's queries at ``length`` positions from ``offset``.
+def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> None:
+    """Let a model's factors of queries follow ``positions()`` (T,), where that is not None.
 
-    mlx-lm 0.32.2: ``ministral3._get_llama_4_attn_scale``. When it breaks: write the formula here,
-    ``1 + beta * log(1 + floor(position / positions))``, one row for each position.
+    mlx-lm 0.32.2: ministral3 and mistral4 call ``_get_llama_4_attn_scale(length, offset, beta,
+    original length)`` of their files, which returns a row for each position from the offset. When
+    it breaks: write the formula here, ``1 + beta * log(1 + floor(position / original length))``.
     """
-    from mlx_lm.models import ministral3
+    name = "_get_llama_4_attn_scale"
+    if not calls(body, name):
+        return
+    plain = type(body).__call__.__globals__[name]
 
-    scale: mx.array = ministral3._get_llama_4_attn_scale(length, offset, beta, positions)
-    return scale
+    def factors(length: int, offset: Any, *how: Any) -> Any:
+        own = positions()
+        # As if each position were a sequence of one token, after so many others.
+        return plain(length, offset, *how) if own is None else plain(1, own, *how).reshape(-1, 1)
+
+    rebind(body, name, factors)
 
 
 def cache_state(cache: Any) -> dict[str, Any]:

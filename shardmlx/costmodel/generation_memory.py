@@ -62,29 +62,36 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of all keys and values in layers ``start`` to ``stop``.
 
-    A sliding layer keeps those of its window. Where ``cache_tokens`` are shared by all sequences it
-    is taken to keep all of them: of long sequences it keeps less.
+    A sliding layer keeps those of its window, if the model chooses its caches. Where
+    ``cache_tokens`` are shared by all sequences it is taken to keep all of them: of long sequences
+    it keeps less.
     """
     shape = setup.shape
-    if setup.cache_tokens is not None:
-        tokens = setup.cache_tokens * (stop - start)
-    else:
-        most = setup.context + kv_cache.STEP
-        limit = min(most, setup.max_kv_size or most)
-        kept = (min(limit, window or limit) for window in shape.windows[start:stop])
-        tokens = setup.sequences * sum(kept)
-    return 2 * setup.dtype_bytes * shape.num_kv_heads * shape.head_dim * tokens
+    most = setup.context + kv_cache.STEP
+    limit = min(most, setup.max_kv_size or most)
+    elements = 0
+    for layer in map(shape.layer, range(start, stop)):
+        tokens = setup.cache_tokens
+        if tokens is None:
+            window = layer.window if shape.chooses_caches else None
+            tokens = setup.sequences * min(limit, window or limit)
+        elements += tokens * layer.heads.cached
+    return setup.dtype_bytes * elements
 
 
 def _passing(setup: GenerationSetup) -> int:
     """Return the elements that exist while a layer computes a chunk."""
     shape, chunk = setup.shape, min(setup.context, setup.chunk)
-    elements = chunk * (
-        HIDDEN_ARRAYS * shape.hidden_size
-        + MLP_ARRAYS * shape.intermediate_size * max(1, shape.experts_per_token)
-        + QUERY_ARRAYS * shape.num_heads * shape.head_dim
-    )
-    if setup.backend == "cpu":
-        positions = min(setup.context, setup.max_kv_size or setup.context)
-        elements += SCORE_ARRAYS * shape.num_heads * chunk * positions
-    return elements
+    most = 0
+    for layer in shape.kinds:
+        heads = layer.heads
+        elements = chunk * (
+            HIDDEN_ARRAYS * shape.hidden_size
+            + MLP_ARRAYS * layer.mlp
+            + QUERY_ARRAYS * heads.queries * heads.key_dim
+        )
+        if setup.backend == "cpu":
+            positions = min(setup.context, setup.max_kv_size or setup.context)
+            elements += SCORE_ARRAYS * heads.queries * chunk * positions
+        most = max(most, elements)
+    return most

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import NamedTuple
 
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
@@ -26,6 +26,7 @@ from shardmlx.costmodel.passing import (
     SELECTIVE_MOMENT,
     Counts,
 )
+from shardmlx.models.layer_shape import SWIGLU, LayerShape, Linear
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
@@ -101,8 +102,8 @@ class TrainingSetup:
     @property
     def attention_piece(self) -> int | None:
         """Queries of a piece of attention; None where it is computed at once."""
-        chunk = self.savings.attention_chunk
-        return chunk if chunk is not None and chunk < self.length else None
+        chunk, takes = self.savings.attention_chunk, self.shape.family.takes_pieces
+        return chunk if takes and chunk is not None and chunk < self.length else None
 
     @property
     def loss_piece(self) -> int | None:
@@ -172,43 +173,32 @@ class _Widths(NamedTuple):
     mlp: int
     queries: int
     keys: int
+    values: int
     scores: int
 
     @classmethod
-    def of(cls, shape: ModelShape, length: int) -> _Widths:
-        """Return those of a model in rows of ``length``; of all experts that a token passes."""
+    def of(cls, setup: TrainingSetup, layer: LayerShape) -> _Widths:
+        """Return those of a layer; of all experts that a token passes."""
+        heads = layer.heads
         return cls(
-            hidden=shape.hidden_size,
-            mlp=shape.intermediate_size * max(1, shape.experts_per_token),
-            queries=shape.num_heads * shape.head_dim,
-            keys=shape.num_kv_heads * shape.head_dim,
-            scores=shape.num_heads * length,
+            hidden=setup.shape.hidden_size,
+            mlp=layer.mlp,
+            queries=heads.queries * heads.key_dim,
+            keys=heads.keys * heads.key_dim,
+            values=heads.keys * heads.value_dim + heads.joined,
+            scores=heads.queries * setup.length,
         )
 
 
-class _Linear(NamedTuple):
-    """A linear layer: ``source`` names its input, which it may share with others.
-
-    It has ``copies`` matrices, one for each expert, of which a token passes through ``uses``.
-    """
-
-    source: str
-    inputs: int
-    outputs: int
-    copies: int = 1
-    uses: int = 1
-
-
-@lru_cache(maxsize=64)
-def layer_memory(setup: TrainingSetup) -> LayerMemory:
-    """Return what a decoder layer of the model takes: all of them are alike."""
+def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
+    """Return what a decoder layer of the model takes."""
     nbytes = dict.fromkeys(Alive, 0)
-    for array in layer_arrays(setup):
+    for array in layer_arrays(setup, layer):
         nbytes[array.alive] += array.nbytes
-    forward_sizes, backward_sizes = _sizes(setup)
-    forward, backward = _moments(setup)
+    forward_sizes, backward_sizes = _sizes(setup, layer)
+    forward, backward = _moments(setup, layer)
     return LayerMemory(
-        parameters=_trained_parameters(setup),
+        parameters=_trained_parameters(setup, layer),
         after_forward=nbytes[Alive.F_TO_I] + nbytes[Alive.F_TO_W],
         after_input=nbytes[Alive.F_TO_W] + nbytes[Alive.I_TO_W],
         forward=forward,
@@ -218,9 +208,13 @@ def layer_memory(setup: TrainingSetup) -> LayerMemory:
     )
 
 
-def layer_arrays(setup: TrainingSetup) -> list[Array]:
+def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
     """Return every array that a micro-batch leaves behind in a trained layer."""
-    counted = [*_norms(setup), *_attention_and_mlp(setup), *_trained_linears(setup)]
+    counted = [
+        *_norms(setup, layer),
+        *_attention_and_mlp(setup, layer),
+        *_trained_linears(setup, layer),
+    ]
     if setup.attention_piece is not None:
         return counted
     # Layers of packed rows share masks instead, which the stage counts.
@@ -228,19 +222,15 @@ def layer_arrays(setup: TrainingSetup) -> list[Array]:
     return [*counted, mask]
 
 
-def _norms(setup: TrainingSetup) -> Iterator[Array]:
+def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield what RMSNorm keeps.
 
     On Metal it is one kernel, which keeps its input alone. On a CPU it is computed in float32, and
     where its weight is trained the normalised states are kept too, beside which W needs the
     gradients of the norm's outputs.
     """
-    shape, size, on_cpu = setup.shape, setup.dtype_bytes, setup.backend == "cpu"
-    widths = _Widths.of(shape, setup.length)
-    normed = 2 * widths.hidden
-    if shape.qk_norm:
-        normed += widths.queries + widths.keys
-    elements = setup.tokens * normed
+    size, on_cpu = setup.dtype_bytes, setup.backend == "cpu"
+    elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
     widened = on_cpu and not setup.is_selective
     yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if widened else size)
     if on_cpu and not setup.has_adapters:
@@ -249,43 +239,43 @@ def _norms(setup: TrainingSetup) -> Iterator[Array]:
         yield Array("gradients of the outputs of norms", Alive.I_TO_W, elements, size)
 
 
-def _attention_and_mlp(setup: TrainingSetup) -> Iterator[Array]:
+def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield what attention and MLP keep for the gradient of their inputs."""
-    shape, tokens, size = setup.shape, setup.tokens, setup.dtype_bytes
-    widths = _Widths.of(shape, setup.length)
+    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
     arrays = {
         "scaled queries": widths.queries,
         "keys": widths.keys,
-        "values": widths.keys,
+        "values": widths.values,
         "gate": widths.mlp,
         "up": widths.mlp,
     }
     if setup.attention_piece is None:
-        arrays["attention probabilities"] = widths.scores
+        arrays["attention probabilities"] = layer.scores * widths.scores
     else:
         arrays["attention's outputs"] = widths.queries
-        yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * shape.num_heads, FLOAT32)
-    if not setup.is_selective:
-        arrays |= {"sigmoid of the gate": widths.mlp, "silu of the gate": widths.mlp}
+        yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * layer.heads.queries, FLOAT32)
+    # Of other activations all is kept.
+    if not setup.is_selective or layer.activation != SWIGLU:
+        arrays["arrays of the activation"] = layer.activation * widths.mlp
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, tokens * width, size)
-    if shape.num_experts:
-        answers = tokens * max(1, shape.experts_per_token) * widths.hidden
+    if layer.experts:
+        answers = tokens * layer.experts_per_token * widths.hidden
         yield Array("experts' answers before they are weighted", Alive.F_TO_I, answers, size)
 
 
-def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
+def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield what trained linear layers keep for the gradients of their weights or adapters."""
-    tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup)
-    each_input = tokens * sum(each.inputs * each.uses for each in trained)
-    outputs = tokens * sum(each.outputs * each.uses for each in trained)
+    tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
+    each_input = tokens * sum(each.elements[0] for each in trained)
+    outputs = tokens * sum(each.elements[1] for each in trained)
     itemsize = FLOAT32 if setup.has_adapters else size
 
     # Layers share an input that they use as it is. An adapter makes a float32 copy of its own, with
     # dropout, or where the input is of another type; of these a compiled stage makes one.
     is_compiled = setup.backend != "cpu" and not setup.dropout and not setup.masks
     converts = size != FLOAT32 and not is_compiled
-    sources = {each.source: each.inputs * each.uses for each in trained}
+    sources = {each.source: each.elements[0] for each in trained}
     inputs = tokens * sum(sources.values())
     if setup.has_adapters and (setup.dropout or converts):
         inputs, sources = each_input, {}
@@ -306,7 +296,7 @@ def _trained_linears(setup: TrainingSetup) -> Iterator[Array]:
         yield Array("gradients of the scaled outputs", Alive.I_TO_W, outputs, size)
 
 
-def _moments(setup: TrainingSetup) -> tuple[Sequence[Counts], Sequence[Counts]]:
+def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts], Sequence[Counts]]:
     """Return the worst moments of F, and of I or W."""
     if not setup.has_adapters:
         trains = "weights"
@@ -314,7 +304,7 @@ def _moments(setup: TrainingSetup) -> tuple[Sequence[Counts], Sequence[Counts]]:
         trains = "adapters of half precision"
     elif setup.dropout:
         trains = "adapters with dropout"
-    elif all(each.source in ("attention", "values") for each in _trained(setup)):
+    elif all(each.source in ("attention", "values") for each in _trained(setup, layer)):
         trains = "attention adapters"
     else:
         trains = "adapters"
@@ -342,22 +332,22 @@ def _in_pieces(setup: TrainingSetup, trains: str) -> str:
     return trains
 
 
-def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:
+def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
     """Return the bytes of one array of each kind that passes in F, and in I or W."""
-    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup.shape, setup.length)
+    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
     # Norms on a CPU compute in float32, between a cast there and one back. So do adapters, which
     # have numbers of their own for that.
     hidden = (size, size)
     if size < FLOAT32 and setup.backend == "cpu" and not setup.has_adapters:
         hidden = (FLOAT32 + 2 * size, FLOAT32)
-    matrix = max((each.inputs * each.outputs for each in _trained(setup)), default=0)
+    matrix = max((each.inputs * each.outputs for each in _trained(setup, layer)), default=0)
     forward, backward = (
         Counts(
             hidden=tokens * widths.hidden * of_hidden,
             mlp=tokens * widths.mlp * size,
             queries=tokens * widths.queries * size,
             keys=tokens * widths.keys * size,
-            scores=_scores(setup),
+            scores=_scores(setup, layer),
             mask=0 if setup.masks or setup.attention_piece else setup.length**2,
             matrices=FLOAT32 * matrix * (setup.fine_tune_type == "dora"),
         )
@@ -366,53 +356,28 @@ def _sizes(setup: TrainingSetup) -> tuple[Counts, Counts]:
     return forward, backward
 
 
-def _scores(setup: TrainingSetup) -> int:
+def _scores(setup: TrainingSetup, layer: LayerShape) -> int:
     """Return the bytes of the scores of all heads: of all queries, or in float32 of a piece."""
-    shape, piece = setup.shape, setup.attention_piece
+    heads, piece = layer.heads.queries, setup.attention_piece
     if piece is None:
-        return setup.tokens * shape.num_heads * setup.length * setup.dtype_bytes
-    return setup.rows * shape.num_heads * piece * setup.length * FLOAT32
+        return setup.tokens * heads * setup.length * setup.dtype_bytes
+    return setup.rows * heads * piece * setup.length * FLOAT32
 
 
-def _trained(setup: TrainingSetup) -> list[_Linear]:
+def _trained(setup: TrainingSetup, layer: LayerShape) -> list[Linear]:
     """Return the linear layers that are trained, or that have adapters."""
-    linears = _linears(setup.shape)
+    linears = dict(layer.linears)
     keys = linears if setup.lora_keys is None or not setup.has_adapters else setup.lora_keys
-    return [linears[key] for key in dict.fromkeys(keys) if key in linears]
+    found = [linears[key] for key in dict.fromkeys(keys) if key in linears]
+    return [each for each in found if each.applied is None or not setup.has_adapters]
 
 
-def _linears(shape: ModelShape) -> dict[str, _Linear]:
-    """Return the linear layers of a decoder layer, by the keys that LoRA knows them by."""
-    h, f = shape.hidden_size, shape.intermediate_size
-    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    linears = {
-        "self_attn.q_proj": _Linear("attention", h, q),
-        "self_attn.k_proj": _Linear("attention", h, k),
-        "self_attn.v_proj": _Linear("attention", h, k),
-        "self_attn.o_proj": _Linear("values", q, h),
-    }
-    if not shape.num_experts:
-        return linears | {
-            "mlp.gate_proj": _Linear("mlp", h, f),
-            "mlp.up_proj": _Linear("mlp", h, f),
-            "mlp.down_proj": _Linear("product", f, h),
-        }
-    many = (shape.num_experts, shape.experts_per_token)
-    moe = "block_sparse_moe"
-    return linears | {
-        f"{moe}.gate": _Linear("mlp", h, shape.num_experts),
-        f"{moe}.switch_mlp.gate_proj": _Linear("experts", h, f, *many),
-        f"{moe}.switch_mlp.up_proj": _Linear("experts", h, f, *many),
-        f"{moe}.switch_mlp.down_proj": _Linear("product", f, h, *many),
-    }
-
-
-def _trained_parameters(setup: TrainingSetup) -> int:
+def _trained_parameters(setup: TrainingSetup, layer: LayerShape) -> int:
     if not setup.has_adapters:
-        return setup.shape.layer_parameters(0)
+        return layer.parameters
     has_magnitudes = setup.fine_tune_type == "dora"
     return sum(
         each.copies
         * (setup.lora_rank * (each.inputs + each.outputs) + has_magnitudes * each.outputs)
-        for each in _trained(setup)
+        for each in _trained(setup, layer)
     )

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.costmodel.layer_memory import FLOAT32, TrainingSetup, layer_memory
+from shardmlx.costmodel.layer_memory import FLOAT32, LayerMemory, TrainingSetup, layer_memory
 from shardmlx.costmodel.passing import FROZEN
 from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED, positions_of_piece
 from shardmlx.pipeline.actions import Action, Kind
@@ -87,14 +88,21 @@ class _Stage:
             ends.append(sizes.head)
         return ends
 
-    @property
-    def num_trained_layers(self) -> int:
-        return max(0, self.stop - max(self.start, self.setup.first_trained_layer))
+    def each_layer(self, start: int) -> list[LayerMemory]:
+        """Return what each layer from ``start`` takes."""
+        kinds = _kinds(self.setup)
+        return [kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
+
+    def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
+        """Return what layers ``start`` to ``stop`` take, those that are alike once."""
+        kinds = _kinds(self.setup)
+        return [kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
 
     @property
     def trained(self) -> list[int]:
         """Number of parameters of each trained layer and matrix."""
-        parameters = [layer_memory(self.setup).parameters] * self.num_trained_layers
+        lowest = max(self.start, self.setup.first_trained_layer)
+        parameters = [layer.parameters for layer in self.each_layer(lowest)]
         if self.setup.unfreeze_all:
             parameters += [round(end / self.setup.dtype_bytes) for end in self.ends]
         return parameters
@@ -105,10 +113,11 @@ class _Stage:
         return lowest < self.start
 
     @property
-    def num_backward_layers(self) -> int:
-        """Number of layers with a backward: a gradient for stages below passes through all."""
+    def first_backward(self) -> int:
+        """Lowest layer with a backward: a gradient for stages below passes through all."""
         passes_all = self.has_input_gradient or self.setup.unfreeze_all
-        return self.stop - self.start if passes_all else self.num_trained_layers
+        lowest = self.start if passes_all else max(self.start, self.setup.first_trained_layer)
+        return min(lowest, self.stop)
 
     @property
     def tied(self) -> float:
@@ -117,6 +126,12 @@ class _Stage:
             return 0.0
         copies = 1 + _states(self.setup) if self.setup.unfreeze_all else 1
         return self.setup.weight_sizes.embedding * copies
+
+
+@lru_cache(maxsize=64)
+def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
+    """Return what a layer of each kind takes: planning asks this of many stages of one setup."""
+    return tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
 
 
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
@@ -177,8 +192,8 @@ def _loss_piece(stage: _Stage) -> int:
 
 def _held(stage: _Stage) -> tuple[int, int]:
     """Return the bytes that a micro-batch holds from F to I, and from I to W."""
-    setup, message, live = stage.setup, stage.setup.message, stage.num_backward_layers
-    layer, logits = layer_memory(setup), _logits(stage)
+    setup, message, live = stage.setup, stage.setup.message, stage.each_layer(stage.first_backward)
+    logits = _logits(stage)
     if not live and not stage.trained:
         return 0, 0
     # Beyond the layers: the input of the last norm; elsewhere the buffer for the gradient to come.
@@ -189,11 +204,11 @@ def _held(stage: _Stage) -> tuple[int, int]:
     if live and setup.attention_piece is None:
         after_forward += setup.masks * setup.length**2
     if not setup.grad_checkpoint:
-        after_forward += live * layer.after_forward
-        after_input += live * layer.after_input
+        after_forward += sum(layer.after_forward for layer in live)
+        after_input += sum(layer.after_input for layer in live)
     elif live:
         # The inputs of layers, and their last output, which on the last stage is the norm's input.
-        after_forward += message * (live + (not stage.is_last))
+        after_forward += message * (len(live) + (not stage.is_last))
     if stage.is_last and setup.unfreeze_all:
         after_forward += 2 * message
         after_input += logits + 3 * message
@@ -205,22 +220,29 @@ def _passing(stage: _Stage, held: int) -> tuple[float, float]:
 
     ``held`` are those that F leaves behind.
     """
-    setup, live, layer = stage.setup, stage.num_backward_layers, layer_memory(stage.setup)
-    logits = _logits(stage)
-    sizes = layer.forward_sizes._replace(logits=logits)
-    loss = float(_loss_piece(stage))
+    setup, logits, loss = stage.setup, _logits(stage), float(_loss_piece(stage))
+    lowest = stage.first_backward
+    frozen, live = stage.each_kind(stage.start, lowest), stage.each_kind(lowest, stage.stop)
+    # A forward that keeps nothing: the lm_head's moment is the last of them.
+    moments = FROZEN[:1] if live else FROZEN
+    passing = [
+        moment.nbytes(layer.forward_sizes._replace(logits=logits))
+        for layer in frozen
+        for moment in moments
+    ]
     if not live:
-        return max(loss, *(moment.nbytes(sizes) for moment in FROZEN)), 0.0
-    forward = max(loss, *(moment.nbytes(sizes) for moment in layer.forward))
-    if live < stage.stop - stage.start:
-        # Layers without a backward run before anything is held.
-        forward = max(forward, FROZEN[0].nbytes(sizes) - held)
+        return max(loss, *passing), 0.0
+    forward, backward = [loss, *(each - held for each in passing)], [0.0]
     with_weights = setup.grad_checkpoint or not stage.has_input_gradient
-    sizes = layer.backward_sizes._replace(
-        logits=logits, gradients=FLOAT32 * layer.parameters * with_weights
-    )
-    again = layer.after_forward if setup.grad_checkpoint else 0
-    return forward, again + max(moment.nbytes(sizes) for moment in layer.backward)
+    for layer in live:
+        sizes = layer.forward_sizes._replace(logits=logits)
+        forward += [moment.nbytes(sizes) for moment in layer.forward]
+        sizes = layer.backward_sizes._replace(
+            logits=logits, gradients=FLOAT32 * layer.parameters * with_weights
+        )
+        again = layer.after_forward if setup.grad_checkpoint else 0
+        backward += [again + moment.nbytes(sizes) for moment in layer.backward]
+    return max(forward), max(backward)
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:

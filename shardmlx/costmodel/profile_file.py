@@ -138,11 +138,18 @@ def work_of(
         trained["unfreeze_all"] = fine_tune.unfreeze_all
     else:
         trained["lora_parameters"] = json.loads(json.dumps(dict(fine_tune.lora_parameters)))
-    sizes = asdict(shape)
-    for each in ("num_layers", "windows"):
-        del sizes[each]
+    layer = shape.kinds[0]
     return {
-        **sizes,
+        "model_type": shape.model_type,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "tied": shape.tied,
+        "intermediate_size": layer.width,
+        "num_heads": layer.heads.queries,
+        "num_kv_heads": layer.heads.keys,
+        "head_dim": layer.heads.key_dim,
+        "num_experts": layer.experts,
+        "experts_per_token": layer.experts_per_token,
         "dtype": dtype,
         "quantization": _quantisation(quantization),
         "optimizer": fine_tune.optimizer,

@@ -140,7 +140,7 @@ class Speed:
         """
         tokens = rows * length
         layers = [
-            self._pass_of(self.shape.layer_flops(layer, length) * tokens, layer)
+            self._pass_of(self.shape.layer(layer).flops(length) * tokens, layer)
             for layer in range(self.shape.num_layers)
         ]
         head = self._pass_of(self.shape.head_flops() * tokens, self.shape.num_layers - 1)

@@ -16,7 +16,7 @@ from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, Speed
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
-from shardmlx.modelfiles.parts import Part, inspect_files
+from shardmlx.modelfiles.parts import Inspection, Part, inspect_files
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
@@ -73,6 +73,13 @@ class Workload(ModelSizes):
             raise UserError(
                 f"--num-layers {self.fine_tune.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
+            )
+        chunk = self.batch.attention_chunk
+        if isinstance(chunk, int) and not self.shape.family.takes_pieces:
+            raise UserError(
+                f"--attention-chunk {chunk}: the attention of {self.shape.model_type} models adds "
+                "to its scores, and cannot be computed in pieces",
+                "leave it out",
             )
         is_full = self.fine_tune.train and self.fine_tune.is_full
         if is_full and self.quantization is not None:
@@ -174,7 +181,7 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
             _held(inspection.embedding, dtype),
             _held(inspection.head, dtype),
         ),
-        dtype=dtype or activation_dtype(inspection.head),
+        dtype=dtype or activation_dtype(inspection),
         quantization=files.config.get("quantization"),
     )
 
@@ -185,9 +192,11 @@ def _has_first_moment(fine_tune: FineTune) -> bool:
     return fine_tune.optimizer == "adafactor" and settings.get("beta_1") is not None
 
 
-def activation_dtype(head: Part) -> str:
+def activation_dtype(inspection: Inspection) -> str:
     """Return the type that activations are computed in: the final norm is never quantised."""
-    stored = next((t.place.dtype for t in head.tensors if t.name == "model.norm.weight"), "none")
+    norm = "model.norm" if inspection.shape is None else inspection.shape.norm_path
+    tensors = inspection.head.tensors
+    stored = next((t.place.dtype for t in tensors if t.name == f"{norm}.weight"), "none")
     if stored not in DTYPES:
         raise UserError(
             f"the weights are stored as {stored}", "use --dtype float32, bfloat16 or float16"

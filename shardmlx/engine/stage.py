@@ -47,7 +47,9 @@ from shardmlx.pipeline.lowering import gradient_kinds
 
 def layer_of(name: str) -> str:
     """Return a parameter's layer, ``model.layers.12``, or its matrix at an end of the model."""
-    return ".".join(name.split(".")[:3])
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 2)
+    return ".".join(parts[: number + 1])
 
 
 @dataclass(slots=True)

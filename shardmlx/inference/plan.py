@@ -26,14 +26,10 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.models.traits import TRAITS
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import make_mesh
-
-CHOOSE_CACHES = frozenset(name for name, traits in TRAITS.items() if traits.is_llama_like)
-"""Families that choose their own caches, in mlx-lm too, so that ``--max-kv-size`` does nothing."""
 
 STEP_TOKENS = 20
 """Tokens of a prompt that take as long as a decode step of a group, which reads all weights too;
@@ -90,7 +86,7 @@ def plan_inference(
     ``UserError`` where the stage map does not fit the ranks, or the sequences not the memory.
     """
     size = cluster.size
-    limit = None if sizes.shape.model_type in CHOOSE_CACHES else config.max_kv_size
+    limit = None if sizes.shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     # mlx-lm cannot merge rotating caches, which keep the first tokens of a sequence.
     groups = most if limit is not None else min(size, most)
@@ -226,7 +222,7 @@ def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
     answer = 0.0
     if load.sequences > 1:
         answer = load.answer * max(1.0, STEP_TOKENS / rows)
-    flops = (shape.layer_flops(i, load.context) for i in range(shape.num_layers))
+    flops = (shape.layer(i).flops(load.context) for i in range(shape.num_layers))
     tokens = load.prompt + answer
     return LayerCosts(
         tuple(each * tokens for each in flops), head=shape.head_flops() * (1 + answer)

@@ -24,7 +24,6 @@ from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import (
-    CHOOSE_CACHES,
     InferencePlan,
     Load,
     plan_inference,
@@ -145,7 +144,7 @@ def _prepare(
         partial(_build, config, opened, *plan.stage_map.partition.ranges[transport.rank]),
     )
     reporter.say(_headline(config, plan))
-    if config.max_kv_size is not None and opened.shape.model_type in CHOOSE_CACHES:
+    if config.max_kv_size is not None and opened.shape.chooses_caches:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
             f"{opened.shape.model_type} choose their caches themselves, in mlx-lm too"

@@ -17,7 +17,8 @@ from mlx_lm.utils import get_total_parameters, load_model
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.modelfiles.safetensors_header import check_model_files
-from shardmlx.models.shape import read_config
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.decoder import find_parts
 from shardmlx.models.slice import Slice
 
 
@@ -105,9 +106,10 @@ def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
         for layer in layers[-max(fine_tune.num_layers, 0) :]:
             layer.unfreeze()
         if fine_tune.unfreeze_all:
-            for module in (model.model.embed_tokens, model.model.norm, model.get("lm_head")):
-                if module is not None:
-                    module.unfreeze()
+            parts = find_parts(model)
+            ends = (*parts.norms, *parts.heads)
+            for module in (parts.body[parts.embedding_name], *map(parts.module, ends)):
+                module.unfreeze()
         return
     try:
         linear_to_lora_layers(

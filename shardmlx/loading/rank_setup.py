@@ -25,7 +25,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.loading.allocator import find_budgets
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
-from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0

@@ -32,7 +32,7 @@ from shardmlx.modelfiles.sources import (
     SingleFile,
     Source,
 )
-from shardmlx.models.shape import parse_config
+from shardmlx.models.config_reader import parse_config
 
 
 @dataclass(frozen=True, slots=True)

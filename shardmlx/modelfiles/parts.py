@@ -13,7 +13,9 @@ from typing import Any
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
-from shardmlx.models.shape import MOST_LAYERS, SUPPORTED, ModelShape
+from shardmlx.models.config_reader import MOST_LAYERS
+from shardmlx.models.registry import FAMILIES
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
     QUANTISED_PARTS,
     Module,
@@ -30,7 +32,7 @@ EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
 
 _LAYER = re.compile(r"(?:^|[.:])layers\.(\d+)\.")
-_HEAD = re.compile(r"(?:^|:)(?:lm_head|model\.norm)\.")
+_HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
 _FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
 
 
@@ -172,7 +174,7 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
 
 def is_supported(model_type: Any) -> bool:
     """Return whether a family can be cut into stages."""
-    return isinstance(model_type, str) and model_type in SUPPORTED
+    return isinstance(model_type, str) and model_type in FAMILIES
 
 
 def part_of(name: str, shape: ModelShape | None) -> str | int:
@@ -184,9 +186,10 @@ def part_of(name: str, shape: ModelShape | None) -> str | int:
         # Python converts no number of thousands of digits.
         is_layer = len(match[1]) <= len(str(count)) and int(match[1]) < count
         return int(match[1]) if is_layer else OTHER
-    if "embed_tokens." in name:
+    ends = () if shape is None else (f"{shape.norm_path}.", f"{shape.head_path}.")
+    if "embed_tokens." in name or (shape and name.startswith(f"{shape.embedding_path}.")):
         return EMBEDDING
-    if _HEAD.search(name):
+    if _HEAD.search(name) or name.startswith(ends):
         return HEAD
     return OTHER
 
@@ -224,8 +227,8 @@ def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, 
     """Return the last axis of each module's weight before it is packed, in a known family."""
     if shape is None:
         return {}
-    family = modules(shape, separate_experts=has_separate_experts(tensors))
-    return {path: module.weight[-1] for path, module in family.items()}
+    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+    return {path: module.weight[-1] for path, module in family.items() if module.is_quantisable}
 
 
 def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:

@@ -20,6 +20,7 @@ from shardmlx.models.tensors import (
     has_separate_experts,
     infer_quantisation,
     is_dropped,
+    is_stored_otherwise,
     modules,
     read_quantisation,
 )
@@ -108,6 +109,11 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
         return f"tensors not compared: {why}"
     if method is not None and "quantization" not in files.config:
         return f"tensors not compared: quantised by {method}, not by mlx-lm"
+    if is_stored_otherwise(files.tensors, shape):
+        return (
+            f"tensors not compared: Hugging Face stores {shape.model_type} otherwise than mlx-lm, "
+            "which cuts or joins some as it loads"
+        )
     found = list(_differences(files, shape))
     faults += found[:_SHOWN]
     if len(found) > _SHOWN:
@@ -117,7 +123,7 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
 
 def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
     tensors = files.tensors
-    family = modules(shape, separate_experts=has_separate_experts(tensors))
+    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
     config = read_quantisation(files.config)
 
     def quantised(path: str, module: Module) -> Quantisation | None:

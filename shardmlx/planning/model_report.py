@@ -64,12 +64,17 @@ def _family(inspection: Inspection) -> str:
     shape = inspection.shape
     if shape is None:
         return ""
-    experts = (
-        f", {shape.experts_per_token} of {shape.num_experts} experts" if shape.num_experts else ""
-    )
+    widest = max(shape.kinds, key=lambda layer: layer.parameters)
+    experts = ""
+    if widest.experts:
+        active = f"{shape.active_parameters() / 1e9:.1f}B of {shape.parameters() / 1e9:.1f}B"
+        experts = (
+            f", {widest.experts_per_token} of {widest.experts} experts, a token uses {active} "
+            "parameters"
+        )
     return (
         f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"ffn {shape.intermediate_size}, {shape.num_heads}/{shape.num_kv_heads} heads, "
+        f"ffn {widest.width}, {widest.heads.queries}/{widest.heads.keys} heads, "
         f"vocabulary {shape.vocab_size}{experts}, {'tied' if shape.tied else 'untied'} head"
     )
 

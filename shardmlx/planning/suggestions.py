@@ -95,7 +95,7 @@ def quantised(workload: Workload) -> Workload | None:
     """Return the same work on weights of 4 bits; None if they are not of full width now."""
     shape, sizes = workload.shape, workload.weight_sizes
     width = DTYPE_BYTES[workload.dtype]
-    if sizes.layers[0] < width * shape.layer_parameters(0):
+    if sizes.layers[0] < width * shape.layer(0).parameters:
         return None
     factor = QUANTISED_BITS / (8 * width)
     packed = LayerCosts(

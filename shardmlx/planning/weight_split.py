@@ -165,7 +165,7 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
     setup = GenerationSetup(
         shape=shape,
         weight_sizes=_stored_sizes(inspection),
-        dtype_bytes=DTYPE_BYTES[activation_dtype(inspection.head)],
+        dtype_bytes=DTYPE_BYTES[activation_dtype(inspection)],
         sequences=generation.sequences,
         context=generation.context,
     )

@@ -20,6 +20,7 @@ from shardmlx.costmodel.memory_limits import (
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import OpenedModel, PlanInputs
+from shardmlx.models.family import Family
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
@@ -34,12 +35,9 @@ def make_plan(
 ) -> tuple[Plan, list[Slice]]:
     """Return the plan, and all stages' slices of ``model``: unread, so that knowing them costs
     nothing. Raises ``UserError`` where the run cannot be laid out so."""
-    if run.batch.pack and not can_pack(opened.config):
-        raise UserError(
-            "--pack: the model's rotary embeddings are of type dynamic, and change with the length "
-            "of the row",
-            "train without --pack",
-        )
+    fault = packing_fault(opened.config, opened.shape.family)
+    if run.batch.pack and fault is not None:
+        raise UserError(f"--pack: {fault}", "train without --pack")
     try:
         plan = lay_out(run, inputs.sizes, inputs.stage_map, inputs.cluster)
     except DoesNotFitError as error:
@@ -68,11 +66,17 @@ def of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def can_pack(model_config: Mapping[str, Any]) -> bool:
-    """Tell whether packed rows have the same loss: not where rotary embeddings depend on the length
-    of the row."""
+def packing_fault(model_config: Mapping[str, Any], family: Family) -> str | None:
+    """Return why packed rows would not have the same loss, None where they have."""
     rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    return "dynamic" not in (rope.get("type"), rope.get("rope_type"))
+    if "dynamic" in (rope.get("type"), rope.get("rope_type")):
+        return (
+            "the model's rotary embeddings are of type dynamic, and change with the length of the "
+            "row"
+        )
+    if not family.takes_packed:
+        return "the model's layers take a position in the row for one in the sequence"
+    return None
 
 
 def choose_plan(
@@ -92,7 +96,7 @@ def choose_plan(
         cluster=inputs.cluster,
         budgets=inputs.budgets,
         lengths=lengths,
-        can_pack=can_pack(opened.config),
+        can_pack=packing_fault(opened.config, opened.shape.family) is None,
     )
     choice = choose(run, facts)
     if choice is None:

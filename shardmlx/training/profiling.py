@@ -38,9 +38,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
+from shardmlx.errors import UserError
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import read_quantisation
 from shardmlx.training.planned_run import optimizer_of
@@ -250,6 +252,13 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
     files = open_model(options.model, options.revision)
+    shape = ModelShape.from_config(files.config)
+    if shape.is_mixed:
+        raise UserError(
+            f"{options.model}: the layers of a {shape.model_type} model are not all alike, and "
+            "profile measures one for all",
+            "plan without --profile: times then follow from FLOPs",
+        )
     return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, Savings
 from shardmlx.distributed.transport import Transport
@@ -21,15 +22,15 @@ from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage, build_stages
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
+from shardmlx.models.tensors import is_dropped
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
 
 VOCABULARY = 97
-MODULES = {"mistral": "llama"}
-"""Families that mlx-lm implements in the module of another."""
 
 _ROPE = {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 _OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
@@ -64,10 +65,14 @@ def tiny_config(
 
 def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
     """mlx-lm's model of a configuration, quantised if that says so, with random weights."""
-    family = config["model_type"]
-    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(family, family)}")
+    kind, args = _get_classes(dict(config))
     mx.random.seed(seed)
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(config)))
+    model: nn.Module = kind(args.from_dict(deepcopy(dict(config))))
+    if hasattr(model, "sanitize"):
+        # Of some families mlx-lm looks at the tensors to know whether there is an lm_head.
+        shape, weights = ModelShape.from_config(config), tree_flatten(model.parameters())
+        kept = {name: array for name, array in weights if not is_dropped(name, shape)}
+        assert set(model.sanitize(dict(kept))) == set(kept)
     if (quantisation := config.get("quantization")) is not None:
         nn.quantize(model, **quantisation)
     mx.eval(model.parameters())

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import ministral3, mistral4
 
 from shardmlx import compat
 
@@ -147,14 +148,20 @@ def test_a_dropout_tells_how_much_it_keeps() -> None:
         assert compat.keep_probability(nn.Dropout(0.0)) == 1
 
 
-def test_queries_of_ministral3_are_scaled_by_position() -> None:
-    with contract(compat.query_scale, "mlx-lm"):
-        expected = 1 + 0.1 * np.log(1 + np.floor(np.arange(6, 10) / 4))
-        assert np.allclose(compat.query_scale(4, 6, 0.1, 4), expected[:, None])
-        # And, as packed rows need it, at positions of any order.
-        positions = mx.array([9, 6])
-        scale = compat.query_scale(1, positions, 0.1, 4)
-        assert np.allclose(scale.reshape(-1), expected[[3, 0]])
+@pytest.mark.parametrize("body", [ministral3.LanguageModel, mistral4.Mistral4Model])
+def test_queries_are_scaled_by_positions_of_any_order(body: type[nn.Module]) -> None:
+    with contract(compat.follow_positions, "mlx-lm"):
+        model: Any = nn.Module()
+        model.__class__ = body
+        factors = body.__call__.__globals__["_get_llama_4_attn_scale"]
+        expected = 1 + 0.1 * np.log(1 + np.floor(np.arange(10) / 4))
+        assert np.allclose(factors(4, 6, 0.1, 4), expected[6:, None])
+        given: list[mx.array | None] = [None, mx.array([9, 6])]
+        compat.follow_positions(model, lambda: given.pop(0))
+        ours = type(model).__call__.__globals__["_get_llama_4_attn_scale"]
+        assert ours is not factors
+        assert np.allclose(ours(4, 6, 0.1, 4), expected[6:, None])
+        assert np.allclose(ours(4, 6, 0.1, 4), expected[[9, 6], None])
 
 
 def test_a_module_may_call_another_attention() -> None:

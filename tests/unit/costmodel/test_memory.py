@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FULL, NO_SAVINGS, Savings
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
-from shardmlx.costmodel.layer_memory import layer_memory
+from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.memory import (
     StageMemory,
     TrainingSetup,
@@ -27,18 +27,17 @@ from shardmlx.pipeline.actions import Action, Grid, Kind, parse_grid
 from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
 
-SHAPE = ModelShape(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    vocab_size=100,
-    tied=False,
-    windows=(None,) * 4,
-)
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 100,
+    "tie_word_embeddings": False,
+}
+SHAPE = ModelShape.from_config(CONFIG)
 # q, k, v, o; gate, up, down; two norms.
 LAYER = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8
 
@@ -49,7 +48,7 @@ def setup(shape: ModelShape = SHAPE, **changes: Any) -> TrainingSetup:
     """Micro-batches of one row of 10 tokens, float32, on Metal."""
     size = changes.get("dtype_bytes", 4)
     sizes = LayerCosts(
-        tuple(shape.layer_parameters(i) * float(size) for i in range(shape.num_layers)),
+        tuple(shape.layer(i).parameters * float(size) for i in range(shape.num_layers)),
         shape.embedding_parameters() * float(size),
         shape.head_parameters() * float(size),
     )
@@ -84,8 +83,12 @@ def actions(text: str) -> tuple[Action, ...]:
 # What a layer holds, in floats a token.
 
 
+def memory_of_layer(made: TrainingSetup) -> LayerMemory:
+    return layer_memory(made, made.shape.layer(0))
+
+
 def test_a_layer_of_a_full_fine_tune_holds_the_inputs_of_every_gradient() -> None:
-    layer = layer_memory(setup())
+    layer = memory_of_layer(setup())
     residuals_and_norms = 4 * 8
     queries_keys_values_and_output = 8 + 4 + 4 + 8
     probabilities = 2 * 10
@@ -98,12 +101,12 @@ def test_a_layer_of_a_full_fine_tune_holds_the_inputs_of_every_gradient() -> Non
 def test_after_the_input_gradient_it_holds_both_factors_of_every_weight_gradient() -> None:
     inputs = 8 + 8 + 8 + 16  # of q, k and v; of o; of gate and up; of down
     gradients = 8 + 4 + 4 + 8 + 16 + 16 + 8
-    assert layer_memory(setup()).after_input == 4 * 10 * (inputs + gradients)
+    assert memory_of_layer(setup()).after_input == 4 * 10 * (inputs + gradients)
 
 
 def test_adapters_hold_only_what_their_own_gradients_need() -> None:
     keys = ("self_attn.q_proj", "self_attn.v_proj")
-    layer = layer_memory(setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys))
+    layer = memory_of_layer(setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys))
     assert layer.parameters == 2 * (8 + 8) + 2 * (8 + 4)
     shared_input, outputs, low_rank = 8, 8 + 4, 2 * 2
     assert layer.after_input == 4 * 10 * (shared_input + outputs + 2 * low_rank)
@@ -117,7 +120,7 @@ def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compi
     copies: int, changes: Mapping[str, Any]
 ) -> None:
     keys = ("self_attn.q_proj", "self_attn.v_proj")
-    layer = layer_memory(
+    layer = memory_of_layer(
         setup(fine_tune_type="lora", lora_rank=2, lora_keys=keys, dtype_bytes=2, **changes)
     )
     inputs, outputs, low_rank = copies * 8, 8 + 4, 2 * 2
@@ -125,10 +128,10 @@ def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compi
 
 
 def test_experts_hold_what_each_token_passes_through() -> None:
-    dense = layer_memory(setup())
-    experts = layer_memory(
-        setup(replace(SHAPE, model_type="mixtral", num_experts=8, experts_per_token=2))
-    )
+    dense = memory_of_layer(setup())
+    config = {**CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2}
+    shape = ModelShape.from_config({**config, "model_type": "mixtral"})
+    experts = memory_of_layer(setup(shape))
     second_expert = 5 * 16
     sorted_inputs, answers = 2 * 8, 2 * 8
     assert experts.after_forward - dense.after_forward == 4 * 10 * (
@@ -327,7 +330,8 @@ def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
     generating = GenerationSetup(
         shape=SHAPE, weight_sizes=setup().weight_sizes, dtype_bytes=2, sequences=3, context=1
     )
-    windows = replace(SHAPE, windows=(None, 5, 5, None))
+    kinds = ["full_attention" if i in (0, 3) else "sliding_attention" for i in range(4)]
+    windows = ModelShape.from_config({**CONFIG, "layer_types": kinds, "sliding_window": 5})
 
     def grows(shape: ModelShape, start: int, stop: int) -> int:
         short, long = (

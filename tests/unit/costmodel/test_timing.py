@@ -54,7 +54,7 @@ def test_speed_counts_the_flops_of_every_pass_that_is_needed() -> None:
     shape = ModelShape.from_config(tiny_config(layers=4))
     speed = Speed(shape=shape, flops=1e6, first_trained=2, trains_weights=True)
     seconds = speed.seconds(2, 10)
-    once = 20 * shape.layer_flops(0, 10) / 1e6
+    once = 20 * shape.layer(0).flops(10) / 1e6
     assert seconds.layers[1] == Seconds(once)
     assert seconds.layers[2] == Seconds(once, once, once)
     head = 20 * shape.head_flops() / 1e6

@@ -11,7 +11,7 @@ import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.stage import Stage
+from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
 from shardmlx.models.slice import Slice
 from tests.helpers.checkpoints import Bytes, as_bytes
@@ -168,3 +168,13 @@ def test_what_makes_no_optimizer_is_named(
     with pytest.raises(UserError) as refused:
         build_optimizer("adam", 1e-3, schedule, settings)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_layer_of_a_text_model_in_a_wrapper_is_one_layer_too(prefix: str) -> None:
+    names = ["layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.bias", "layers.11.norm.weight"]
+    assert [layer_of(f"{prefix}model.{name}") for name in names] == [
+        f"{prefix}model.layers.1",
+        f"{prefix}model.layers.1",
+        f"{prefix}model.layers.11",
+    ]

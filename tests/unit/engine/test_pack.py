@@ -13,7 +13,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pack, split
-from shardmlx.models.families import FAMILIES
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
@@ -140,7 +139,7 @@ SPECIAL = {"llama": WINDOWS, "ministral3": WINDOWS}
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3"])
 def test_a_packed_step_is_the_step_of_its_rows(
     family: str, dropout: float, checkpoint: bool
 ) -> None:

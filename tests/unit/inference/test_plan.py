@@ -14,18 +14,15 @@ from shardmlx.costmodel.memory_limits import budgets_of
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import (
-    CHOOSE_CACHES,
     InferencePlan,
     Load,
     plan_inference,
     planned_memory,
 )
-from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
-from tests.helpers.models_and_batches import tiny_config, tiny_model
+from tests.helpers.models_and_batches import tiny_config
 
 LAYERS = 8
 MB = 1 << 20
@@ -93,19 +90,13 @@ def test_on_a_cpu_chunks_are_small_since_their_scores_are_held(ranks: int) -> No
         planned_memory(each, workload(), "cpu")[0].peak
         for each in (made(), made(prefill_step_size=1024))
     ]
-    heads = workload().shape.num_heads
+    heads = workload().shape.layer(0).heads.queries
     assert peaks[1] - peaks[0] > 2 * 4 * heads * (1024 - 128) * 8100
 
 
 def test_limited_caches_are_not_merged() -> None:
     assert plan(MANY, ROOM, ROOM, family="qwen2", max_kv_size=64, batch_size=6).groups == 6
     assert plan(MANY, ROOM, ROOM, max_kv_size=64, batch_size=6).max_kv_size is None
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_which_families_choose_their_caches(family: str) -> None:
-    part = Slice(tiny_model(family, layers=2), 0, 2)
-    assert part.chooses_caches == (family in CHOOSE_CACHES)
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:

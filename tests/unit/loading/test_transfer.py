@@ -26,7 +26,8 @@ from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.manifest import read_model_manifest
 from shardmlx.modelfiles.sources import RECORD
-from shardmlx.models.shape import ModelShape, read_config
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 

@@ -12,8 +12,8 @@ import pytest
 from shardmlx.inspect import main
 from shardmlx.modelfiles.model_files import find_source, read_model
 from shardmlx.modelfiles.verify import Verification, verify
-from shardmlx.models.shape import SUPPORTED
 from tests.helpers.fake_models import TINY, Tensors, adapters, dump, model_files, tensors_of, write
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hub_server import File, text_file
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
@@ -38,10 +38,10 @@ def model(path: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("quantisation", [None, {"bits": 4, "group_size": 32}])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_what_mlx_writes_is_sound(family: str, quantisation: Any, tmp_path: Path) -> None:
     extra = {} if quantisation is None else {"quantization": quantisation}
-    save_model_directory(tmp_path, tiny_config(family, layers=2, **extra))
+    save_model_directory(tmp_path, CONFIGS[family] | extra)
     assert verified(tmp_path) == Verification(
         faults=(),
         checked=(
@@ -66,6 +66,33 @@ def test_a_mixtral_with_single_experts_is_sound(tmp_path: Path) -> None:
                     single = f"model.layers.0.block_sparse_moe.experts.{expert}.{letter}.weight"
                     tensors[single] = (dtype, shape[1:], nbytes // shape[0])
     assert faults(write(tmp_path, model_files(config, tensors=tensors))) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj.weight"),
+        ("kimi_k25", "language_model.model.layers.0.self_attn.kv_b_proj.weight"),
+        ("granitemoe", "model.layers.0.block_sparse_moe.input_linear.weight"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_blocks"),
+    ],
+)
+def test_what_mlx_lm_cuts_or_joins_as_it_loads_is_not_compared(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    files = model_files(CONFIGS[family], tensors={name: ("BF16", [2, 64], 256)})
+    found = verified(write(tmp_path, files))
+    assert found.faults == ()
+    assert (
+        f"tensors not compared: Hugging Face stores {family} otherwise than mlx-lm, which cuts or "
+        "joins some as it loads"
+    ) in found.checked
+
+
+def test_layers_after_the_last_are_passed_over_where_mlx_lm_does(tmp_path: Path) -> None:
+    further = {"model.layers.4.eh_proj.weight": ("BF16", [64, 32], 4096)}
+    assert faults(model(tmp_path / "glm", CONFIGS["glm4_moe"], **further)) == []
+    assert len(faults(model(tmp_path / "qwen", CONFIGS["qwen3_moe"], **further))) == 1
 
 
 def test_what_mlx_lm_passes_over_is_no_fault(tmp_path: Path) -> None:
@@ -212,9 +239,9 @@ def test_adapters_are_pairs_of_the_rank_that_they_claim(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    other = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "gemma"})}
-    assert "tensors not compared: family 'gemma' is not supported" in (
-        verified(write(tmp_path / "gemma", other)).checked
+    other = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "jamba"})}
+    assert "tensors not compared: family 'jamba' is not supported" in (
+        verified(write(tmp_path / "jamba", other)).checked
     )
     packed = TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     gptq = model_files(TINY) | {"config.json": text_file(packed)}

@@ -86,6 +86,37 @@ def test_so_they_are_in_a_row_of_several_sequences(
         assert difference(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 67])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) -> None:
+    """Of a size that decides much, and little; MLX's own kernel says the same of the output."""
+    sight = Sight(chunk, window)
+    *given, cotangent = arrays()
+    sinks = mx.linspace(-3, 6, HEADS)
+    mask = mx.array(packed(LENGTH).mask(window))
+
+    def whole_with(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> mx.array:
+        keys = mx.repeat(k, HEADS // GROUPS, axis=1)
+        scores = mx.where(mask, SCALE * q @ keys.swapaxes(-1, -2), -mx.inf)
+        column = mx.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        shares = mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+        out: mx.array = shares @ mx.repeat(v, HEADS // GROUPS, axis=1)
+        return out
+
+    def pieces_with(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> mx.array:
+        return attention_in_pieces(q, k, v, SCALE, sight, sinks)
+
+    ours = results(pieces_with, [*given, sinks, cotangent])
+    theirs = results(whole_with, [*given, sinks, cotangent])
+    assert ours[-1].shape == (HEADS,)
+    assert mx.abs(ours[-1]).min() > 1e-3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert difference(mine, other) < 1e-6
+    q, k, v = given
+    kernel = mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask, sinks=sinks)
+    assert difference(ours[0], kernel) < 1e-6
+
+
 def test_half_precision_is_as_near_as_mlx_itself() -> None:
     """Both round; neither is farther from the float32 result than rounding accounts for."""
     sight = Sight(16)

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.models.shape import SUPPORTED, ModelShape, read_config
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.shape import ModelShape
+from tests.helpers.models_and_batches import tiny_config
+
+SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -85,7 +89,7 @@ def test_parameters_are_counted_as_mlx_lm_builds_them(config: dict[str, Any]) ->
     def total(*prefixes: str) -> int:
         return sum(size for name, size in sizes.items() if name.startswith(prefixes))
 
-    assert [shape.layer_parameters(i) for i in range(shape.num_layers)] == [
+    assert [shape.layer(i).parameters for i in range(shape.num_layers)] == [
         total(f"model.layers.{i}.") for i in range(len(model.layers))
     ]
     assert shape.embedding_parameters() == total("model.embed_tokens.")
@@ -105,16 +109,16 @@ def test_a_layer_costs_its_matrix_products_and_its_causal_attention() -> None:
     projections = 32 * 32 + 32 * 16 + 32 * 16 + 32 * 32  # q, k, v, o
     attention = 2 * 32 * (1 + 2 + 3 + 4) / 4  # scores and values over the tokens seen
     mlp = 3 * 32 * 48
-    assert shape.layer_flops(0, 4) == 2 * (projections + attention + mlp)
+    assert shape.layer(0).flops(4) == 2 * (projections + attention + mlp)
     assert shape.head_flops() == 2 * 32 * 64
 
 
 def test_a_sliding_layer_sees_no_more_than_its_window() -> None:
     shape = ModelShape.from_config(configuration("llama", **SLIDING))
     seen_less = (36 - (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)) / 8
-    assert shape.layer_flops(1, 8) == shape.layer_flops(0, 8) + seen_less
+    assert shape.layer(1).flops(8) == shape.layer(0).flops(8) + seen_less
     full, sliding = (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10) / 10, (36 + 8 + 8) / 10
-    difference = shape.layer_flops(0, 10) - shape.layer_flops(1, 10)
+    difference = shape.layer(0).flops(10) - shape.layer(1).flops(10)
     assert difference == pytest.approx(2 * 2 * 32 * (full - sliding))
 
 
@@ -122,12 +126,12 @@ def test_a_token_pays_for_its_experts_and_the_router() -> None:
     sparse = ModelShape.from_config(configuration("mixtral"))
     dense = ModelShape.from_config(configuration("llama"))
     expert, router = 2 * 3 * 32 * 48, 2 * 32 * 4
-    assert sparse.layer_flops(0, 4) == dense.layer_flops(0, 4) + expert + router
+    assert sparse.layer(0).flops(4) == dense.layer(0).flops(4) + expert + router
 
 
 def test_mistral_7b_costs_about_two_flops_a_parameter() -> None:
     shape = ModelShape.from_config(MISTRAL_7B)
-    flops = sum(shape.layer_flops(i, 1) for i in range(32)) + shape.head_flops()
+    flops = sum(shape.layer(i).flops(1) for i in range(32)) + shape.head_flops()
     assert flops == pytest.approx(2 * (shape.parameters() - 32768 * 4096), rel=1e-3)
 
 
@@ -143,7 +147,7 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported: use a model of type mis"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: use a model of type "),
         ({"model_type": None}, "model_type None is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a whole number above 0"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers is 1180591620717411303424: give at most"),
@@ -173,6 +177,7 @@ def test_a_missing_field_is_named() -> None:
     del config["tie_word_embeddings"]
     with pytest.raises(UserError, match="tie_word_embeddings is missing: it must be true or false"):
         ModelShape.from_config(config)
+    config = configuration("llama")
     del config["vocab_size"]
     with pytest.raises(UserError, match="vocab_size is missing"):
         ModelShape.from_config(config)
@@ -212,3 +217,17 @@ def test_a_missing_or_broken_config_is_named(
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist: check --model"):
         read_config(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text_type", "expected"),
+    [("mistral", "llama"), ("ministral3", "ministral3"), ("qwen2", "llama"), (["x"], "llama")],
+)
+def test_the_text_model_in_a_wrapper_is_the_one_mlx_lm_builds(
+    text_type: Any, expected: str
+) -> None:
+    text = {**tiny_config(), "model_type": text_type}
+    del text["tie_word_embeddings"]
+    shape = ModelShape.from_config({"model_type": "mistral3", "text_config": text})
+    assert (shape.model_type, shape.text_type, shape.tied) == ("mistral3", expected, False)
+    assert not shape.chooses_caches

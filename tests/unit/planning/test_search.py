@@ -193,7 +193,7 @@ def test_a_step_on_one_machine_is_its_flops_at_its_speed(model: Path) -> None:
     workload = work(model)
     choice = choose(workload, macs((96, 10)), LIMITS)
     shape = workload.shape
-    forward = 32 * shape.layer_flops(0, 512) + shape.head_flops()
+    forward = 32 * shape.layer(0).flops(512) + shape.head_flops()
     expected = 8 * 512 * 2 * forward / (10e12 * 0.5)  # F and I; adapters have no W to speak of
     assert choice.prediction.step_seconds == pytest.approx(expected)
     assert choice.prediction.tokens_per_second == pytest.approx(8 * 512 / expected)
@@ -217,7 +217,7 @@ def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None
     stage_map = StageMap(Partition.from_sizes((32,)), (0,))
     plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
     prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
-    gradients = 4 * 32 * workload.shape.layer_parameters(0)
+    gradients = 4 * 32 * workload.shape.layer(0).parameters
     assert prediction.reduce_seconds == pytest.approx(gradients / 1e9)
 
 

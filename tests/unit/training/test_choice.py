@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.workload import Workload
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.registry import FAMILIES
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.training.choice import (
     Choice,
@@ -25,6 +27,7 @@ from shardmlx.training.choice import (
     choose,
     mean_lengths,
 )
+from shardmlx.training.plan import packing_fault
 from tests.helpers.models_and_batches import tiny_config
 
 ALIKE = SequenceLengths((96, 0), padded=96, exact=96)
@@ -92,6 +95,17 @@ def test_rows_are_packed_where_that_saves_padding(model: str) -> None:
     assert choice.relative_seconds < 0.75
     assert not chosen(model, machines(*ROOM), ALIKE).plan.pack
     assert not chosen(model, machines(*ROOM), PADDED, can_pack=False).plan.pack
+
+
+def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
+    family = FAMILIES["llama"]
+    assert packing_fault({}, family) is None
+    dynamic = packing_fault({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, family)
+    assert dynamic is not None
+    assert "of type dynamic" in dynamic
+    assert packing_fault({}, replace(family, takes_packed=False)) == (
+        "the model's layers take a position in the row for one in the sequence"
+    )
 
 
 def test_a_schedule_with_a_smaller_bubble_is_taken(model: str) -> None:

@@ -1,0 +1,121 @@
+"""Read the fields of a config.json, and refuse what they cannot be. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardmlx.errors import UserError
+
+MOST_LAYERS = 10_000
+"""Limit of ``num_hidden_layers``: a typing error beyond it would fill the memory with layers."""
+
+AGAIN = "download the model's config.json again"
+"""The remedy where a config.json contradicts itself."""
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
+_MOST_OF_ANYTHING = 2**31 - 1
+_REQUIRED = object()
+
+
+class Config(NamedTuple):
+    """The fields of a config.json. Each method raises ``UserError``, which names the field and its
+    value, for what it cannot be."""
+
+    fields: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field as it is; ``default`` where it is missing or null."""
+        value = self.fields.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        """Return a whole number above 0."""
+        value = self.fields.get(key)
+        if value is None and default is not _REQUIRED:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = f"is {value!r}" if key in self.fields else "is missing"
+            raise UserError(f"config.json: {key} {found}", "it must be a whole number above 0")
+        most = _MOST.get(key, _MOST_OF_ANYTHING)
+        if value > most:
+            digits = str(value)
+            shown = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
+            raise UserError(f"config.json: {key} is {shown}", f"give at most {most}")
+        return value
+
+    def number(self, key: str, default: int) -> int:
+        """Return a whole number from 0; ``default`` where it is missing or null."""
+        return self.count(key) if self.get(key, default) else 0
+
+    def switch(self, key: str, default: bool | None = None) -> bool:
+        """Return true or false; one that has no ``default`` must be there."""
+        value = self.fields.get(key, default)
+        if not isinstance(value, bool):
+            found = f"is {value!r}" if key in self.fields else "is missing"
+            raise UserError(f"config.json: {key} {found}", "it must be true or false")
+        return value
+
+    def only(self, key: str, value: Any) -> None:
+        """Raise ``UserError`` if a field is there, and is not the only ``value`` supported."""
+        if self.get(key, value) != value:
+            raise UserError(
+                f"config.json: {key} is {self.fields[key]!r}", f"only {value!r} is supported"
+            )
+
+    def each_layer(self, key: str) -> list[Any] | None:
+        """Return a list with an entry for each layer; None where it is missing or null."""
+        value = self.get(key)
+        count = self.count("num_hidden_layers")
+        if value is not None and (not isinstance(value, list) or len(value) != count):
+            found = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+            raise UserError(f"config.json: {key} has {found}", f"list one for each of {count}")
+        return value
+
+    def inner(self, key: str) -> Config:
+        """Return the fields of an object in it."""
+        value = self.fields.get(key)
+        if not isinstance(value, Mapping):
+            found = f"is {value!r}" if key in self.fields else "is missing"
+            raise UserError(f"config.json: {key} {found}", AGAIN)
+        return Config(value)
+
+    def share(self, total: str, parts: str) -> int:
+        """Return one field divided by another one."""
+        whole, number = self.count(total), self.count(parts)
+        if whole % number:
+            raise UserError(
+                f"config.json: {total} {whole} is not divisible by {parts} {number}", AGAIN
+            )
+        return whole // number
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """Return the config.json of a model directory; ``UserError`` when it is missing or broken."""
+    directory = Path(model_dir)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist", "check --model")
+    try:
+        return parse_config(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise UserError(
+            f"model directory {directory} has no config.json",
+            "point --model at a directory in the Hugging Face layout",
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
+    """Return the content of a config.json; ``UserError`` when it is broken."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not valid JSON ({error})", "copy it again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{where} holds no JSON object", "copy it again")
+    return config

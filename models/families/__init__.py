@@ -1,0 +1,1 @@
+"""Holds one short file for each model family: all that differs between them."""

@@ -1,0 +1,27 @@
+"""Granite 3: multipliers of embedding, attention, residuals and logits."""
+
+from __future__ import annotations
+
+from shardmlx.models.config_reader import Config
+from shardmlx.models.family import Family
+from shardmlx.models.layer_shape import (
+    LayerShape,
+    grouped_attention,
+    layer_of,
+    swiglu,
+)
+
+
+def layers(config: Config) -> list[LayerShape]:
+    """Return layers that are all alike."""
+    hidden = config.count("hidden_size")
+    dim = config.share("hidden_size", "num_attention_heads")
+    bias = config.switch("attention_bias")
+    attention = grouped_attention(
+        config, dim, config.count("num_key_value_heads"), bias=bias, output_bias=bias
+    )
+    mlp = swiglu(hidden, config.count("intermediate_size"), bias=config.switch("mlp_bias"))
+    return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
+
+
+FAMILY = Family(layers=layers)

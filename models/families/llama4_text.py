@@ -1,0 +1,20 @@
+"""Llama 4's dense text models: some layers have no rotary embedding."""
+
+from __future__ import annotations
+
+from shardmlx.models.config_reader import Config
+from shardmlx.models.family import Family
+from shardmlx.models.layer_shape import LayerShape, grouped_attention, layer_of, swiglu
+
+
+def layers(config: Config) -> list[LayerShape]:
+    """Return layers of the same sizes."""
+    hidden = config.count("hidden_size")
+    attention = grouped_attention(
+        config, config.count("head_dim"), config.count("num_key_value_heads")
+    )
+    mlp = swiglu(hidden, config.count("intermediate_size_mlp"), path="feed_forward")
+    return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
+
+
+FAMILY = Family(layers=layers, tied=None, head="output")

@@ -1,0 +1,16 @@
+"""Mistral 3: a text model beside a vision tower, which mlx-lm passes over."""
+
+from __future__ import annotations
+
+from shardmlx.models.families.llama import layers
+from shardmlx.models.family import Family
+
+FAMILY = Family(
+    layers=layers,
+    tied=False,
+    dropped=r"vision_tower|multi_modal_projector",
+    text="text_config",
+    text_types=("ministral3", "mistral4"),
+    text_default="llama",
+    prefix="language_model.",
+)

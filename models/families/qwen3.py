@@ -1,0 +1,20 @@
+"""Qwen3: norms of each head of queries and keys."""
+
+from __future__ import annotations
+
+from shardmlx.models.config_reader import Config
+from shardmlx.models.family import Family
+from shardmlx.models.layer_shape import LayerShape, grouped_attention, layer_of, swiglu
+
+
+def layers(config: Config) -> list[LayerShape]:
+    """Return layers that are all alike."""
+    hidden = config.count("hidden_size")
+    attention = grouped_attention(
+        config, config.count("head_dim"), config.count("num_key_value_heads"), norms="head"
+    )
+    mlp = swiglu(hidden, config.count("intermediate_size"))
+    return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
+
+
+FAMILY = Family(layers=layers, tied=None)

@@ -1,0 +1,408 @@
+"""Sizes of one decoder layer, and the blocks that families make theirs of. No MLX, no MPI.
+
+A matrix product of m x k by k x n counts 2 m k n FLOPs; norms, activations and rotary embedding are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardmlx.errors import UserError
+from shardmlx.models.config_reader import AGAIN, Config
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+SWIGLU, GELU, GELU_APPROX = 2, 3, 4
+"""Arrays that a gated activation keeps for its gradient beside gate and up: for ``silu(gate) * up``
+the sigmoid, and silu. An MLP without a gate keeps two less in all."""
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Norms of the hidden states in most families, before attention and before the MLP."""
+
+
+class Linear(NamedTuple):
+    """A linear layer from ``inputs`` to ``outputs``; ``source`` names its input, which it may share
+    with others.
+
+    ``experts`` matrices are stacked in one array, of which a token passes through ``uses``; 0 is
+    one matrix that is not stacked. ``stored`` is the path of one expert's as Hugging Face has them,
+    with ``{}`` for its number. ``applied`` are the elements of a token that go in and come out,
+    where all matrices have one input; mlx-lm has no LoRA for such.
+    """
+
+    source: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    experts: int = 0
+    uses: int = 1
+    stored: str = ""
+    applied: tuple[int, int] | None = None
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Elements of a token that go in and come out, of all matrices that it passes."""
+        return self.applied or (self.uses * self.inputs, self.uses * self.outputs)
+
+    @property
+    def copies(self) -> int:
+        """Number of its matrices."""
+        return max(1, self.experts)
+
+    @property
+    def parameters(self) -> int:
+        return self.copies * self.outputs * (self.inputs + self.bias)
+
+
+class Norm(NamedTuple):
+    """A norm of vectors of ``size``; ``elements`` is what it takes of a token, in all heads."""
+
+    size: int
+    elements: int
+    bias: bool = False
+
+
+class Heads(NamedTuple):
+    """The heads of attention: of queries, and of keys and values; and the elements of one. A cache
+    keeps ``cached`` elements of a token. Values cut out of a larger array keep ``joined`` more."""
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+    cached: int
+    joined: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Sizes of a decoder layer.
+
+    ``linears`` and ``norms`` are by path in the layer, ``arrays`` the shapes of all other
+    parameters. ``window`` is how many tokens attention sees, None for all before. ``mlp`` is the
+    width between up and down, of all experts that a token passes through.
+    """
+
+    linears: tuple[tuple[str, Linear], ...]
+    norms: tuple[tuple[str, Norm], ...]
+    heads: Heads
+    mlp: int
+    window: int | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    activation: int = SWIGLU
+    """Arrays of ``mlp``'s width that the activation keeps beside gate and up."""
+    scores: int = 1
+    """Arrays that attention keeps of its scores: the probabilities, and what made them."""
+
+    @property
+    def width(self) -> int:
+        """Width of the MLP, or of one expert."""
+        return next(
+            (each.outputs for _, each in self.linears if each.source == "experts"), self.mlp
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        norms = sum(norm.size * (1 + norm.bias) for _, norm in self.norms)
+        return sum(each.parameters for _, each in self.linears) + norms + self._others
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token passes through."""
+        idle = sum(
+            each.parameters // each.copies * (each.copies - each.uses) for _, each in self.linears
+        )
+        return self.parameters - idle
+
+    @property
+    def _others(self) -> int:
+        total = 0
+        for _, sides in self.arrays:
+            size = 1
+            for side in sides:
+                size *= side
+            total += size
+        return total
+
+    def flops(self, sequence_length: int) -> float:
+        """Return FLOPs of one token's forward, averaged over the sequence.
+
+        Causal attention sees (length + 1) / 2 tokens in the mean, fewer through a window.
+        """
+        products = sum(each.uses * each.inputs * each.outputs for _, each in self.linears)
+        seen = mean_context(sequence_length, self.window)
+        heads = self.heads
+        # Scores, and their use on values.
+        return 2 * (products + heads.queries * (heads.key_dim + heads.value_dim) * seen)
+
+
+def mean_context(length: int, window: int | None) -> float:
+    """Return the mean, over positions from 0, of the tokens seen: min(position + 1, window)."""
+    if length < 1:
+        raise ValueError(f"a sequence of {length} tokens")
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return window * (window + 1) / (2 * length) + (length - window) * window / length
+
+
+# Blocks
+
+
+class Block(NamedTuple):
+    """A part of a layer: linear layers, norms and other arrays by path."""
+
+    linears: Mapping[str, Linear]
+    norms: Mapping[str, Norm] = {}
+    arrays: Mapping[str, tuple[int, ...]] = {}
+
+
+class Attention(NamedTuple):
+    """A block with the heads of its attention."""
+
+    block: Block
+    heads: Heads
+
+
+class MLP(NamedTuple):
+    """A block with its width, and its experts."""
+
+    block: Block
+    width: int
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+def layer_of(
+    hidden: int,
+    attention: Attention,
+    mlp: MLP,
+    *,
+    norms: tuple[str, ...] = NORMS,
+    norm_bias: bool = False,
+    window: int | None = None,
+    activation: int = SWIGLU,
+    scores: int = 1,
+) -> LayerShape:
+    """Return a layer of attention and MLP, with ``norms`` of the hidden states."""
+    named = {name: Norm(hidden, hidden, norm_bias) for name in norms}
+    blocks = (Block({}, named), attention.block, mlp.block)
+    return LayerShape(
+        linears=tuple(pair for block in blocks for pair in block.linears.items()),
+        norms=tuple(pair for block in blocks for pair in block.norms.items()),
+        arrays=tuple(pair for block in blocks for pair in block.arrays.items()),
+        heads=attention.heads,
+        mlp=mlp.width,
+        window=window,
+        experts=mlp.experts,
+        experts_per_token=mlp.experts_per_token,
+        activation=activation,
+        scores=scores,
+    )
+
+
+def head_dim(config: Config) -> int:
+    """Return ``head_dim`` where it is given, else the hidden size divided by the heads."""
+    if config.get("head_dim") is not None:
+        return config.count("head_dim")
+    return config.share("hidden_size", "num_attention_heads")
+
+
+def kv_heads(config: Config) -> int:
+    """Return ``num_key_value_heads``, or as many as there are of queries."""
+    return config.count("num_key_value_heads", config.count("num_attention_heads"))
+
+
+def grouped_attention(
+    config: Config,
+    dim: int,
+    groups: int,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    norms: str = "",
+    norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+    path: str = "self_attn",
+    output: str = "o_proj",
+) -> Attention:
+    """Return attention of ``groups`` heads of keys and values, of ``dim`` elements each.
+
+    ``norms`` of queries and keys are of each ``head``, or of all heads as one ``whole``.
+    """
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if heads % groups:
+        raise UserError(
+            f"config.json: num_attention_heads {heads} is not divisible by "
+            f"num_key_value_heads {groups}",
+            AGAIN,
+        )
+    queries, keys = heads * dim, groups * dim
+    linears = {
+        f"{path}.q_proj": Linear("attention", hidden, queries, bias),
+        f"{path}.k_proj": Linear("attention", hidden, keys, bias),
+        f"{path}.v_proj": Linear("attention", hidden, keys, bias),
+        f"{path}.{output}": Linear("values", queries, hidden, output_bias),
+    }
+    sizes = {"head": (dim, dim), "whole": (queries, keys)}.get(norms)
+    named = {}
+    if sizes is not None:
+        of_queries, of_keys = norm_names
+        named = {
+            f"{path}.{of_queries}": Norm(sizes[0], queries),
+            f"{path}.{of_keys}": Norm(sizes[1], keys),
+        }
+    return Attention(Block(linears, named), Heads(heads, groups, dim, dim, 2 * keys))
+
+
+def fused(
+    attention: Attention,
+    *,
+    name: str = "qkv_proj",
+    path: str = "self_attn",
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+) -> Attention:
+    """Return attention whose queries, keys and values come of one matrix."""
+    linears = dict(attention.block.linears)
+    parts = [linears.pop(f"{path}.{part}") for part in names]
+    one = parts[0]._replace(outputs=sum(part.outputs for part in parts))
+    block = attention.block._replace(linears={f"{path}.{name}": one, **linears})
+    joined = parts[0].outputs + parts[1].outputs
+    return Attention(block, attention.heads._replace(joined=joined))
+
+
+def swiglu(
+    hidden: int,
+    width: int,
+    *,
+    path: str = "mlp",
+    bias: bool = False,
+    source: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> MLP:
+    """Return a gated MLP of ``width``."""
+    gate, up, down = names
+    linears = {
+        f"{path}.{gate}": Linear(source, hidden, width, bias),
+        f"{path}.{up}": Linear(source, hidden, width, bias),
+        f"{path}.{down}": Linear(f"product of {path}", width, hidden, bias),
+    }
+    return MLP(Block(linears), width)
+
+
+def fused_swiglu(hidden: int, width: int, *, path: str = "mlp") -> MLP:
+    """Return a gated MLP of ``width`` whose gate and up projection are one matrix."""
+    linears = {
+        f"{path}.gate_up_proj": Linear("mlp", hidden, 2 * width),
+        f"{path}.down_proj": Linear(f"product of {path}", width, hidden),
+    }
+    return MLP(Block(linears), width)
+
+
+def plain_mlp(
+    hidden: int,
+    width: int,
+    *,
+    names: tuple[str, str] = ("up_proj", "down_proj"),
+    path: str = "mlp",
+    bias: bool = False,
+    source: str = "mlp",
+) -> MLP:
+    """Return an MLP of ``width`` without a gate."""
+    up, down = names
+    linears = {
+        f"{path}.{up}": Linear(source, hidden, width, bias),
+        f"{path}.{down}": Linear(f"activations of {path}", width, hidden, bias),
+    }
+    return MLP(Block(linears), width)
+
+
+def expert_mlps(
+    config: Config,
+    width: int,
+    count: str,
+    used: str,
+    *,
+    path: str = "mlp",
+    stack: str = "switch_mlp",
+    stored: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
+    router: str = "gate",
+    router_bias: bool = False,
+    router_is_array: bool = False,
+    correction: str = "",
+) -> MLP:
+    """Return the gated MLPs of which the field ``count`` tells the number, and their router; a
+    token passes through so many as ``used`` tells.
+
+    Hugging Face ``stored`` each as ``PATH.experts.NUMBER.NAME``, or stacks them as mlx-lm does
+    (then no names are given). A router that
+    ``is_array`` is never quantised, and gets no adapter. ``correction`` is the path of what is
+    added to its scores to choose, a number for each expert.
+    """
+    hidden, number, active = config.count("hidden_size"), config.count(count), config.count(used)
+    if active > number:
+        raise UserError(f"config.json: {used} {active} is more than {count} {number}", AGAIN)
+    linears: dict[str, Linear] = {}
+    arrays: dict[str, tuple[int, ...]] = {}
+    if router_is_array:
+        arrays[f"{path}.{router}.weight"] = (number, hidden)
+    else:
+        linears[f"{path}.{router}"] = Linear("mlp", hidden, number, router_bias)
+    if correction:
+        arrays[f"{path}.{correction}"] = (number,)
+    sides = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    theirs = [f"{path}.experts.{{}}.{name}" for name in stored] or [""] * len(sides)
+    for (name, (inputs, outputs)), single in zip(sides.items(), theirs, strict=True):
+        source = "product" if name == "down_proj" else "experts"
+        linears[f"{path}.{stack}.{name}"] = Linear(
+            source, inputs, outputs, bias, number, active, single
+        )
+    return MLP(Block(linears, arrays=arrays), width * active, number, active)
+
+
+def with_shared(mlp: MLP, shared: MLP) -> MLP:
+    """Return experts beside which every token passes through a ``shared`` MLP."""
+    block = Block(
+        {**mlp.block.linears, **shared.block.linears},
+        {**mlp.block.norms, **shared.block.norms},
+        {**mlp.block.arrays, **shared.block.arrays},
+    )
+    return MLP(block, mlp.width + shared.width, mlp.experts, mlp.experts_per_token)
+
+
+def windows(config: Config) -> list[int | None]:
+    """Return the window of each layer, as ``layer_types`` says; mlx-lm passes over a bare
+    ``sliding_window``."""
+    count = config.count("num_hidden_layers")
+    kinds = config.each_layer("layer_types")
+    if kinds is None:
+        return [None] * count
+    for kind in kinds:
+        if kind not in (FULL, WINDOWED):
+            raise UserError(
+                f"config.json: layer_types names {kind!r}",
+                f"only {FULL} and {WINDOWED} are supported",
+            )
+    if FULL not in kinds:
+        raise UserError(f"config.json: layer_types has no {FULL}", "mlx-lm needs one")
+    if WINDOWED not in kinds:
+        return [None] * count
+    window = config.count("sliding_window")
+    return [window if kind == WINDOWED else None for kind in kinds]
+
+
+def every_nth_full(config: Config, period: int) -> list[int | None]:
+    """Return the window of each layer, of which the last one of each ``period`` has none."""
+    count = config.count("num_hidden_layers")
+    if period > count:
+        raise UserError(
+            f"config.json: {count} layers are fewer than the {period} of sliding_window_pattern",
+            "mlx-lm needs a layer of each kind",
+        )
+    window = config.count("sliding_window")
+    return [window if (i + 1) % period else None for i in range(count)]

@@ -1,0 +1,188 @@
+"""Every family, by the same tests: planned, cut, trained and generated with as mlx-lm's own model.
+
+A new file in ``models/families`` is tested by all of these once ``CONFIGS`` has a tiny config of
+it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.config.specs import Savings
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.engine.batches import pack
+from shardmlx.models.registry import FAMILIES
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
+from shardmlx.models.tensors import expected_tensors, modules
+from shardmlx.planning.training_plan import plan_training
+from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.models_and_batches import (
+    Gradients,
+    build,
+    largest_difference,
+    logits_of,
+    random_batch,
+    through_stages,
+)
+
+BATCH = random_batch(3, longest=30)
+TOKENS = mx.array(BATCH.tokens[:, :-1])
+CUTS = [[(0, LAYERS)], [(0, 1), (1, 3), (3, LAYERS)]]
+families = pytest.mark.parametrize("family", CONFIGS)
+# mlx-lm has no DoRA for experts.
+TRAINED = [
+    (family, adapters)
+    for family, config in CONFIGS.items()
+    for adapters in ("full", "lora", "dora")
+    if adapters != "dora" or not any(each.experts for each in ModelShape.from_config(config).kinds)
+]
+
+
+@cache
+def model_of(family: str, adapters: str = "full", bits: int | None = None) -> nn.Module:
+    """The model of mlx-lm with random weights; what is trained of it is unfrozen."""
+    config = CONFIGS[family]
+    quantisation = {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
+    model = build(config | quantisation, seed=3)
+    if adapters != "full":
+        model.freeze()
+        settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+        linear_to_lora_layers(model, LAYERS, settings, use_dora=adapters == "dora")
+    # No weight is zero, as lora_b is at first, or one: its gradients would hide mistakes.
+    model.update(
+        tree_map(
+            lambda w: w + mx.random.normal(w.shape, w.dtype, scale=0.05),
+            model.trainable_parameters(),
+        )
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+@cache
+def reference(family: str, adapters: str) -> tuple[float, Gradients]:
+    """Loss and gradients in mlx-lm, of one process."""
+    model = model_of(family, adapters)
+    (loss, _), gradients = nn.value_and_grad(model, default_loss)(
+        model, mx.array(BATCH.tokens), mx.array(BATCH.spans)
+    )
+    return loss.item(), {name: np.array(array) for name, array in tree_flatten(gradients)}
+
+
+def test_every_family_has_a_tiny_config() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+@families
+def test_tensors_are_those_of_mlx_lm(family: str) -> None:
+    shape = ModelShape.from_config(CONFIGS[family])
+    ours = expected_tensors(modules(shape), lambda path, module: None)
+    theirs = dict(tree_flatten(model_of(family).parameters()))
+    assert ours == {name: array.shape for name, array in theirs.items()}
+    assert shape.parameters() == sum(array.size for array in theirs.values())
+
+
+@families
+def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[family]))
+    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
+    machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
+    plan = plan_training(config, machines)
+    assert plan.prediction.plan.mesh.pp == 2
+    assert all(rank.peak > 0 for rank in plan.prediction.ranks)
+
+
+@families
+def test_logits_of_stages_are_those_of_the_whole_model(family: str) -> None:
+    for bits in (None, 4):
+        model = model_of(family, bits=bits)
+        expected = model(TOKENS)
+        for ranges in CUTS:
+            slices = [Slice(model, start, stop) for start, stop in ranges]
+            x = TOKENS
+            for part in slices[:-1]:
+                x = part(x)
+            assert mx.array_equal(logits_of(slices[-1], x), expected), (bits, ranges)
+
+
+@pytest.mark.parametrize(("family", "adapters"), TRAINED)
+def test_gradients_of_stages_are_those_of_the_whole_model(family: str, adapters: str) -> None:
+    expected_loss, expected = reference(family, adapters)
+    assert all(np.isfinite(gradient).all() for gradient in expected.values())
+    for ranges in CUTS:
+        (loss,), gradients = through_stages(
+            model_of(family, adapters), ranges, [BATCH], scale=1 / BATCH.valid_tokens
+        )
+        assert loss / BATCH.valid_tokens == pytest.approx(expected_loss, rel=1e-6)
+        assert set(gradients) == set(expected)
+        difference, name = largest_difference(gradients, expected)
+        assert difference <= 1e-6, name
+
+
+@families
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_neither_packing_nor_pieces_nor_recomputation_change_them(
+    family: str, recompute: str
+) -> None:
+    expected_loss, expected = reference(family, "lora")
+    parts: Sequence[Any] = pack(BATCH, 1) if FAMILIES[family].takes_packed else [BATCH]
+    savings = Savings(attention_chunk=6, loss_chunk=10, recompute=recompute)
+    # A model of its own: selective recomputation changes modules.
+    (loss,), gradients = through_stages(
+        model_of.__wrapped__(family, "lora"),
+        CUTS[1],
+        parts,
+        scale=1 / BATCH.valid_tokens,
+        savings=savings,
+    )
+    assert loss / BATCH.valid_tokens == pytest.approx(expected_loss, rel=1e-6)
+    assert set(gradients) == set(expected)
+    assert largest_difference(gradients, expected)[0] < 1e-5
+
+
+@families
+def test_with_caches_stages_continue_a_text_as_the_whole_model(family: str) -> None:
+    """Chunks of a prompt, longer than the window, then token by token."""
+    model = model_of(family)
+    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 24)))
+    cuts = [0, 7, 14, 21, 22, 23, 24]
+    theirs = make_prompt_cache(model)
+    slices = [Slice(model, start, stop) for start, stop in CUTS[1]]
+    ours = [part.new_caches() for part in slices]
+    assert slices[0].chooses_caches == FAMILIES[family].chooses_caches
+    for start, stop in pairwise(cuts):
+        x = tokens[:, start:stop]
+        expected = model(x, cache=theirs)[:, -1]
+        for part, caches in zip(slices, ours, strict=True):
+            x = part.extend(x, caches)
+        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+
+
+def test_a_wrapper_takes_each_text_model_that_mlx_lm_takes() -> None:
+    """Beside the one of its tiny config: latent attention and experts behind images."""
+    config = {"model_type": "mistral3", "text_config": CONFIGS["mistral4"]}
+    model = build(config, seed=3)
+    shape = ModelShape.from_config(config)
+    theirs = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    assert expected_tensors(modules(shape), lambda path, module: None) == theirs
+    x = TOKENS
+    slices = [Slice(model, start, stop) for start, stop in CUTS[1]]
+    for part in slices[:-1]:
+        x = part(x)
+    assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS))
