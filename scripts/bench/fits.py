@@ -1,6 +1,6 @@
 """What fits on which Macs: the plans of well-known models, from the shapes of their config.json.
 
-    python scripts/bench/fits.py [--lengths]
+    python scripts/bench/fits.py [--lengths | --large]
 
 LoRA of rank 8 on the last 16 layers, batches of 4 sequences of 1024 tokens. Nothing is run, and
 nothing is downloaded. MLX may use 74% of a Mac's memory, which is what macOS wires on one with
@@ -8,6 +8,9 @@ nothing is downloaded. MLX may use 74% of a Mac's memory, which is what macOS wi
 
 ``--lengths`` prints that of docs/long-texts.md: the longest sequence that fits, for batches of one
 per replica, with attention and loss in pieces, and in brackets without.
+
+``--large`` prints the table of the largest models: parameters, those that a token uses, and the
+peak GiB of the fullest Mac with weights in 4 bits, LoRA on the last 4 layers, and one pipeline.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import inspect_files
+from shardmlx.models.shape import ModelShape
 from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30
@@ -142,13 +148,62 @@ def cell(directory: str, count: int, gigabytes: int) -> str:
     )
 
 
+LARGE_MACS = ((2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (2, 512), (4, 512))
+
+
+def large_cell(directory: str, count: int, gigabytes: int) -> str:
+    """Return the peak GiB of the fullest Mac, with all choices made for the least memory."""
+    config = TrainConfig(
+        model=directory,
+        batch_size=4,
+        max_seq_length=1024,
+        num_layers=4,
+        partitioner="memory",
+        schedule="1f1b",
+        micro_batch_size=1,
+        data_parallel=1,
+        pack=False,
+    )
+    try:
+        chosen = plan_training(config, macs(count, gigabytes), memory_fraction=MEMORY_FRACTION)
+    except UserError:
+        return "-"
+    return f"{max(rank.peak for rank in chosen.prediction.ranks) / GIB:.0f}"
+
+
+def print_large() -> None:
+    """Print the table of the largest models, whose fields are in large_models.json."""
+    models = json.loads(Path(__file__).with_name("large_models.json").read_text())
+    every = [f"{count} x {size} GB" for count, size in LARGE_MACS]
+    print("| model | parameters | a token uses | weights in 4 bits |", " | ".join(every), "|")
+    print("|---" * (len(every) + 4) + "|")
+    for name, config in models.items():
+        config = {"torch_dtype": "bfloat16", **config, **BITS["4 bits"]}
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(config))
+            files = open_model(directory)
+            shape, nbytes = ModelShape.from_config(config), inspect_files(files).whole.nbytes
+            facts = (
+                f"{shape.parameters() / 1e9:.1f}B",
+                f"{shape.active_parameters() / 1e9:.1f}B",
+                f"{nbytes / GIB:.1f} GiB",
+            )
+            cells = [large_cell(directory, *each) for each in LARGE_MACS]
+        print(f"| {name} |", " | ".join((*facts, *cells)), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--lengths", action="store_true", help="the longest sequence that fits")
+    parser.add_argument("--large", action="store_true", help="the largest models")
     models, every, show = MODELS, MACS, cell
-    if parser.parse_args().lengths:
+    options = parser.parse_args()
+    if options.large:
+        print_large()
+        return
+    if options.lengths:
         models, every, show = LONG_MODELS, LONG_MACS, long_cell
     print("| model | |", " | ".join(f"{count} x {size} GB" for count, size in every), "|")
     print("|---" * (len(every) + 2) + "|")
