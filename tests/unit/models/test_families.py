@@ -285,6 +285,11 @@ def test_another_family_is_refused_by_name_with_the_list(model_type: str | None)
     )
 
 
+def test_a_model_with_a_state_is_refused_with_that_reason() -> None:
+    with pytest.raises(UserError, match="'jamba' is not supported, as its layers pass on a state"):
+        ModelShape.from_config({"model_type": "jamba", "mamba_d_state": 16})
+
+
 def test_another_family_is_refused_before_its_weights_are_looked_at(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     config = TrainConfig(model=str(tmp_path), train=True)
