@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -142,27 +143,34 @@ def _peaks(
         for stage, rank in enumerate(way.placement)
     ]
 
-    layers = workload.shape.num_layers
+    layers, pattern = workload.shape.num_layers, workload.shape.pattern
     upto = list(accumulate(workload.weight_sizes.layers, initial=0.0))
     first = workload.first_trained_layer
 
     @cache
-    def look(start: int, stop: int) -> tuple[float, ...]:
+    def look(start: int, stop: int) -> tuple[Hashable, ...]:
         """Return what decides the memory of a range of layers."""
-        trained = max(0, stop - max(start, first))
+        lowest = min(max(start, first), stop)
+        frozen, trained = (
+            tuple(sorted(Counter(part).items()))
+            for part in (pattern[start:lowest], pattern[lowest:stop])
+        )
         ends = (start == 0, stop == layers, start > first)
-        return (stop - start, trained, upto[stop] - upto[start], *ends)
+        return (frozen, trained, upto[stop] - upto[start], *ends)
 
-    known: dict[tuple[int, tuple[float, ...]], int] = {}
+    memories: dict[tuple[Hashable, ...], StageMemory] = {}
+    known: dict[tuple[int, tuple[Hashable, ...]], int] = {}
 
     def peak(stage: int, start: int, stop: int) -> float:
-        key = stage, look(start, stop)
-        if key not in known:
-            memory = stage_memory(setup, start, stop)
+        of_range = look(start, stop)
+        if (stage, of_range) not in known:
+            if of_range not in memories:
+                memories[of_range] = stage_memory(setup, start, stop)
+            memory = memories[of_range]
             kinds = _kinds(memory)
             own = [action for action in of_stage[stage] if action.kind in kinds]
-            known[key] = rank_peak(own, {stage: memory}, setup)
-        return known[key]
+            known[stage, of_range] = rank_peak(own, {stage: memory}, setup)
+        return known[stage, of_range]
 
     return peak
 
