@@ -6,6 +6,7 @@ left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,8 +110,9 @@ class LayerShape:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
+        linears = sum(each.parameters for _, each in self.linears)
         norms = sum(norm.size * (1 + norm.bias) for _, norm in self.norms)
-        return sum(each.parameters for _, each in self.linears) + norms + self._others
+        return linears + norms + sum(math.prod(sides) for _, sides in self.arrays)
 
     @property
     def active_parameters(self) -> int:
@@ -119,16 +121,6 @@ class LayerShape:
             each.parameters // each.copies * (each.copies - each.uses) for _, each in self.linears
         )
         return self.parameters - idle
-
-    @property
-    def _others(self) -> int:
-        total = 0
-        for _, sides in self.arrays:
-            size = 1
-            for side in sides:
-                size *= side
-            total += size
-        return total
 
     def flops(self, sequence_length: int) -> float:
         """Return FLOPs of one token's forward, averaged over the sequence.
@@ -340,9 +332,9 @@ def expert_mlps(
     token passes through so many as ``used`` tells.
 
     Hugging Face ``stored`` each as ``PATH.experts.NUMBER.NAME``, or stacks them as mlx-lm does
-    (then no names are given). A router that
-    ``is_array`` is never quantised, and gets no adapter. ``correction`` is the path of what is
-    added to its scores to choose, a number for each expert.
+    (then no names are given). A ``router_is_array`` that is never quantised, and gets no adapter,
+    or a linear layer. ``correction`` is the path of what is added to its scores to choose, a number
+    for each expert.
     """
     hidden, number, active = config.count("hidden_size"), config.count(count), config.count(used)
     if active > number:

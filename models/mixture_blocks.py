@@ -44,7 +44,6 @@ def latent_attention(config: Config, *, absorbed: bool) -> Attention:
         norms[f"{path}.q_a_layernorm"] = Norm(rank, rank)
     linears[f"{path}.kv_a_proj_with_mqa"] = Linear("attention", hidden, latent + rotary, bias)
     if absorbed:
-        # Each head's own, of which every token passes through all.
         # A matrix for each head, all of the same latent state; of queries the other way round.
         linears[f"{path}.embed_q"] = Linear(
             "latent", plain, latent, experts=heads, uses=heads, applied=(latent, heads * plain)
