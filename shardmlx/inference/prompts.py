@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError, one_line
+from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
 KEYS = ("prompt", "messages", "max_tokens")
 """Keys of a line of ``generate --prompts``."""
@@ -58,6 +59,7 @@ class PromptReader:
     def chat(self, messages: Sequence[ChatMessage], **arguments: Any) -> tuple[int, ...]:
         """Return the tokens of a chat, after which its next message is to be generated.
 
+        Control tokens that a message spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
         """
@@ -65,7 +67,7 @@ class PromptReader:
             raise UserError(
                 "messages need a chat template, and the model has none", "give a prompt"
             )
-        chat = list(messages)
+        chat, mark = ControlTokens.of(self.tokenizer).broken(messages)
         if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
             chat.insert(0, {"role": "system", "content": self.system_prompt})
         is_begun = self.prefill_response is not None
@@ -81,6 +83,8 @@ class PromptReader:
             )
         except Exception as error:  # a template may raise whatever it likes
             raise UserError(f"the chat template does not take it: {one_line(error)}") from None
+        if mark is not None:
+            return _some(encode_without(mark, text, self.tokenizer))
         return _some(self.tokenizer.encode(text, add_special_tokens=False))
 
     def token_text(self, token: int) -> str:
@@ -131,7 +135,8 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
 
 
 def read_stdin(fd: int = 0) -> str:
-    """Read all text from stdin. Raises ``UserError`` if none comes."""
+    """Read all text from stdin, without the end of its last line. Raises ``UserError`` if none
+    comes."""
     parts: list[bytes] = []
     while True:
         seconds = SECONDS_TO_END if parts else SECONDS_TO_BEGIN
@@ -141,7 +146,7 @@ def read_stdin(fd: int = 0) -> str:
             break
         parts.append(part)
     try:
-        text = b"".join(parts).decode()
+        text = b"".join(parts).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt -: stdin is no UTF-8 text: {error.reason}") from None
     if not text:

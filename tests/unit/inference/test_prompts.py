@@ -72,10 +72,10 @@ def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.05)
     for closes in (True, False):
         read, write = os.pipe()
-        os.write(write, "Wer bläst?\n".encode())
+        os.write(write, "Wer\nbläst?\n".encode())
         if closes:
             os.close(write)
-        assert read_stdin(read) == "Wer bläst?\n"
+        assert read_stdin(read) == "Wer\nbläst?"
         if not closes:
             with pytest.raises(UserError, match="nothing came from stdin"):
                 read_stdin(read)
