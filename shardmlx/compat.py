@@ -164,13 +164,20 @@ def hub_transport_error() -> type[Exception]:
     return kind
 
 
-def http_protocol(seconds_for_head: float) -> type[Any]:
-    """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
-    takes longer than ``seconds_for_head``.
+NO_HTTP = "Invalid HTTP request received."
+"""The line that uvicorn 0.54.0 logs of it, and answers."""
 
-    uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop`` and
-    ``transport``. When it breaks: serve without a deadline for heads, behind a proxy that has one.
+
+def http_protocol(seconds_for_head: float, no_http: Callable[[str], bytes]) -> type[Any]:
+    """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
+    takes longer than ``seconds_for_head``. ``no_http`` returns the JSON that answers what is no
+    HTTP at all; it is given the client's address.
+
+    uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop``,
+    ``transport``, ``conn`` (of h11), ``client`` and ``send_400_response``. When it breaks: serve
+    without a deadline for heads, behind a proxy that has one.
     """
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class HeadDeadline(H11Protocol):
@@ -187,6 +194,18 @@ def http_protocol(seconds_for_head: float) -> type[Any]:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self._forget()
+
+        def send_400_response(self, msg: str) -> None:
+            body = no_http(self.client[0] if self.client else "?")
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
         def _watch(self) -> None:
             # Also over a body that goes on after its request was refused.

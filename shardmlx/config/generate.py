@@ -12,6 +12,9 @@ from shardmlx.config.options import OptionError, option
 
 _PROMPT = "prompt"
 
+DEFAULT_PROMPT = "hello"
+"""mlx_lm.generate's own."""
+
 _REFUSED = {
     **REFUSED,
     "--image": "models here read text alone",
@@ -26,8 +29,13 @@ _REFUSED = {
 class GenerateConfig(InferenceConfig):
     """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
-    prompt: str = option(
-        "hello", "prompt; - reads it from stdin", metavar="TEXT", short="-p", group=_PROMPT
+    prompt: str | None = option(
+        None,
+        "prompt; - reads it from stdin",
+        metavar="TEXT",
+        unset=DEFAULT_PROMPT,
+        short="-p",
+        group=_PROMPT,
     )
     system_prompt: str | None = option(
         None, "system prompt of the chat template", metavar="TEXT", group=_PROMPT
@@ -50,6 +58,8 @@ class GenerateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()
+        if self.prompt is not None and self.prompts is not None:
+            raise OptionError("prompt", f"and --prompts {self.prompts}", "give one of them")
         if self.output is not None and self.prompts is None:
             raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
 

@@ -50,6 +50,15 @@ class ServeConfig(InferenceConfig):
     port: int = option(
         8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, group=_SERVER
     )
+    served_model_name: Sequence[str] = option(
+        [],
+        "names by which requests may ask for the model; answers have the first",
+        metavar="NAME",
+        parse=str.split,
+        unset="the repository's, or that of its directory",
+        group=_SERVER,
+    )
+    any_model_name: bool = option(False, "answer requests for a model of any name", group=_SERVER)
     api_key: str | None = option(
         None,
         f"what requests must bring as bearer token; other users of this machine do not see it in "
@@ -108,6 +117,8 @@ class ServeConfig(InferenceConfig):
         super(ServeConfig, self).__post_init__()
         if self.port > 65535:
             raise OptionError("port", f"is {self.port}", "give 65535 or less")
+        names = [name for each in self.served_model_name for name in each.split()]
+        object.__setattr__(self, "served_model_name", names)
         if self.cache_tokens != held(self.cache_tokens):
             object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Reporter, check_writable
-from shardmlx.config.generate import GenerateConfig
+from shardmlx.config.generate import DEFAULT_PROMPT, GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
@@ -70,7 +70,8 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPro
     if config.prompts is not None:
         requests = read_prompts(config.prompts, config.max_tokens)
     else:
-        prompt = config.prompt.replace("\\n", "\n").replace("\\t", "\t")
+        given = DEFAULT_PROMPT if config.prompt is None else config.prompt
+        prompt = given.replace("\\n", "\n").replace("\\t", "\t")
         prompt = read_stdin() if prompt == "-" else prompt
         if not prompt:
             raise UserError("--prompt is empty", "give a text")

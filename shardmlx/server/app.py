@@ -28,8 +28,8 @@ from shardmlx.server.metrics import (
     RequestCounter,
     RequestMeter,
 )
-from shardmlx.server.openai_bodies import OTHER_NAMES
-from shardmlx.server.openai_errors import ApiError, refused
+from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import (
     ApiRequest,
     Defaults,
@@ -43,7 +43,6 @@ from shardmlx.server.request_queue import (
     Answer,
     QueueFull,
     RequestQueue,
-    RequestTooLong,
     ServiceEnded,
 )
 from shardmlx.server.streaming import AnswerResponse, ended
@@ -62,8 +61,9 @@ def make_app(
     queue: RequestQueue,
     reader: Reader,
     *,
-    model: str,
+    names: ModelNames,
     vocabulary: int,
+    most_tokens: int,
     api_key: str | None = None,
     defaults: Defaults | None = None,
     hosts: Collection[str] | None = None,
@@ -73,15 +73,15 @@ def make_app(
 ) -> Starlette:
     """Return the application over a queue.
 
-    ``model`` is the name that is served, ``vocabulary`` how many token ids the model knows. With
-    ``api_key`` all but the page and /health need it. ``hosts`` are the names that a request's
-    ``Host`` may have, None for any; ``origins`` are other sites whose pages may use the API, "*"
-    for any. ``memory`` is shown at /metrics.
+    ``names`` are those of the model, ``vocabulary`` how many token ids it knows; a prompt and its
+    answer have at most ``most_tokens``. With ``api_key`` all but the page and /health need it.
+    ``hosts`` are the names that a request's ``Host`` may have, None for any; ``origins`` are other
+    sites whose pages may use the API, "*" for any. ``memory`` is shown at /metrics.
     """
     served = ServedModel(
-        model=model,
+        names=names,
         vocabulary=vocabulary,
-        most_tokens=queue.most_tokens,
+        most_tokens=most_tokens,
         most_requests=queue.most_open,
         defaults=defaults or Defaults(),
     )
@@ -173,7 +173,7 @@ class Api:
         answers = self._submit(api_request)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
         return AnswerResponse(
-            kind(api_request, self._served.model, self._token_text), answers, meters
+            kind(api_request, self._served.names.first, self._token_text), answers, meters
         )
 
     def _submit(self, api_request: ApiRequest) -> list[Answer]:
@@ -182,32 +182,26 @@ class Api:
         try:
             for each in api_request.requests:
                 answers.append(self._queue.submit(each))
-        except (QueueFull, RequestTooLong, ServiceEnded) as error:
+        except (QueueFull, ServiceEnded) as error:
             for answer in answers:
                 answer.cancel()
             raise _not_taken(error) from None
         return answers
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
-        return JSONResponse({"object": "list", "data": [self._model]})
+        """List the one model, under each of its names."""
+        listed = [self._model(name) for name in self._served.names.listed]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model, if it is asked for by its name."""
-        name = request.path_params["name"]
-        if name not in {self._served.model} | OTHER_NAMES:
-            raise ApiError(
-                404,
-                f"the model {ascii(name)[:200]} is not served here: ask for {self._served.model!r}",
-                param="model",
-                code="model_not_found",
-            )
-        return JSONResponse(self._model)
+        """Describe the model, if it is asked for by one of its names."""
+        name, names = request.path_params["name"], self._served.names
+        names.check(name)
+        return JSONResponse(self._model(name if name in names.listed else names.first))
 
-    @property
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served.model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "shardmlx",
@@ -273,12 +267,10 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _not_taken(error: QueueFull | RequestTooLong | ServiceEnded) -> ApiError:
+def _not_taken(error: QueueFull | ServiceEnded) -> ApiError:
     if isinstance(error, QueueFull):
         retry = {"retry-after": str(SECONDS_TO_RETRY)}
         return ApiError(429, str(error), code="queue_full", headers=retry)
-    if isinstance(error, RequestTooLong):
-        return refused(str(error), code="context_length_exceeded")
     return ended(str(error))
 
 

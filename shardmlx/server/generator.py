@@ -23,6 +23,7 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
+from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
@@ -116,7 +117,7 @@ class RequestServer:
         self._reader = reader
         self._reporter = reporter
         self._transport = prepared.transport
-        self._queue = RequestQueue(config.batch_size + config.max_queue, prepared.plan.load.context)
+        self._queue = RequestQueue(config.batch_size + config.max_queue)
         self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._look_up)
         self._http_error: BaseException | None = None
 
@@ -124,11 +125,13 @@ class RequestServer:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
         config, queue = self._config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+        names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
         app = make_app(
             queue,
             self._reader,
-            model=config.model,
+            names=names,
             vocabulary=self._prepared.shape.vocab_size,
+            most_tokens=self._prepared.plan.load.context,
             api_key=key,
             defaults=Defaults(
                 max_tokens=config.max_tokens,
@@ -151,7 +154,7 @@ class RequestServer:
             )
         server.start()
         self._transport.last_words = self._say_last_words
-        self._reporter.say(f"Serving {config.model} at {server.address}")
+        self._reporter.say(f"Serving {names.first} at {server.address}")
         if (command := self._transport.stop_command()) is not None:
             self._reporter.say(f"To stop it in order: {command}")
         try:

@@ -1,4 +1,4 @@
-"""Check the host and the key of every request, and set the headers of every answer."""
+"""Check framing, host and key of every request, and set the headers of every answer."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
+            _check_framing(headers)
             self._check_host(headers.get("host", ""))
             if scope["path"] not in OPEN:
                 self._check_key(headers.get("authorization", ""))
@@ -79,3 +80,14 @@ class Guard:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuse a body with two lengths: a proxy before this server may go by the other one, and take
+    its rest for a request (RFC 9112, section 6.3)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(
+            400,
+            "the request has both Content-Length and Transfer-Encoding: send one of them",
+            headers={"connection": "close"},
+        )

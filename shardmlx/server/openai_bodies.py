@@ -1,17 +1,18 @@
 """Bodies of OpenAI's API: what a request may say, as pydantic models. No MLX, no MPI.
 
-A parameter that would change the answer and is not supported is refused by name, never ignored in
-silence. A parameter that is null counts as one that is not there.
+A parameter that is null counts as one that is not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from shardmlx.server.openai_errors import ApiError, refused
+from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_messages import MessageBody
 
 MOST_LIKELIEST = 20
 """Log-probabilities that may be asked for at each token."""
@@ -24,40 +25,6 @@ LONGEST_STOP = 500
 
 MOST = 2**31 - 1
 """Upper bound of any number of tokens or texts."""
-
-OTHER_NAMES = frozenset({"default", "default_model"})
-"""Further names of the one model that is served; the second is mlx_lm.server's."""
-
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)
-"""Parameters that change no answer."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "skip_special_tokens": (True,),
-}
-"""Parameters that are not supported, with the values that change nothing: these are let pass."""
-
 
 # Fields whose type pydantic does not know.
 
@@ -99,23 +66,20 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
 
 
-def _content(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("give a text, or a list of parts of type text")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part of type text has no text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 # Models.
+
+
+ALL_THAT_FIT = -1
+"""The ``max_tokens`` of llama.cpp's clients that want no limit but the model's."""
+
+
+def _not_zero(limit: int | None) -> int | None:
+    if limit == 0:
+        raise ValueError("give 1 or more, or -1 for as many as fit")
+    return limit
+
+
+TokenLimit = Annotated[int | None, Field(ge=ALL_THAT_FIT, le=MOST), AfterValidator(_not_zero)]
 
 
 class _Strict(BaseModel):
@@ -130,22 +94,6 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class MessageBody(_Strict):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
-    name: str | None = None
-
-    @property
-    def as_template_wants(self) -> dict[str, str]:
-        """The message for a chat template. Templates know no role "developer", OpenAI's newer name
-        of "system"."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.content, **named}
-
-
 class SamplingBody(_Strict):
     """The sampling parameters of a request, under their names in ``SamplingParams``."""
 
@@ -155,6 +103,8 @@ class SamplingBody(_Strict):
     top_k: int | None = Field(None, ge=-1, le=MOST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias)] = ()
+    xtc_probability: float | None = Field(None, ge=0, le=1)
+    xtc_threshold: float | None = Field(None, ge=0, le=0.5)
     repetition_penalty: float | None = Field(None, ge=0, le=10)
     repetition_context_size: int | None = Field(None, ge=1, le=MOST)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -173,7 +123,7 @@ class RequestBody(SamplingBody):
     """The parameters that chats and completions share."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_tokens: TokenLimit = None
     n: int | None = Field(None, ge=1, le=MOST)
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     stream: bool | None = None
@@ -184,9 +134,10 @@ class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
     messages: list[MessageBody] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
 
@@ -202,8 +153,8 @@ class CompletionBody(RequestBody):
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
 
 
-def parse_body(kind: type[_AnyBody], body: bytes, model: str) -> _AnyBody:
-    """Read a body of this ``kind`` for a server of ``model``.
+def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
+    """Read a body of this ``kind`` for a server of the model with these ``names``.
 
     Raises ``ApiError`` for what is no such body, and for parameters that are not supported.
     """
@@ -211,19 +162,10 @@ def parse_body(kind: type[_AnyBody], body: bytes, model: str) -> _AnyBody:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _explained(error) from None
-    if parsed.model not in {None, model} | OTHER_NAMES:
-        raise ApiError(
-            404,
-            f"the model {shown(parsed.model)} is not served here: ask for {model!r}",
-            param="model",
-            code="model_not_found",
-        )
-    _refuse_unknown(parsed)
-    if isinstance(parsed, ChatBody):
-        for number, message in enumerate(parsed.messages):
-            _refuse_unknown(message, f"messages.{number}.")
+    names.check(parsed.model)
+    refuse_unknown(parsed.model_extra)
     if parsed.stream_options is not None:
-        _refuse_unknown(parsed.stream_options, "stream_options.")
+        refuse_unknown(parsed.stream_options.model_extra, "stream_options.")
         if not parsed.stream:
             raise refused("stream_options is for requests with stream: true", "stream_options")
     return parsed
@@ -243,21 +185,3 @@ def _explained(error: ValidationError) -> ApiError:
     is_plain = given is None or isinstance(given, bool | int | float | str)
     value = f" (it is {shown(given)})" if is_plain else ""
     return refused(f"{param}: {message[:1].lower()}{message[1:]}{value}", param)
-
-
-def shown(value: object) -> str:
-    """Return a value as an error message shows it: in ASCII, at most 80 characters."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:60]}...{text[-15:]}"
-
-
-def _refuse_unknown(body: _Strict, prefix: str = "") -> None:
-    for name, value in (body.model_extra or {}).items():
-        is_harmless = value is None or (not prefix and name in IGNORED)
-        if not is_harmless and value not in NEUTRAL.get(name, ()):
-            name = f"{prefix}{name}"
-            raise refused(
-                f"{shown(name)[1:-1]} is not supported by this server: leave it out",
-                name[:200],
-                "unsupported_parameter",
-            )

@@ -52,3 +52,9 @@ def _type(status: int) -> str:
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that asks for what cannot be done (status 400)."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: in ASCII, at most 80 characters."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-15:]}"

@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 from shardmlx.errors import UserError
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
+    ALL_THAT_FIT,
     ChatBody,
     CompletionBody,
     RequestBody,
     parse_body,
-    shown,
 )
-from shardmlx.server.openai_errors import refused
+from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.request_queue import GenerationRequest
 
 COLDEST = 1e-3
@@ -71,12 +72,12 @@ class Defaults:
 class ServedModel:
     """The model that is served, and what a request may ask of it.
 
-    ``model`` is its name, ``vocabulary`` how many token ids it knows. Prompt and answer together
+    ``names`` are its names, ``vocabulary`` how many token ids it knows. Prompt and answer together
     have at most ``most_tokens``; one request of the API makes at most ``most_requests`` for
     generation. ``streams`` numbers the random streams of answers without a seed.
     """
 
-    model: str
+    names: ModelNames
     vocabulary: int
     most_tokens: int
     most_requests: int
@@ -100,7 +101,7 @@ class ApiRequest:
 
 def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/chat/completions. Raises ``ApiError``."""
-    chat = parse_body(ChatBody, body, served.model)
+    chat = parse_body(ChatBody, body, served.names)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise refused("top_logprobs is for requests with logprobs: true", "top_logprobs")
     arguments = chat.chat_template_kwargs or {}
@@ -109,7 +110,10 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
             f"{name} is no variable of a chat template: leave it out",
             f"chat_template_kwargs.{name}",
         )
-    messages = [message.as_template_wants for message in chat.messages]
+    messages = [
+        message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
+    ]
+    arguments = {**_effort(chat.reasoning_effort), **arguments}
     tokens = _tokens(partial(reader.chat, messages, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     return _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served)
@@ -117,7 +121,7 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
 
 def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/completions. Raises ``ApiError``."""
-    completion = parse_body(CompletionBody, body, served.model)
+    completion = parse_body(CompletionBody, body, served.names)
     # Before work is done for them.
     _check_number(len(completion.prompt) * (completion.n or 1), served)
     prompts = []
@@ -129,6 +133,13 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
             _check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
     return _api_request(completion, prompts, None, completion.logprobs, served)
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Return the arguments by which a chat template knows how long to think, if it does."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _tokens(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
@@ -172,12 +183,11 @@ def _api_request(
             "max_tokens",
         )
     most = max_completion_tokens or body.max_tokens
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
     requests = [
         GenerationRequest(
             tokens=tokens,
-            # The default gives way to a long prompt, but what was asked for is kept or refused.
-            max_tokens=most
-            or max(1, min(served.defaults.max_tokens, served.most_tokens - len(tokens))),
+            max_tokens=_answer_tokens(most, len(tokens), param, served),
             sampling=_sampling(body, number, tokens, logprobs, served),
             stop=body.stop,
             continues=isinstance(body, CompletionBody),
@@ -193,6 +203,35 @@ def _api_request(
         include_usage=options is not None and bool(options.include_usage),
         logprobs=logprobs,
     )
+
+
+def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedModel) -> int:
+    """Return the tokens that an answer may have at most.
+
+    The default gives way to a long prompt, but what was asked for is kept, or refused.
+    """
+    left = served.most_tokens - prompt
+    if left < 1:
+        raise _too_long(
+            f"the prompt has {prompt} tokens: with its answer it may have at most "
+            f"{served.most_tokens}",
+            param,
+        )
+    if asked is None:
+        return min(served.defaults.max_tokens, left)
+    if asked == ALL_THAT_FIT:
+        return left
+    if asked > left:
+        raise _too_long(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}: together at most "
+            f"{served.most_tokens} are served",
+            "max_tokens",
+        )
+    return asked
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return refused(message, param, "context_length_exceeded")
 
 
 def _sampling(

@@ -54,10 +54,6 @@ class QueueFull(Exception):
     """An error: so many requests wait that no further one is taken."""
 
 
-class RequestTooLong(Exception):
-    """An error: the request can never be served. The message has the numbers."""
-
-
 class ServiceEnded(Exception):
     """An error: nothing is generated any more. The message says why."""
 
@@ -151,12 +147,10 @@ class _Inbox:
 
 
 class RequestQueue:
-    """The open requests: at most ``most_open`` at a time, of at most ``most_tokens`` tokens each,
-    prompt and answer together."""
+    """The open requests: at most ``most_open`` at a time."""
 
-    def __init__(self, most_open: int, most_tokens: int) -> None:
+    def __init__(self, most_open: int) -> None:
         self.most_open = most_open
-        self.most_tokens = most_tokens
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._open: dict[int, _Open] = {}
@@ -168,13 +162,7 @@ class RequestQueue:
     # On the event loop of the server.
 
     def submit(self, request: GenerationRequest) -> Answer:
-        """Take in a request. Raises ``QueueFull``, ``RequestTooLong`` or ``ServiceEnded``."""
-        length = len(request.tokens) + request.max_tokens
-        if length > self.most_tokens:
-            raise RequestTooLong(
-                f"the prompt has {len(request.tokens)} tokens and max_tokens is "
-                f"{request.max_tokens}: together at most {self.most_tokens} are served"
-            )
+        """Take in a request. Raises ``QueueFull`` or ``ServiceEnded``."""
         with self._changed:
             if self._ended is not None:
                 raise ServiceEnded(self._ended)

@@ -13,6 +13,7 @@ from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
+from shardmlx.server.model_names import ModelNames
 from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
@@ -140,10 +141,10 @@ def serving(
 ) -> Iterator[Serving]:
     """Serve as the command does: the service on one thread, the server on another."""
     parrot = parrot or Parrot()
-    service = RequestQueue(most_open, MOST_TOKENS)
+    service = RequestQueue(most_open)
     listener = bind("127.0.0.1", 0)
-    options = {"hosts": trusted_hosts(listener), **options}
-    app = make_app(service, Letters(), model=MODEL, vocabulary=VOCABULARY, **options)
+    options = {"hosts": trusted_hosts(listener), "names": ModelNames((MODEL,)), **options}
+    app = make_app(service, Letters(), vocabulary=VOCABULARY, most_tokens=MOST_TOKENS, **options)
 
     def generate() -> None:
         with suppress(RuntimeError):

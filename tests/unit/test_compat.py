@@ -254,10 +254,14 @@ def test_uvicorns_protocol_tells_when_a_request_is_answered() -> None:
     from uvicorn.protocols.http import h11_impl
 
     with contract(compat.http_protocol, "uvicorn"):
-        kind = compat.http_protocol(1.0)
+        kind = compat.http_protocol(1.0, str.encode)
         assert issubclass(kind, h11_impl.H11Protocol)
         made = inspect.getsource(h11_impl.H11Protocol.__init__)
-        assert all(f"self.{name}" in made for name in ("cycle", "loop", "transport"))
+        names = ("cycle", "loop", "transport", "conn", "client")
+        assert all(f"self.{name}" in made for name in names)
+        source = inspect.getsource(h11_impl.H11Protocol)
+        assert f'msg = "{compat.NO_HTTP}"' in source
+        assert "self.send_400_response(msg)" in source
         cycle = inspect.getsource(h11_impl.RequestResponseCycle.__init__)
         assert "self.response_complete = False" in cycle
     with contract(compat.abort_connections, "uvicorn"):

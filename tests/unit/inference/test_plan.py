@@ -174,6 +174,7 @@ def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) 
         ("--xtc-threshold 0.6", "--xtc-threshold is 0.6: give 0.5 or less"),
         ("--seed 18446744073709551616", "--seed is 18446744073709551616: give less than 2**64"),
         ("--output a", "--output is a: it is for the answers to --prompts"),
+        ("--prompts a -p b", "--prompt and --prompts a: give one of them"),
         ("--temperature 1", "unknown argument '--temperature': "),
         ("--chat-template-config [1]", "--chat-template-config is '[1]': give a JSON object"),
     ],

@@ -504,7 +504,7 @@ def test_metrics_have_the_memory_of_each_rank() -> None:
         for peak, memory in ((700, 900), (600, 800))
     ]
     memory = MemoryCollector(("mac1", "mac2"), limits, lambda: 650)
-    text = Metrics(RequestQueue(1, 10), memory).exposition().decode()
+    text = Metrics(RequestQueue(1), memory).exposition().decode()
     for name, value in {
         'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
         'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,

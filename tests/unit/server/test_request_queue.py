@@ -13,7 +13,6 @@ from shardmlx.server.request_queue import (
     QueueFull,
     QueueLoad,
     RequestQueue,
-    RequestTooLong,
     ServiceEnded,
 )
 from tests.helpers.http_serving import Parrot
@@ -24,7 +23,7 @@ Session = Callable[[RequestQueue, Parrot], Awaitable[None]]
 def run(session: Session, parrot: Parrot | None = None, most_open: int = 8) -> BaseException | None:
     """A session against a service that runs; what ``RequestQueue.run`` raised."""
     parrot = parrot or Parrot()
-    service = RequestQueue(most_open, most_tokens=100)
+    service = RequestQueue(most_open)
     raised: list[BaseException | None] = []
 
     def generate() -> None:
@@ -102,18 +101,6 @@ def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> Non
         assert await text_of(service.submit(request("a"))) == "aaaaaa"
 
     run(session, most_open=2)
-
-
-def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
-    async def session(service: RequestQueue, parrot: Parrot) -> None:
-        with pytest.raises(
-            RequestTooLong,
-            match=r"^the prompt has 60 tokens and max_tokens is 41: together at most 100 are ser",
-        ):
-            service.submit(request(60 * "a", 41))
-        assert await text_of(service.submit(request(60 * "a", 40))) == 40 * "a"
-
-    run(session)
 
 
 def test_load_counts_texts_from_their_first_piece() -> None:
@@ -257,7 +244,7 @@ def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
 def test_nobody_need_listen_any_more() -> None:
     """A loop that has ended does not end the service."""
     parrot = Parrot()
-    service = RequestQueue(8, most_tokens=100)
+    service = RequestQueue(8)
     parrot.goes_on.clear()
 
     async def ask() -> None:

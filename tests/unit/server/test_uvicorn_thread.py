@@ -252,9 +252,35 @@ def test_what_is_no_http_is_refused_and_a_huge_head_too(
         for nonsense in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", b"GET / " + 99999 * b"x"):
             with connected(server) as connection:
                 connection.sendall(nonsense)
-                assert until(connection, b"\r\n").startswith(b"HTTP/1.1 400 ")
+                head, _, body = received(connection).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 400 ")
+                error = json.loads(body)["error"]
+                assert error["message"].startswith("this is no HTTP request, or its head is too lo")
         assert httpx.get(f"{server.address}/health").status_code == 200
-    assert set(caplog.messages) == {"Invalid HTTP request received."}
+    line = "127.0.0.1 sent what is no HTTP request"
+    assert caplog.messages == [line, line]
+
+
+def test_whoever_sends_nonsense_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server:
+        for _ in range(12):
+            with connected(server) as connection:
+                connection.sendall(b"nonsense\r\n\r\n")
+                received(connection)
+    assert len(caplog.messages) == 5
+    assert caplog.messages[-1].endswith("; further ones of this minute are not logged")
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed() -> None:
+    """What one length takes for the body's rest is a request by the other (RFC 9112)."""
+    with serving() as server, connected(server) as connection:
+        lengths = ("Content-Length: 4", "Transfer-Encoding: chunked")
+        connection.sendall(head("/v1/completions", *lengths) + b"0\r\n\r\n" + 2 * whole(False))
+        answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"both Content-Length and Transfer-Encoding" in answer
+        assert answer.count(b"HTTP/1.1") == 1
+        assert server.parrot.added == []
 
 
 def test_requests_share_a_connection() -> None:
