@@ -320,7 +320,11 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
         other += [pieces.selective] * setup.is_selective
     if setup.fine_tune_type == "dora" and setup.dropout:
         other.append(DORA_DROPS.recomputed if setup.grad_checkpoint else DORA_DROPS.held)
-    return moments[0], [reduce(Counts.plus, other, moment) for moment in moments[1]]
+    during_backward = [reduce(Counts.plus, other, moment) for moment in moments[1]]
+    if setup.backend == "cpu" and setup.dtype_bytes == FLOAT32:
+        # The loss has other arrays than MLX's own there, and no logits are left in I.
+        during_backward = [each._replace(logits=min(0, each.logits)) for each in during_backward]
+    return moments[0], during_backward
 
 
 def _in_pieces(setup: TrainingSetup, trains: str) -> str:

@@ -31,9 +31,26 @@ from shardmlx.models.slice import Slice
 
 
 def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
-    """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``."""
-    losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
-    return losses.astype(mx.float32).sum()
+    """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``.
+
+    MLX's own computes exponentials twice, and slowly on a CPU. There they are kept.
+    """
+    if mx.default_device() != mx.cpu or logits.dtype != mx.float32:
+        losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
+        return losses.astype(mx.float32).sum()
+    targets, counts = targets.reshape(-1), counts.reshape(-1)
+
+    def compute(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        losses, weights, sums = _losses_and_softmax(logits.flatten(0, -2), targets)
+        return (losses * counts).sum(), weights, sums
+
+    def gradient(logits: mx.array, cotangents: Sequence[mx.array], out: Sequence[mx.array]) -> Any:
+        _, weights, sums = out
+        return _slopes(weights, sums, targets, counts * cotangents[0]).reshape(logits.shape)
+
+    loss: Any = mx.custom_function(compute)
+    loss.vjp(gradient)
+    return loss(logits)[0]  # type: ignore[no-any-return]
 
 
 class _Piece(NamedTuple):
@@ -191,12 +208,20 @@ def loss_and_slopes(
 ) -> tuple[mx.array, mx.array]:
     """Return the summed loss of logits (n, V), and ``scale`` times its gradient for them: softmax
     less 1 at the target; both float32."""
-    logits = logits.astype(mx.float32)
+    losses, weights, sums = _losses_and_softmax(logits.astype(mx.float32), targets)
+    return (losses * counts).sum(), _slopes(weights, sums, targets, counts * scale)
+
+
+def _losses_and_softmax(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the loss of each row of logits (n, V), and dividend and divisor of its softmax."""
     most = logits.max(axis=-1, keepdims=True)
     at_target = mx.take_along_axis(logits, targets[:, None], axis=-1)
     weights = exponential(logits - most)
     sums = weights.sum(axis=-1, keepdims=True)
-    losses = (most + mx.log(sums) - at_target)[:, 0] * counts
-    scales = counts * scale
+    return (most + mx.log(sums) - at_target)[:, 0], weights, sums
+
+
+def _slopes(weights: mx.array, sums: mx.array, targets: mx.array, scales: mx.array) -> mx.array:
+    """Return ``scales`` times the gradient of each row's loss: softmax less 1 at the target."""
     slopes = weights * (scales[:, None] / sums)
-    return losses.sum(), slopes.at[mx.arange(len(targets)), targets].subtract(scales)
+    return slopes.at[mx.arange(len(targets)), targets].subtract(scales)

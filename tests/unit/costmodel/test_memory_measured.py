@@ -226,6 +226,9 @@ CASES = [
     Case("lora", 1, 3, recompute=FULL, dtype_bytes=2),
     Case("full", 1, 3, recompute=FULL),
     Case("full", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
+    Case("lora", 2, 4, config=(("vocab_size", 5000),)),
+    Case("full", 2, 4, config=(("vocab_size", 5000),)),
+    Case("full", 2, 4, config=(("vocab_size", 5000),), dtype_bytes=2),
     *(
         Case(mode, *ends, length=256, pieces=32, recompute=recompute)
         for mode in ("lora", "full")
