@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from io import StringIO
 
@@ -61,3 +62,14 @@ def gibibytes(nbytes: float) -> str:
 def percent(measured: float, predicted: float) -> str:
     """Return how far a measurement is from what was predicted: ``+3%``."""
     return f"{100 * (measured / predicted - 1):+.0f}%"
+
+
+def without_controls(text: str) -> str:
+    """Return a text that steers no terminal: characters that would, but for tabs and line ends, are
+    written as escapes."""
+    return "".join(
+        each.encode("unicode_escape").decode()
+        if unicodedata.category(each) == "Cc" and each not in "\t\n"
+        else each
+        for each in text
+    )

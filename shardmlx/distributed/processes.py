@@ -46,6 +46,23 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def open_file(pid: int, fd: int) -> str | None:
+    """Return the path of what a process of this machine has open as ``fd``; None where that cannot
+    be seen. What has no path is called as the system does, like ``pipe:[4711]``."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            return os.readlink(f"/proc/{pid}/fd/{fd}")
+        listing = subprocess.run(
+            ["lsof", "-a", "-p", str(pid), "-d", str(fd), "-Fn"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        # A line for each field, whose first letter says which it is.
+        return next((line[1:] for line in listing.stdout.splitlines() if line[:1] == "n"), None)
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class MpirunProcess:
     """The mpirun of this job, or its daemon on this host. ``direct`` is whether this process is its

@@ -22,15 +22,12 @@ from shardmlx.inference.setup import (
     typical_load,
 )
 from shardmlx.inference.stdin_lines import TypedLines
+from shardmlx.inference.terminal_lines import TerminalLines, find_terminal
 
 PROMPT = ">> "
 
 SECONDS_BETWEEN_SIGNS = 1.0
 """Seconds between two signs of life to the other ranks while nobody types."""
-
-HELP = """\
-- 'q' to leave, 'r' to begin anew, 'h' for this help
-- Enter while the model answers makes it stop"""
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
@@ -74,13 +71,20 @@ class _Chat:
         self._most = prepared.plan.load.context
         self._max_tokens = prepared.plan.load.answer
         self._first_stage = prepared.first_stage(prefix_cache=new_prefix_cache(prepared))
-        self._lines = TypedLines()
+        self._lines = _lines(config)
         self._messages: list[ChatMessage] = []
         self._turns = 0
 
     def hold(self) -> None:
         """Talk until the user leaves, or stdin ends."""
-        self._reporter.say(HELP)
+        try:
+            self._talk()
+        finally:
+            self._lines.close()
+        self._first_stage.stop()
+
+    def _talk(self) -> None:
+        self._reporter.say(self._lines.help)
         while (line := self._ask()) is not None:
             match line.strip():
                 case "":
@@ -91,16 +95,13 @@ class _Chat:
                     self._messages.clear()
                     self._reporter.say("A new conversation.")
                 case "h":
-                    self._reporter.say(HELP)
+                    self._reporter.say(self._lines.help)
                 case said:
                     self._turn(said)
-        self._first_stage.stop()
 
     def _ask(self) -> str | None:
         """Return the next line that is typed; None at the end."""
-        if self._config.verbose:
-            print(PROMPT, end="", flush=True)
-        self._lines.rest()
+        self._lines.ask()
         while self._lines.is_open:
             line = self._lines.next(SECONDS_BETWEEN_SIGNS)
             if line is not None:
@@ -144,7 +145,7 @@ class _Chat:
                     turn.cached = self._first_stage.cached(number)
                     if turn.stream.finish_reason is not None:
                         self._first_stage.finish(number)
-                    print(segment, end="", flush=True)
+                    self._lines.show(segment)
                 has_ended = is_stopped or turn.stream.finish_reason is not None
                 if not has_ended and self._lines.interrupts():
                     self._first_stage.cancel(number)
@@ -158,6 +159,16 @@ class _Chat:
         computed = turn.prompt_tokens - turn.cached
         rate = stream.count / max(stream.last - stream.first, 1e-9) if stream.count > 1 else 0.0
         self._reporter.say(
-            f"[{computed} of {turn.prompt_tokens} prompt tokens computed, {stream.count} "
-            f"generated, {rate:.1f} tokens-per-sec]"
+            self._lines.aside(
+                f"[{computed} of {turn.prompt_tokens} prompt tokens computed, {stream.count} "
+                f"generated, {rate:.1f} tokens-per-sec]"
+            )
         )
+
+
+def _lines(config: ChatConfig) -> TerminalLines | TypedLines:
+    """Return what is typed: at a terminal where that is possible, and else line by line."""
+    if not config.verbose:
+        return TypedLines()
+    terminal = find_terminal()
+    return TypedLines(prompt=PROMPT) if terminal is None else TerminalLines(terminal, PROMPT)

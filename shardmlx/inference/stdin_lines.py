@@ -10,19 +10,31 @@ import os
 import select
 import time
 from collections import deque
-from pathlib import Path
 
-from shardmlx.distributed.processes import find_mpirun
+from shardmlx.distributed.processes import find_mpirun, open_file
 
 SECONDS_OF_SILENCE = 2.0
 """Seconds after which silence is taken for the end of a pipe or a file."""
 
 
-class TypedLines:
-    """Lines of a file descriptor: a terminal's, unless it ``ends_in_silence``."""
+HELP = """\
+- 'q' to leave, 'r' to begin anew, 'h' for this help
+- Enter while the model answers makes it stop"""
 
-    def __init__(self, fd: int = 0, ends_in_silence: bool | None = None) -> None:
+
+class TypedLines:
+    """Lines of a file descriptor: a terminal's, unless it ``ends_in_silence``.
+
+    ``prompt`` is printed for each of them.
+    """
+
+    help = HELP
+
+    def __init__(
+        self, fd: int = 0, ends_in_silence: bool | None = None, *, prompt: str = ""
+    ) -> None:
         self._fd = fd
+        self._prompt = prompt
         self._ends_in_silence = (
             _launcher_reads_no_terminal() if ends_in_silence is None else ends_in_silence
         )
@@ -35,6 +47,22 @@ class TypedLines:
     def is_open(self) -> bool:
         """True while lines are there, or may come."""
         return self._open or bool(self._lines)
+
+    def ask(self) -> None:
+        """Print the prompt, and begin to wait."""
+        print(self._prompt, end="", flush=True)
+        self.rest()
+
+    def show(self, text: str) -> None:
+        """Print a part of an answer."""
+        print(text, end="", flush=True)
+
+    def aside(self, text: str) -> str:
+        """Return a text that is no answer, as it shall be shown."""
+        return text
+
+    def close(self) -> None:
+        """Do nothing: nothing was changed."""
 
     def next(self, seconds: float) -> str | None:
         """Return the next line without its line end; None if none comes within ``seconds``."""
@@ -84,13 +112,9 @@ def _text(line: bytes) -> str:
 
 
 def _launcher_reads_no_terminal() -> bool:
-    """Return whether mpirun reads its stdin from a pipe or a file; False where that is not known,
-    as on macOS."""
+    """Return whether mpirun reads its stdin from a pipe or a file; False where that is unknown."""
     launcher = find_mpirun()
-    if launcher is None:
-        return False
-    try:
-        target = os.readlink(Path(f"/proc/{launcher.pid}/fd/0"))
-    except OSError:
+    target = None if launcher is None else open_file(launcher.pid, 0)
+    if target is None:
         return False
     return not target.startswith(("/dev/pts", "/dev/tty", "/dev/console"))

@@ -50,12 +50,14 @@ class _Text:
 @dataclass
 class Parrot:
     """A generator that repeats each prompt until it is told to stop, a token of each of ``at_once``
-    texts a step, while it ``goes_on``; after ``steps`` it does not."""
+    texts a step, while it ``goes_on``; after ``steps`` it does not. A step ends when ``lasts`` is
+    set."""
 
     at_once: int = 64
     steps: int | None = None
     goes_on: threading.Event = field(default_factory=threading.Event)
     fails: str | None = None
+    lasts: threading.Event | None = None
     texts: dict[int, _Text] = field(default_factory=dict)
     added: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -78,6 +80,8 @@ class Parrot:
     def step(self) -> Sequence[tuple[int, Piece]]:
         if self.fails is not None:
             raise RuntimeError(self.fails)
+        if self.lasts is not None:
+            self.lasts.wait(30)
         if not self.goes_on.is_set():
             time.sleep(0.002)
             return []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +69,9 @@ class Running:
         command: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        terminal: int | None = None,
     ) -> None:
+        """``terminal`` becomes the controlling one, and takes stdin, stdout and stderr."""
         self._mark = uuid.uuid4().hex
         self._files = [
             tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
@@ -82,10 +86,11 @@ class Running:
             list(map(str, command)),
             env=environment | dict(env or {}),
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=self._files[0],
-            stderr=self._files[1],
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=self._files[0] if terminal is None else terminal,
+            stderr=self._files[1] if terminal is None else terminal,
             start_new_session=True,
+            preexec_fn=None if terminal is None else _take_terminal,
         )
 
     @classmethod
@@ -135,6 +140,20 @@ class Running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
+    def kill_rank(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank that is there. Linux only."""
+        pid = self.pid_of(rank)
+        assert pid is not None, f"rank {rank} is not there\n{self.job().output}"
+        os.kill(pid, number)
+
+    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait for what the processes do; if they do not, say where they are."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"it does not happen\n{self.where_it_hangs().output}")
+            time.sleep(0.05)
+
     def left_behind(self) -> list[int]:
         """Return the process ids of those that live ``SECONDS_TO_END`` after the end."""
         end = time.monotonic() + SECONDS_TO_END
@@ -156,6 +175,11 @@ class Running:
         self.kill(signal.SIGABRT, spare=self.process.pid)
         self.wait(SECONDS_TO_END)
         return self.job()
+
+
+def _take_terminal() -> None:
+    """Make stdin the controlling terminal of this session. Called in the new process."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _environment(mark: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.common.formatting import columns, gibibytes, numbers_of
+from shardmlx.common.formatting import columns, gibibytes, numbers_of, without_controls
 from shardmlx.common.units import BYTES, parse_bytes
 
 
@@ -74,3 +74,7 @@ def test_a_table_is_never_cut_and_takes_nothing_for_markup() -> None:
 @pytest.mark.parametrize(("start", "stop", "text"), [(4, 10, "4-9"), (4, 5, "4")])
 def test_layers_are_named_by_their_first_and_last(start: int, stop: int, text: str) -> None:
     assert numbers_of(start, stop) == text
+
+
+def test_text_that_would_steer_a_terminal_is_shown() -> None:
+    assert without_controls("a\x1b[2Jb\x9b1m\r\tc\nü") == "a\\x1b[2Jb\\x9b1m\\r\tc\nü"

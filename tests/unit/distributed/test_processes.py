@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from shardmlx.distributed import processes
-from shardmlx.distributed.processes import MpirunProcess, find_mpirun, process_state
+from shardmlx.distributed.processes import MpirunProcess, find_mpirun, open_file, process_state
 
 
 @pytest.fixture
@@ -108,3 +110,23 @@ def test_what_ends_by_itself_is_sent_no_signal() -> None:
     with subprocess.Popen(["sleep", "0.1"]) as child:
         processes.end_process(child.pid, psutil.Process(child.pid).create_time())
         assert child.wait(30) == 0
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_what_a_process_has_open(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has no /proc, but lsof."""
+    if system == "darwin" and shutil.which("lsof") is None:
+        pytest.skip("needs lsof: apt-get install lsof")
+    monkeypatch.setattr(sys, "platform", system)
+    path = tmp_path / "typed"
+    with path.open("w") as file:
+        assert open_file(os.getpid(), file.fileno()) == str(path)
+        read, write = os.pipe()
+        found = open_file(os.getpid(), read)
+        assert found is not None
+        assert "pipe" in found
+        os.close(read)
+        os.close(write)
+    assert open_file(os.getpid(), 999) is None

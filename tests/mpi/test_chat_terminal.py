@@ -1,0 +1,64 @@
+"""``shardmlx chat`` at a real terminal, under a real mpirun."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs import AFTER_A_KILL, ranks_command
+from tests.helpers.terminals import Terminal
+
+MOST = 256
+"""Tokens, which take seconds."""
+LAUNCH = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "chat"]
+MPIRUN = ranks_command(2, "-m", "shardmlx.chat")
+
+
+def options(model: Path) -> list[str]:
+    return ["--model", str(model), "--max-tokens", str(MOST), "--timeout", "20"]
+
+
+@pytest.mark.parametrize("start", [LAUNCH, MPIRUN], ids=["launch", "mpirun"])
+def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
+    """The prompt is there before anything is typed, a line shows while it is typed, an answer while
+    it grows. Ctrl-C stops the answer alone, and Ctrl-D leaves."""
+    with Terminal([*start, *options(small)]) as terminal:
+        terminal.until(r">> ")
+        terminal.type("Hellx\x7fo")
+        terminal.until("Hello")
+        terminal.type("\r")
+        terminal.until(r"\n\S")
+        terminal.type("\x03")
+        computed = terminal.until(r"\[\d+ of \d+ prompt tokens computed, \d+ generated")
+        assert int(re.findall(r"\d+", computed)[2]) < MOST
+        terminal.until(r">> ")
+
+        terminal.type("lost\x03\x1b[A")
+        terminal.until(r">> \S*Hello")
+        terminal.type(", you!\r")
+        terminal.until("Hello, you!")
+        terminal.until(r"\n\S")
+        terminal.type("\x03")
+        terminal.until(r"generated")
+        terminal.until(r">> ")
+        terminal.type("\x04")
+        status, shown = terminal.end()
+        assert status == 0, shown
+        assert "Peak memory" in shown
+        assert "ABORT" not in shown
+        assert terminal.is_as_before()
+        assert terminal.running.left_behind() == []
+
+
+def test_a_terminal_is_put_back_whatever_ends_the_job(small: Path) -> None:
+    with Terminal([*MPIRUN, *options(small)]) as terminal:
+        terminal.until(r">> ")
+        assert not terminal.is_as_before()
+        terminal.running.kill_rank(0, signal.SIGKILL)
+        status, shown = terminal.end()
+        assert status in AFTER_A_KILL, shown
+        assert terminal.is_as_before()
