@@ -39,7 +39,7 @@ class LaunchFlags:
     )
     max_restarts: int | None = option(
         None,
-        "restarts of train after a failure",
+        "restarts of train and serve after a failure",
         unset=f"{MAX_RESTARTS}, 0 for other commands",
         minimum=0,
         group=_RANKS,
@@ -64,7 +64,7 @@ def build_parser(rank: int = 0) -> CommandParser:
         "launch",
         "Check the hosts, print the mpirun line that runs a command on them, and run it. A "
         "training run that fails starts again: from its newest checkpoint, on the hosts that "
-        "still answer.",
+        "still answer. A server that fails starts again on the same hosts.",
         rank=rank,
         epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
         "--data D. With a hostfile, run it on the first host of it.",

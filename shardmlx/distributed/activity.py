@@ -45,6 +45,11 @@ class Activity:
         if on_main:
             self._waiting = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the main thread waits for another rank."""
+        return self._waiting is not None
+
     def where(self) -> str:
         """Return what this rank waits for, or else does, with its name."""
         waiting = self._waiting

@@ -23,6 +23,9 @@ SHORTEST_SILENCE = 3.0
 LONGEST_SILENCE = 60.0
 """Seconds after which a silent rank is lost, whatever the time that a message may take."""
 
+SECONDS_OF_QUIET = 5.0
+"""Seconds after which a silent rank is in doubt: what needs it may wait."""
+
 OWN_SLEEP = 2.0
 """Seconds. A process that was not run for so long cannot blame its peers that it heard nothing."""
 
@@ -105,6 +108,8 @@ class Monitor:
         self.limit = limit
         self.expects_stop = False
         """True once the run asks for signals, and will stop in order after one."""
+        self.quiet: str | None = None
+        """The rank that is in doubt, in words, if there is one."""
         self._process = process
         self._launched = launched
         self._clock = clock
@@ -171,6 +176,7 @@ class Monitor:
             for peer in self._peers.values():
                 peer.heard = now
                 peer.gone_since = None
+        self.quiet = self._silent_for(now, SECONDS_OF_QUIET)
         if not self._launched():
             return Judgement(Fate.ENDED, "")
         if self._hushed is not None:
@@ -223,14 +229,18 @@ class Monitor:
         return None
 
     def _silence(self, now: float) -> Judgement | None:
+        text = self._silent_for(now, self.limit)
+        return None if text is None else Judgement(Fate.LOST, text)
+
+    def _silent_for(self, now: float, seconds: float) -> str | None:
+        """Return in words which rank has been silent for so long."""
         for rank, peer in self._peers.items():
-            if peer.last.state is not State.ALIVE or now - peer.heard < self.limit:
+            if peer.last.state is not State.ALIVE or now - peer.heard < seconds:
                 continue
             stopped = ": its process is stopped" if self._process(rank) == "stopped" else ""
-            return Judgement(
-                Fate.LOST,
-                f"{peer.name} has given no sign of life for {self.limit:g} s{stopped}; it was "
-                f"last in {peer.last.activity}",
+            return (
+                f"{peer.name} has given no sign of life for {seconds:g} s{stopped}; it was last in "
+                f"{peer.last.activity}"
             )
         return None
 

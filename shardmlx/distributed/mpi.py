@@ -252,6 +252,12 @@ class MPITransport(Transport):
         super().set_timeout(seconds)
         self._watch.monitor.limit = silence_limit(seconds)
 
+    def limit_silence(self, seconds: float) -> None:
+        self._watch.monitor.limit = min(self._watch.monitor.limit, seconds)
+
+    def quiet_rank(self) -> str | None:
+        return self._watch.monitor.quiet
+
     def abort(self, code: int) -> None:
         abort(code, self.shutdown)
 

@@ -88,6 +88,15 @@ class Transport(ObjectCollectives):
         """Let messages take so long from now on."""
         self.timeout = seconds
 
+    def limit_silence(self, seconds: float) -> None:
+        """Take a rank for lost that has given no sign of life for so long, if not sooner. All ranks
+        must call it."""
+
+    def quiet_rank(self) -> str | None:
+        """Return in words which rank is in doubt, since it has been silent for a while. Only rank 0
+        hears all of them."""
+        return None
+
     @contextmanager
     def longer_timeout(self, seconds: float) -> Iterator[None]:
         """Let waits of this thread last at least so long inside.

@@ -101,8 +101,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def _restarts(command: str, asked: int | None) -> int:
-    """Return the number of restarts: only ``train`` goes on where it was, when started again."""
-    if command == "train":
+    """Return the number of restarts: ``train`` goes on where it was, ``serve`` answers again."""
+    if command in ("train", "serve"):
         return MAX_RESTARTS if asked is None else asked
     if asked:
         raise UserError(f"--max-restarts {asked}: {command} cannot go on where it was", "leave out")

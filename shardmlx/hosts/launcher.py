@@ -33,6 +33,14 @@ from shardmlx.hosts.reachability import (
 from shardmlx.hosts.restart_policy import FAILED, Attempt, after, changes
 from shardmlx.hosts.supervisor import Supervisor
 
+SECONDS_OF_SERVICE = 600.0
+"""Seconds after which a server has run well: restarts are counted anew."""
+
+SECONDS_FOR_HOSTS = 300.0
+"""Seconds for all hosts of a server to answer again: a machine that restarts needs one minute."""
+
+SECONDS_BETWEEN_LOOKS = 10.0
+
 
 class GaveUp(Exception):
     """The reason why no further start makes sense."""
@@ -76,7 +84,10 @@ class Launcher:
             _say(f"checkpoints in {config.checkpoint_dir}, to restart from")
         hosts, job = launch.hosts, self._job()
         while True:
+            started = time.monotonic()
             self.attempts.append(self._start(hosts, job))
+            if launch.command == "serve" and time.monotonic() - started > SECONDS_OF_SERVICE:
+                del self.attempts[:-1]
             decision = after(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
             if decision.status is not None:
                 if decision.reason:
@@ -146,7 +157,10 @@ class Launcher:
     def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], MpirunJob]:
         """Return the hosts that answer, and the job for them."""
         launch, config = self.launch, self.launch.config
-        assert config is not None, "only train is started again"
+        if config is None:
+            self._wait_for_hosts()
+            _say("the server starts again; its prefix cache is lost")
+            return launch.hosts, self._job()
         findings = self._ask()
         left = tuple(host for host in launch.hosts if host not in findings)
         gone, back = changes(before, left)
@@ -174,6 +188,19 @@ class Launcher:
             # Not where the user wants no older run's checkpoint, and this one has none yet.
             job = replace(job, options=replaced(job.options, resume="auto"))
         return left, job
+
+    def _wait_for_hosts(self) -> None:
+        """Return once all hosts answer: what they hold of the model was planned for all of them."""
+        end = time.monotonic() + SECONDS_FOR_HOSTS
+        missing = ""
+        while findings := self._ask():
+            text = "; ".join(map(str, findings.values()))
+            if time.monotonic() > end:
+                raise GaveUp(text)
+            if text != missing:
+                _say(f"waits for {text}")
+                missing = text
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
         """Return the steps of the checkpoints and when each was committed; None where unseen."""

@@ -70,6 +70,7 @@ def make_app(
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
     memory: MemoryCollector | None = None,
+    trouble: Callable[[], str | None] = lambda: None,
 ) -> Starlette:
     """Return the application over a queue.
 
@@ -77,6 +78,7 @@ def make_app(
     answer have at most ``most_tokens``. With ``api_key`` all but the page and /health need it.
     ``hosts`` are the names that a request's ``Host`` may have, None for any; ``origins`` are other
     sites whose pages may use the API, "*" for any. ``memory`` is shown at /metrics.
+    While ``trouble`` returns a reason, no requests are taken.
     """
     served = ServedModel(
         names=names,
@@ -85,7 +87,7 @@ def make_app(
         most_requests=queue.most_open,
         defaults=defaults or Defaults(),
     )
-    api = Api(queue, reader, served, max_body_bytes, memory)
+    api = Api(queue, reader, served, max_body_bytes, memory, trouble)
     endpoints = [route.path for route in api.routes]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
@@ -127,8 +129,10 @@ class Api:
         served: ServedModel,
         max_body_bytes: int,
         memory: MemoryCollector | None,
+        trouble: Callable[[], str | None],
     ) -> None:
-        self.metrics = Metrics(queue, memory)
+        self.metrics = Metrics(queue, memory, trouble)
+        self._trouble = trouble
         self._queue = queue
         self._reader = reader
         self._served = served
@@ -165,8 +169,7 @@ class Api:
         read: Callable[[bytes, Reader, ServedModel], ApiRequest],
         kind: type[Reply],
     ) -> Response:
-        if (reason := self._queue.ended) is not None:
-            raise ended(reason)
+        self._check_ready()
         body = await read_body(request, self._max_body_bytes)
         async with self._tokenising:
             api_request = await asyncio.to_thread(read, body, self._reader, self._served)
@@ -175,6 +178,14 @@ class Api:
         return AnswerResponse(
             kind(api_request, self._served.names.first, self._token_text), answers, meters
         )
+
+    def _check_ready(self) -> None:
+        """Raise ``ApiError`` while no requests are taken."""
+        if (reason := self._queue.ended) is not None:
+            raise ended(reason)
+        if (reason := self._trouble()) is not None:
+            retry = {"retry-after": str(SECONDS_TO_RETRY)}
+            raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=retry)
 
     def _submit(self, api_request: ApiRequest) -> list[Answer]:
         """Submit all requests for generation that it holds, or none. Raises ``ApiError``."""
@@ -212,6 +223,8 @@ class Api:
         """Tell whether requests are taken."""
         if (reason := self._queue.ended) is not None:
             return JSONResponse({"status": "ended", "reason": reason}, 503)
+        if (reason := self._trouble()) is not None:
+            return JSONResponse({"status": "waiting", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
     async def exposition(self, request: Request) -> Response:

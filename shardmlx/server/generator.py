@@ -34,6 +34,9 @@ SECONDS_FOR_LAST_WORDS = 0.15
 SECONDS_TO_SEND = 5.0
 """Seconds for clients to take what is left for them."""
 
+SECONDS_OF_A_STEP = 25.0
+"""Seconds that rank 0 may wait for a message of another rank before no new requests are taken."""
+
 
 class PipelineGenerator:
     """The ``Generator`` of a ``RequestQueue``, over the pipeline.
@@ -142,6 +145,7 @@ class RequestServer:
             hosts=trusted_hosts(listener, config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
+            trouble=self._trouble,
             memory=MemoryCollector(
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory
             ),
@@ -152,6 +156,7 @@ class RequestServer:
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"
             )
+        self._look_up()  # from now on a signal lets open requests come to their end
         server.start()
         self._transport.last_words = self._say_last_words
         self._reporter.say(f"Serving {names.first} at {server.address}")
@@ -177,6 +182,15 @@ class RequestServer:
             return
         self._reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
         self._queue.close(grace)
+
+    def _trouble(self) -> str | None:
+        """Return which rank does not answer, if one does not. Called on any thread."""
+        if (quiet := self._transport.quiet_rank()) is not None:
+            return quiet
+        seconds, activity = self._queue.stalled, self._transport.activity
+        if seconds > SECONDS_OF_A_STEP and activity.is_waiting:
+            return f"{activity.where()}: nothing has come for {seconds:.0f} s"
+        return None
 
     def _http_ended(self, error: BaseException | None) -> None:
         """Close the queue. Called on the thread of the HTTP server."""

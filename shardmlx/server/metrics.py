@@ -30,9 +30,14 @@ NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class Metrics:
     """The counters and histograms of one server, in a registry of its own."""
 
-    def __init__(self, queue: RequestQueue, memory: MemoryCollector | None = None) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        memory: MemoryCollector | None = None,
+        trouble: Callable[[], str | None] = lambda: None,
+    ) -> None:
         registry = CollectorRegistry(auto_describe=True)
-        registry.register(_QueueCollector(queue))
+        registry.register(_QueueCollector(queue, trouble))
         if memory is not None:
             registry.register(memory)
         self._registry = registry
@@ -115,17 +120,19 @@ class MemoryCollector(Collector):
 class _QueueCollector(Collector):
     """The load of the queue at the moment when it is asked for."""
 
-    def __init__(self, queue: RequestQueue) -> None:
+    def __init__(self, queue: RequestQueue, trouble: Callable[[], str | None]) -> None:
         self._queue = queue
+        self._trouble = trouble
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one family for each metric."""
         load = self._queue.load()
+        is_up = self._queue.ended is None and self._trouble() is None
         for name, text, value in (
             ("texts_under_way", "Answers being generated", load.under_way),
             ("texts_waiting", "Requests that wait for their turn", load.waiting),
             ("kept_tokens", "Tokens in the prefix cache", load.kept_tokens),
-            ("up", "1 while requests are taken", self._queue.ended is None),
+            ("up", "1 while requests are taken", is_up),
         ):
             yield GaugeMetricFamily(f"shardmlx_{name}", text, value=float(value))
 

@@ -158,6 +158,7 @@ class RequestQueue:
         self._ended: str | None = None
         self._deadline: float | None = None
         self._kept_tokens = 0
+        self._looked: float | None = None
 
     # On the event loop of the server.
 
@@ -180,6 +181,11 @@ class RequestQueue:
     def ended(self) -> str | None:
         """The reason why no more requests are taken; None while they are."""
         return self._ended
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the last step has lasted."""
+        return 0.0 if self._looked is None else time.monotonic() - self._looked
 
     def load(self) -> QueueLoad:
         """Return how much there is to do at this moment."""
@@ -237,6 +243,7 @@ class RequestQueue:
 
     def _take(self, is_idle: bool) -> _Inbox | None:
         """Return what has come in; None at the end. Waits a while if there is nothing to do."""
+        self._looked = time.monotonic()
         with self._changed:
             nothing_new = not (self._inbox.requests or self._inbox.cancelled)
             if is_idle and nothing_new and self._deadline is None:

@@ -16,6 +16,9 @@ from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, t
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
 
+SECONDS_OF_SILENCE = 30.0
+"""Seconds after which a silent rank is lost: clients wait for it."""
+
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     """Serve as ``config`` says, until a signal stops it. All ranks must call it; raises as
@@ -30,6 +33,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         return load
 
     prepared = prepare(config, transport, reporter, read)
+    transport.limit_silence(SECONDS_OF_SILENCE)
     if prepared.reader is None:
         prepared.later_stage().run()
     else:

@@ -19,6 +19,9 @@ from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream sends a comment, so that no proxy closes it."""
 
+SECONDS_TO_RESTART = 10
+"""Seconds after which a client may ask again (``Retry-After``): ``launch`` restarts a server."""
+
 
 class AnswerResponse(Response):
     """The HTTP response to one request of the API, made from its answers."""
@@ -95,7 +98,12 @@ class AnswerResponse(Response):
 
 def ended(reason: str) -> ApiError:
     """Return the error for a server that generates nothing any more (status 503)."""
-    return ApiError(503, f"no text is generated any more: {reason}", code="service_ended")
+    return ApiError(
+        503,
+        f"no text is generated any more: {reason}",
+        code="service_ended",
+        headers={"retry-after": str(SECONDS_TO_RESTART)},
+    )
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] | None]:

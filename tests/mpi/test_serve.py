@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -48,6 +49,14 @@ class Served:
             stream=True,
         )
         return "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+    def health(self) -> tuple[int, str]:
+        """Status and reason; 0 where nobody listens."""
+        try:
+            answer = httpx.get(f"{self.url}/health")
+        except httpx.TransportError:
+            return 0, ""
+        return answer.status_code, answer.json().get("reason", "")
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
@@ -167,6 +176,38 @@ def test_a_rank_that_dies_under_load(small: Path) -> None:
         assert running.left_behind() == []
         (line,) = running.job().error_lines
         assert re.search(r"rank 1 on \S+ died", line)
+
+
+def test_launch_starts_a_server_again_that_has_lost_a_rank(small: Path) -> None:
+    """On the same port. A rank that is only stopped for a while is named, and waited for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "serve", *options(small)]
+    with Running([*launch, "--port", port]) as running, ThreadPoolExecutor(1) as pool:
+        served = Served(running)
+        said = served.ask("Hello")
+        answer = pool.submit(served.ask, "Count.", 400)
+        running.until(lambda: served.metric("texts_under_way") > 0)
+        running.kill_rank(1, signal.SIGKILL)
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            answer.result(timeout=20)
+        running.until(lambda: served.health() == (200, ""))
+        assert served.ask("Hello") == said
+        assert "restart 1 of 3 in 1 s\nlaunch: the server starts again" in running.job().stdout
+
+        running.kill_rank(1, signal.SIGSTOP)
+        running.until(lambda: served.health()[0] == 503)
+        assert re.match(r"rank 1 on \S+ has given no .*: its process is stop", served.health()[1])
+        with pytest.raises(openai.InternalServerError, match=r"no text is generated: rank 1 on"):
+            served.ask("Hello")
+        running.kill_rank(1, signal.SIGCONT)
+        running.until(lambda: served.health() == (200, ""))
+        assert served.ask("Hello") == said
+
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 0
+        assert running.left_behind() == []
 
 
 def test_a_port_that_is_taken(served: Served, small: Path) -> None:

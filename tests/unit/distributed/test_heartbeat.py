@@ -66,6 +66,19 @@ def test_a_stopped_process_is_named_as_such(clock: Clock) -> None:
     assert "for 60 s: its process is stopped; it was last in starting" in judgement.text
 
 
+def test_a_rank_is_in_doubt_before_it_is_lost_and_no_more_when_it_is_heard(clock: Clock) -> None:
+    monitor = rank_0(clock, lambda peer: "stopped" if peer == 1 else None)
+    pass_time(monitor, clock, 4.5, heard=(2,))
+    assert monitor.quiet is None
+    pass_time(monitor, clock, 0.5, heard=(2,))
+    assert monitor.quiet == (
+        "rank 1 on mac2 has given no sign of life for 5 s: its process is stopped; it was last in "
+        "starting"
+    )
+    pass_time(monitor, clock, 0.5, heard=(1, 2))
+    assert monitor.quiet is None
+
+
 def test_ranks_that_give_signs_of_life_are_not_lost(clock: Clock) -> None:
     assert pass_time(rank_0(clock), clock, 600, heard=(1, 2)) is None
 

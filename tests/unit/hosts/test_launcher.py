@@ -16,7 +16,7 @@ import pytest
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.errors import Stopped, UserError
 from shardmlx.hosts.launch_options import read_options
-from shardmlx.hosts.launcher import GaveUp, Launcher
+from shardmlx.hosts.launcher import SECONDS_BETWEEN_LOOKS, GaveUp, Launcher
 from shardmlx.hosts.supervisor import Supervisor
 from shardmlx.launch import main
 
@@ -180,6 +180,56 @@ def test_restarts_are_used_up(lab: Lab) -> None:
     assert len(lab.starts) == 3
 
 
+def server(lab: Lab) -> Launcher:
+    hosts = ("--hostfile", str(lab.path / "hosts"), "--agent", str(lab.path / "agent"))
+    launch = read_options([*hosts, "serve", "--model", "nowhere", "--port", "8080"])
+    return Launcher(launch, lab.path / "mpirun", Supervisor())
+
+
+def test_a_server_that_fails_starts_again_on_all_its_hosts(
+    lab: Lab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for one that has gone."""
+    is_down = lab.path / "down"
+
+    def pause(seconds: float) -> None:
+        if seconds == SECONDS_BETWEEN_LOOKS:
+            is_down.write_text("")
+
+    monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", pause)
+    lab.ends("echo book > down; exit 137", WELL)
+    assert server(lab).run() == 0
+    assert lab.hosts == 2 * [["localhost", "anna@mini.lan", "book"]]
+    assert lab.starts[0] == lab.starts[1]
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
+    assert said == [
+        "launch: the job failed with status 137: restart 1 of 3 in 1 s",
+        f"launch: waits for book: {NO_WAY}",
+        "launch: the server starts again; its prefix cache is lost",
+    ]
+
+
+def test_a_server_whose_host_does_not_come_back_is_given_up(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmlx.hosts.launcher.SECONDS_FOR_HOSTS", 0.0)
+    lab.ends("echo book > down; exit 137")
+    with pytest.raises(GaveUp, match=r"^book: there is no way to it"):
+        server(lab).run()
+
+
+def test_a_server_that_ran_well_for_long_has_its_restarts_anew(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.ends(*(8 * ["exit 1"]))
+    with pytest.raises(GaveUp, match="3 restarts used up"):
+        server(lab).run()
+    assert len(lab.starts) == 4
+    monkeypatch.setattr("shardmlx.hosts.launcher.SECONDS_OF_SERVICE", 0.0)
+    lab.ends(*(8 * ["exit 1"]), WELL)
+    assert server(lab).run() == 0
+
+
 def test_a_host_that_is_gone_is_dropped_and_taken_back(
     lab: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,7 +369,7 @@ def test_every_command_of_ranks_can_be_launched(
     assert launch.command in OF_RANKS
     assert launch.options[: len(words) - 1] == tuple(words[1:])
     assert (launch.control.in_order, launch.control.reads_stdin) == (in_order, reads_stdin)
-    assert launch.max_restarts == (3 if words[0] == "train" else 0)
+    assert launch.max_restarts == (3 if words[0] in ("train", "serve") else 0)
 
 
 def test_a_server_has_its_grace_before_it_is_ended() -> None:

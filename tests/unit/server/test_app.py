@@ -280,9 +280,32 @@ def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
         health = httpx.get(f"{server.address}/health")
         assert health.status_code == 503
         assert health.json() == {"status": "ended", "reason": "rank 1 on elsewhere is lost"}
-        assert post(server).status_code == 503
+        refused = post(server)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert metric(server, 'shardmlx_texts_total{end="error"}') == 32
         assert metric(server, "shardmlx_up") == 0
+
+
+def test_while_a_rank_does_not_answer_nobody_need_wait_for_it() -> None:
+    """Whoever asks is told when to ask again; a stream that has begun goes on."""
+    why: list[str] = []
+    with serving(trouble=lambda: why[0] if why else None, parrot=Parrot(steps=2)) as server:
+        body = {"prompt": "hello", "stream": True, "max_tokens": 4}
+        with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as response:
+            server.until(lambda: server.parrot.steps == 0)
+            why.append("rank 1 on mini has given no sign of life for 5 s")
+            refused = post(server)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert error_of(refused)["message"] == f"no text is generated: {why[0]}"
+            health = httpx.get(f"{server.address}/health")
+            assert health.status_code == 503
+            assert health.json() == {"status": "waiting", "reason": why[0]}
+            assert metric(server, "shardmlx_up") == 0
+            why.clear()
+            server.parrot.goes_on.set()
+            assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+        assert post(server).status_code == 200
+        assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
 def test_a_stream_that_fails_is_not_done() -> None:

@@ -115,6 +115,25 @@ def test_load_counts_texts_from_their_first_piece() -> None:
     run(session, Parrot(at_once=1, steps=1))
 
 
+def test_a_step_that_does_not_end_is_seen() -> None:
+    """Not one of many that do."""
+
+    async def session(service: RequestQueue, parrot: Parrot) -> None:
+        await until(lambda: parrot.is_idle and service.stalled > 0)
+        answer = service.submit(request("aaa"))
+        await text_of(answer)
+        assert service.stalled < 5
+        parrot.lasts = threading.Event()
+        answer = service.submit(request("aaa"))
+        await until(lambda: service.stalled > 1.2)  # a rest lasts one second
+        parrot.lasts.set()
+        await text_of(answer)
+        assert service.stalled < 1.2
+
+    assert RequestQueue(1).stalled == 0
+    run(session)
+
+
 def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         first, second = (service.submit(request("a")) for _ in range(2))
