@@ -9,13 +9,14 @@ steps in the place of the layers::
                 passes on   the slice's    passes on
                             input
 
-What the code computes before ``start`` and after ``stop`` is lazy, and nobody asks for it. A stage
-without the embedding gives hidden states in the place of token ids.
+What the code computes before ``start`` and after ``stop`` is lazy, and nobody asks for it. In a
+stage without the embedding all before its first layer gives that layer's input. Whether a model can
+be run so is found out before (``models.parts``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,14 +24,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
-from shardmlx.errors import UserError
 from shardmlx.models.attention import Sight, attend
 from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.parts import InPlaceOf, at, find_parts, first_argument, with_part
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
+
+POSITIONED = (KVCache, RotatingKVCache)
+"""Caches of which only position and window matter to what is not their layer."""
 
 LayerCall = Callable[[mx.array], mx.array]
 """A call of one layer on its input, with all else that the family's code gives it."""
@@ -54,91 +58,6 @@ EVERYTHING = View()
 """The view of a row that is one sequence, of all keys at once."""
 
 
-class Parts(NamedTuple):
-    """The parts of mlx-lm's model by path, and the modules that call them."""
-
-    body: nn.Module
-    """The module that calls embedding, layers and final norm."""
-    top: nn.Module
-    """The module that calls the body and the head."""
-    body_name: str
-    layers_name: str
-    embedding_name: str
-    layers_path: str
-    embedding_path: str
-    norms: tuple[str, ...]
-    """Paths of what the body has beside them: the final norm."""
-    heads: tuple[str, ...]
-    """Paths of what the top has beside the body: none where the embedding is the lm_head too."""
-
-    def module(self, path: str) -> nn.Module:
-        """Return the module of one of ``norms`` or ``heads``."""
-        holder = self.body if path in self.norms else self.top
-        found: nn.Module = holder[path.rpartition(".")[2]]
-        return found
-
-
-def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a model of mlx-lm. Raises ``UserError`` where it is built otherwise."""
-    for path, name, module in _lists(model, ""):
-        if [*map(id, module[name])] != [*map(id, model.layers)]:
-            continue
-        embeddings = [key for key, value in module.items() if hasattr(value, "as_linear")]
-        top_path, _, body_name = path.rpartition(".")
-        if len(embeddings) != 1 or not body_name or not calls(module, MASK):
-            break
-        top = _at(model, top_path)
-        norms = [key for key in _children(module) if key != embeddings[0]]
-        heads = [key for key in _children(top) if key != body_name]
-        return Parts(
-            body=module,
-            top=top,
-            body_name=body_name,
-            layers_name=name,
-            embedding_name=embeddings[0],
-            layers_path=f"{path}.{name}",
-            embedding_path=f"{path}.{embeddings[0]}",
-            norms=tuple(f"{path}.{key}" for key in norms),
-            heads=tuple(f"{top_path}.{key}".lstrip(".") for key in heads),
-        )
-    raise UserError(
-        f"mlx-lm's model of type {getattr(model, 'model_type', None)!r} cannot be cut into stages: "
-        "it is not an embedding, a list of layers and a norm with one mask function"
-    )
-
-
-def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the lists of layers that modules without lists around them hold."""
-    for name, child in module.items():
-        if isinstance(child, list) and child and isinstance(child[0], nn.Module):
-            yield path, name, module
-        elif isinstance(child, nn.Module):
-            yield from _lists(child, f"{path}.{name}".lstrip("."))
-
-
-def _children(module: nn.Module) -> list[str]:
-    return [key for key, child in module.items() if isinstance(child, nn.Module)]
-
-
-def _at(model: nn.Module, path: str) -> nn.Module:
-    for name in path.split(".") if path else ():
-        model = model[name]
-    return model
-
-
-class _InPlaceOf:
-    """A function that the family's code calls in the place of a module, whose attributes it has."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., mx.array]) -> None:
-        self._module, self._call = module, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 class _Run(NamedTuple):
     """A call of the body, with the input of the first layer and what is done at each."""
 
@@ -155,32 +74,55 @@ class Decoder:
     def __init__(self, model: nn.Module, start: int, stop: int) -> None:
         self.parts = parts = find_parts(model)
         self._start, self._stop = start, stop
-        self.layers: list[nn.Module] = parts.body[parts.layers_name][start:stop]
+        self.layers: list[nn.Module] = parts.layers[start:stop]
         for layer in self.layers:
             for module in layer.modules():
                 if calls(module, ATTENTION):
                     rebind(module, ATTENTION, attend)
         self.embedding: nn.Module = parts.body[parts.embedding_name]
         self._now: _Run | None = None
-        self._from_tokens, self._from_states = self._own_body(), self._own_body()
+        self._from_tokens = self._own_body(self.embedding)
         # An array of its own, of which only the shape matters: bodies scale it in place.
-        self._from_states[parts.embedding_name] = _InPlaceOf(self.embedding, mx.stop_gradient)
+        self._from_states = self._own_body(lambda ids: mx.stop_gradient(self._given))
         self._top = copy(parts.top)
-        self._top[parts.body_name] = _InPlaceOf(parts.body, _first_argument)
-        # The kind of each layer's cache, as far as masks differ.
-        self._kinds = [
-            (type(cache), getattr(cache, "max_size", None)) for cache in make_prompt_cache(model)
-        ]
+        self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
+        self._empty = make_prompt_cache(model)
+        # The kind of each cache, as far as masks differ.
+        self._kinds = [(type(cache), getattr(cache, "max_size", None)) for cache in self._empty]
+        self.caches = [i for i in parts.caches[start:stop] if i is not None]
+        """Numbers of these layers' caches among those of mlx-lm."""
 
-    def _own_body(self) -> nn.Module:
-        body = copy(self.parts.body)
-        body[self.parts.layers_name] = [
-            _InPlaceOf(layer, partial(self._step, i, layer))
-            for i, layer in enumerate(self.parts.body[self.parts.layers_name])
+    def _own_body(self, embed: Callable[[mx.array], mx.array]) -> nn.Module:
+        parts = self.parts
+        stand_ins = [
+            InPlaceOf(layer, partial(self._step, i)) for i, layer in enumerate(parts.layers)
         ]
-        rebind(body, MASK, self._mask)
+        body = with_part(parts.body, parts.layers_name, stand_ins)
+        if parts.body_has_head:
+            # The head comes apart, behind the norm.
+            for name in parts.heads:
+                leaf = name.rpartition(".")[2]
+                body[leaf] = InPlaceOf(body[leaf], first_argument)
+        body[parts.embedding_name] = InPlaceOf(self.embedding, embed, as_linear=first_argument)
+        for holder in (body, at(body, parts.layers_name.rpartition(".")[0])):
+            if calls(holder, MASK):
+                rebind(holder, MASK, self._mask)
         follow_positions(body, self._positions)
         return body
+
+    def _head(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Return what the family's code takes for the output of the body."""
+        parts, normed = self.parts, self._given
+        if not parts.body_has_head:
+            return normed
+        heads = [parts.ends[name] for name in parts.heads] or [self.embedding.as_linear]
+        out: mx.array = heads[0](normed)
+        return out
+
+    @property
+    def _given(self) -> mx.array:
+        assert self._now is not None, "called within a run"
+        return self._now.x
 
     def run(
         self,
@@ -206,18 +148,21 @@ class Decoder:
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the logits (rows, T, V) of normed hidden states (rows, T, D)."""
-        logits: mx.array = self._top(x)
-        return logits
+        return self._call(self._top, _Run(x, None, EVERYTHING, []), None)
 
     def _call(self, body: nn.Module, run: _Run, caches: Sequence[Any] | None) -> mx.array:
         self._now = run
+        # Of hidden states the code is given tokens, too: some look at their shape.
+        is_tokens = mx.issubdtype(run.x.dtype, mx.integer)
+        tokens = run.x if is_tokens else mx.zeros(run.x.shape[:-1], mx.int32)
+        out: mx.array
         try:
-            out: mx.array = body(run.x, cache=caches)
+            out = body(tokens, cache=caches)
             return out
         finally:
             self._now = None
 
-    def _step(self, i: int, layer: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def _step(self, i: int, *args: Any, **kwargs: Any) -> mx.array:
         """Do what the family's code takes for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
@@ -225,10 +170,12 @@ class Decoder:
         if visit is None:
             # Embeddings may be scaled, and nothing else comes before the norm.
             return given
+        x: mx.array = first_argument(*args, **kwargs)
+        how = kwargs if args else dict([*kwargs.items()][1:])
         if not self._start <= i < self._stop:
             return x
-        source = given if i == self._start > 0 else x
-        outputs[:] = [visit(i, lambda states: layer(states, *args, **kwargs), source)]
+        source, layer = given if i == self._start > 0 else x, self.parts.layers[i]
+        outputs[:] = [visit(i, lambda states: layer(states, *args[1:], **how), source)]
         return outputs[0]
 
     def _mask(
@@ -249,14 +196,15 @@ class Decoder:
         return None if places is None else mx.array(places.positions)
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:
-        """Return a cache for every layer: the family's code asks that of one layer of a kind for
-        the mask of all of them."""
-        own = dict(zip(self._kinds[self._start : self._stop], caches, strict=True))
-        every = [own.get(kind, caches[0]) for kind in self._kinds]
-        every[self._start : self._stop] = caches
+        """Return every cache that the family's code asks for: of one layer of a kind it takes the
+        mask of all of them."""
+        own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=True)}
+        # Layers of other kinds are none of ours; ours may take positions from their caches.
+        placed = next((cache for cache in caches if hasattr(cache, "offset")), None)
+        every = [
+            own.get(kind, placed if placed is not None and kind[0] in POSITIONED else empty)
+            for kind, empty in zip(self._kinds, self._empty, strict=True)
+        ]
+        for i, cache in zip(self.caches, caches, strict=True):
+            every[i] = cache
         return every
-
-
-def _first_argument(*args: Any, **kwargs: Any) -> Any:
-    """Return what is given in the place of token ids."""
-    return args[0] if args else kwargs["inputs"]

@@ -46,6 +46,8 @@ class Family:
     """False where attention adds to its scores something that pieces do not know."""
     takes_packed: bool = True
     """False where a position in the row is more to a layer than the order of tokens."""
+    takes_batches: bool = True
+    """False where mlx-lm's layers generate with one sequence at a time."""
     text: str | None = None
     """Field of config.json that holds the text model, which then is a family of its own."""
     text_types: tuple[str, ...] = ()

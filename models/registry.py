@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -31,18 +30,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_load())
 """The family of each ``model_type`` that can be cut into stages."""
 
 
-_STATE = re.compile(r"ssm|mamba|d_state|state_size|linear_(num|conv|attn)|conv_L_cache|lru_width")
-"""Fields of models whose layers pass on a state from token to token."""
-
-
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json; ``UserError`` names what is not supported, and why."""
+    """Return the family of a config.json; ``UserError`` for one that is not declared, of which
+    only tensors tell the sizes."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        has_state = any(_STATE.search(key) for key in config)
-        why = ", as its layers pass on a state that stages do not know" if has_state else ""
         raise UserError(
-            f"model_type {model_type!r} is not supported{why}",
-            f"use a model of type {', '.join(FAMILIES)}",
+            f"model_type {model_type!r} is not declared: its sizes are known with its tensors only",
+            f"name a model with its weights, or of type {', '.join(FAMILIES)}",
         )
     return FAMILIES[model_type]

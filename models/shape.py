@@ -10,6 +10,7 @@ from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import LayerShape
 from shardmlx.models.registry import FAMILIES, family_of
+from shardmlx.models.undeclared import UNDECLARED, Names, Sides, read_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class ModelShape:
 
     ``kinds`` are the layers that differ, ``pattern`` says which of them each layer is.
     ``text_type`` is the ``model_type`` of the text model inside, of one that is not its own.
+    ``names`` are there for a model of no declared family, whose sizes were read from its tensors.
+    ``keeps_state``: layers keep a state from token to token.
     """
 
     model_type: str
@@ -28,6 +31,10 @@ class ModelShape:
     kinds: tuple[LayerShape, ...]
     pattern: tuple[int, ...]
     prefix: str = ""
+    names: Names | None = None
+    keeps_state: bool = False
+    has_dynamic_rope: bool = False
+    """True if rotary embeddings change with the length of the text."""
 
     def __post_init__(self) -> None:
         if not self.pattern or set(self.pattern) != set(range(len(self.kinds))):
@@ -63,32 +70,77 @@ class ModelShape:
             kinds=kinds,
             pattern=tuple(kinds.index(layer) for layer in layers),
             prefix=outer.prefix,
+            has_dynamic_rope=_has_dynamic_rope(fields),
         )
+
+    @classmethod
+    def from_tensors(
+        cls, config: Mapping[str, Any], tensors: Mapping[str, Sides]
+    ) -> ModelShape | None:
+        """Read a model of no declared family from the shapes of its tensors, unpacked; None where
+        they are those of no decoder."""
+        found = read_tensors(config, tensors)
+        if found is None:
+            return None
+        kinds = tuple(dict.fromkeys(found.layers))
+        model_type = str(config.get("model_type"))
+        return cls(
+            model_type=model_type,
+            text_type=model_type,
+            hidden_size=found.hidden_size,
+            vocab_size=found.vocab_size,
+            tied=not found.names.head,
+            kinds=kinds,
+            pattern=tuple(kinds.index(layer) for layer in found.layers),
+            names=found.names,
+            keeps_state=found.keeps_state,
+        )
+
+    @property
+    def is_declared(self) -> bool:
+        """True if a family declares the sizes; else some are guessed."""
+        return self.names is None
 
     @property
     def family(self) -> Family:
         """The family of the text model."""
-        return FAMILIES[self.text_type]
+        return FAMILIES[self.text_type] if self.is_declared else UNDECLARED
+
+    @property
+    def outer_family(self) -> Family:
+        """The family of the model as a whole."""
+        return FAMILIES[self.model_type] if self.is_declared else UNDECLARED
 
     @property
     def embedding_path(self) -> str:
         """Path of the embedding."""
+        if self.names is not None:
+            return self.names.embedding
         return f"{self.prefix}model.{self.family.embedding}"
 
     @property
     def norm_path(self) -> str:
         """Path of the final norm."""
+        if self.names is not None:
+            return self.names.norm
         return f"{self.prefix}model.{self.family.final_norm}"
 
     @property
     def head_path(self) -> str:
         """Path of the lm_head where it is not the embedding."""
+        if self.names is not None:
+            return self.names.head
         return self.prefix + self.family.head
 
     @property
     def chooses_caches(self) -> bool:
         """True if mlx-lm's model makes its KV caches itself, and passes over a limit of them."""
-        return FAMILIES[self.model_type].chooses_caches
+        return self.outer_family.chooses_caches
+
+    @property
+    def takes_batches(self) -> bool:
+        """True if texts can be generated in a batch: mlx-lm's dynamic ropes know one length."""
+        return self.family.takes_batches and not self.has_dynamic_rope
 
     @property
     def num_layers(self) -> int:
@@ -134,3 +186,8 @@ class ModelShape:
     def head_flops(self) -> float:
         """Return FLOPs of one token's forward through the lm_head; the embedding takes none."""
         return 2.0 * self.hidden_size * self.vocab_size
+
+
+def _has_dynamic_rope(fields: Config) -> bool:
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    return "dynamic" in (scaling.get("type"), scaling.get("rope_type"))

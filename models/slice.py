@@ -48,7 +48,6 @@ class Slice:
         self._decoder = decoder = Decoder(model, start, stop)
         parts = decoder.parts
         self.tied = not parts.heads
-        self._args = parts.top.args
         self._embedding = decoder.embedding
         self._layer_prefix, self._embedding_path = parts.layers_path, parts.embedding_path
         self._head_paths = parts.heads or (parts.embedding_path,)
@@ -57,14 +56,18 @@ class Slice:
         }
         if self.is_first or (self.is_last and self.tied):
             self._parts[parts.embedding_path] = self._embedding
+        if self.is_first:
+            self._parts |= {path: parts.ends[path] for path in parts.before}
         if self.is_last:
-            self._parts |= {path: parts.module(path) for path in (*parts.norms, *parts.heads)}
+            self._parts |= {path: parts.ends[path] for path in (*parts.norms, *parts.heads)}
         self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
         self._embedding_dropouts = key_every_dropout(self._embedding)
-        heads = [key_every_dropout(parts.module(path)) for path in parts.heads]
+        heads = [key_every_dropout(parts.ends[path]) for path in parts.heads]
         self._head_dropouts = [*chain(*heads)] if heads else self._embedding_dropouts
-        self._dtype = self._hidden_dtype(model)
-        self._empty_caches = make_prompt_cache(model)[start:stop]
+        states = self._first_states(model)
+        self._dtype, self._width = states.dtype, states.shape[-1]
+        caches = make_prompt_cache(model)
+        self._empty_caches = [caches[i] for i in decoder.caches]
         self.chooses_caches = hasattr(model, "make_cache")
         self.trainable: tuple[str, ...] = tuple(
             self._in_backward_order(name for name, _ in self._named("trainable_parameters"))
@@ -82,20 +85,20 @@ class Slice:
     @property
     def hidden_size(self) -> int:
         """D, the width of the hidden states between slices."""
-        return int(self._args.hidden_size)
+        return self._width
 
     @property
     def dtype(self) -> mx.Dtype:
         """Type of the hidden states between slices."""
         return self._dtype
 
-    def _hidden_dtype(self, model: nn.Module) -> mx.Dtype:
-        """Lazy: nothing is read. Layers may widen what the embedding gives: norms in float32."""
+    def _first_states(self, model: nn.Module) -> mx.array:
+        """Return hidden states (1, 1, D) of the first layer, which may widen what the embedding
+        gives: norms in float32. Lazy: nothing is read."""
         first = Decoder(model, 0, 1)
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
-        dtype: mx.Dtype = first.run(mx.zeros((1, 1), mx.int32)).dtype
-        return dtype
+        return first.run(mx.zeros((1, 1), mx.int32))
 
     def shares(self, name: str) -> bool:
         """Return whether the first and the last slice, being two, both hold this parameter."""
@@ -227,7 +230,7 @@ class Slice:
         """
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
-        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._decoder.layers]
+        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._empty_caches]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Pass the next T tokens of each sequence through the layers; ``caches`` grow by T.

@@ -15,7 +15,6 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.models.layer_shape import LayerShape, Norm
-from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -209,9 +208,9 @@ def expected_tensors(
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
     """Return whether mlx-lm passes over a tensor of this name when it loads the model."""
-    if shape.tied and name == f"{shape.head_path}.weight":
+    if shape.is_declared and shape.tied and name == f"{shape.head_path}.weight":
         return True
-    families = (FAMILIES[shape.model_type], shape.family)
+    families = (shape.outer_family, shape.family)
     if any(family.drops_further_layers for family in families):
         layer = re.match(rf"{re.escape(shape.prefix)}model\.layers\.(\d+)\.", name)
         if layer is not None and int(layer[1]) >= shape.num_layers:

@@ -39,4 +39,10 @@ def layers(config: Config) -> list[LayerShape]:
     return [layer] * config.count("num_hidden_layers")
 
 
-FAMILY = Family(layers=layers, is_tied_by_config=False, takes_pieces=False)
+FAMILY = Family(
+    layers=layers,
+    is_tied_by_config=False,
+    takes_pieces=False,
+    # mlx-lm takes the rows of a batch's mask for heads.
+    takes_batches=False,
+)

@@ -22,4 +22,10 @@ def layers(config: Config) -> list[LayerShape]:
     return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
 
 
-FAMILY = Family(layers=layers, tied=False, dropped=r"attention\.rope\.inv_freq", takes_packed=False)
+FAMILY = Family(
+    layers=layers,
+    tied=False,
+    dropped=r"attention\.rope\.inv_freq",
+    takes_packed=False,
+    takes_batches=False,
+)

@@ -16,7 +16,7 @@ from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, Speed
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
-from shardmlx.modelfiles.parts import Inspection, Part, inspect_files
+from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
@@ -73,6 +73,12 @@ class Workload(ModelSizes):
             raise UserError(
                 f"--num-layers {self.fine_tune.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
+            )
+        if self.shape.keeps_state and self.fine_tune.train:
+            raise UserError(
+                f"the layers of {self.shape.model_type} models keep a state from token to token, "
+                "which shardmlx does not train",
+                "generate with it, or train another model",
             )
         chunk = self.batch.attention_chunk
         if isinstance(chunk, int) and not self.shape.family.takes_pieces:
@@ -171,8 +177,7 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
     """
     inspection = inspect_files(files)
     if inspection.shape is None:
-        # The shape says by itself what is wrong with the configuration.
-        ModelShape.from_config(files.config)
+        needed_shape(files)
         raise UserError(f"{files.name} is no model that can be trained", "name one with weights")
     return ModelSizes(
         shape=inspection.shape,

@@ -45,12 +45,29 @@ class CacheBackup:
             cache_state(cache).update(state)
 
 
+def arrays_of(part: Any) -> list[mx.array]:
+    """Return the arrays of a cache, of a list of caches, or of what a cache is made of."""
+    if isinstance(part, mx.array):
+        return [part]
+    if isinstance(part, (list, tuple)):
+        return [array for each in part for array in arrays_of(each)]
+    return arrays_of([*cache_state(part).values()]) if hasattr(part, "state") else []
+
+
 def _state(cache: Any) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in cache_state(cache).items()}
+
+
+def _copied(part: Any) -> Any:
     # Assigning to a part of an array changes what its name means, not what a copy of it means;
     # MLX copies the numbers themselves only where both are still used.
-    return {
-        k: copy.copy(v) if isinstance(v, mx.array) else v for k, v in cache_state(cache).items()
-    }
+    if isinstance(part, (list, tuple)):
+        return type(part)(map(_copied, part))
+    if hasattr(part, "state"):  # a cache within a cache
+        own = copy.copy(part)
+        cache_state(own).update(_state(part))
+        return own
+    return copy.copy(part) if isinstance(part, mx.array) else part
 
 
 def _cut(cache: Any, length: int) -> None:
@@ -139,7 +156,8 @@ class KVCaches:
         for kept in self._alone[prefix.sequence]:
             cache = copy.copy(kept)
             cache_state(cache).update(_state(kept))
-            _cut(cache, prefix.length)
+            if not prefix.is_whole:
+                _cut(cache, prefix.length)
             caches.append(cache)
         self._alone[sequence] = caches
 
@@ -175,5 +193,5 @@ def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
 
 
 def _evaluated(cache: Any) -> Any:
-    mx.eval(cache.keys, cache.values)
+    mx.eval(arrays_of(cache))
     return cache

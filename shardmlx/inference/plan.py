@@ -89,7 +89,8 @@ def plan_inference(
     limit = None if sizes.shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     # mlx-lm cannot merge rotating caches, which keep the first tokens of a sequence.
-    groups = most if limit is not None else min(size, most)
+    is_alone = limit is not None or not sizes.shape.takes_batches
+    groups = most if is_alone else min(size, most)
     chunk = config.chunk(size, cluster.backend)
     memory = _GenerationMemory(sizes, load, most, chunk, limit, cluster.backend)
     is_open = given is None and size > 1

@@ -6,12 +6,14 @@ same instructions compute them once. Only the bookkeeping is here: no MLX, no MP
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardmlx.models.kv_cache import held
+from shardmlx.models.shape import ModelShape
 
 SHORTEST = 16
 """Tokens of the shortest prefix worth taking: to compute fewer again costs little."""
@@ -40,6 +42,23 @@ class PrefixCache:
         self._trimmable = trimmable
         self._shortest = shortest
         self._kept: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, max_kv_size: int | None = None, shortest: int = SHORTEST
+    ) -> PrefixCache:
+        """Return an empty one that knows how long a sequence may be before a sliding window or a
+        limit makes its caches forget the beginning.
+
+        The caches of a model that is not declared may hold a state, of which nothing can be taken
+        away. With dynamic rotary embeddings a beginning differs with what follows.
+        """
+        limits = [window for window in shape.windows if window is not None]
+        if not shape.is_declared:
+            limits.append(0)
+        if max_kv_size is not None:
+            limits.append(max_kv_size)
+        return cls(min(limits, default=None), sys.maxsize if shape.has_dynamic_rope else shortest)
 
     @property
     def tokens(self) -> int:

@@ -74,7 +74,7 @@ class Prepared:
         return LaterStage(
             self.transport,
             self.part,
-            max_kv_size=self.config.max_kv_size,
+            max_kv_size=self.plan.max_kv_size,
             random_state=self.random_state,
         )
 
@@ -87,7 +87,7 @@ class Prepared:
             self.transport,
             self.part,
             Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
-            max_kv_size=self.config.max_kv_size,
+            max_kv_size=self.plan.max_kv_size,
             random_state=self.random_state,
             prefix_cache=prefix_cache,
         )
@@ -242,12 +242,8 @@ def typical_load(
 
 
 def new_prefix_cache(prepared: Prepared) -> PrefixCache:
-    """Return an empty prefix cache. It knows how long a sequence may be before a sliding window or
-    ``--max-kv-size`` makes its caches forget the beginning."""
-    limits = [window for window in prepared.shape.windows if window is not None]
-    if prepared.plan.max_kv_size is not None:
-        limits.append(prepared.plan.max_kv_size)
-    return PrefixCache(trimmable=min(limits, default=None))
+    """Return an empty prefix cache for the model's caches."""
+    return PrefixCache.of(prepared.shape, prepared.plan.max_kv_size)
 
 
 def new_detokenizer(

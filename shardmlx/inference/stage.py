@@ -13,7 +13,7 @@ import numpy as np
 from shardmlx.distributed.messages import FIRST_ENGINE_TAG, Handle, PeerLost
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
-from shardmlx.inference.kv_caches import CacheBackup, KVCaches
+from shardmlx.inference.kv_caches import CacheBackup, KVCaches, arrays_of
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.slice import Slice
@@ -112,7 +112,7 @@ class InferenceStage:
         backup = CacheBackup.of(caches) if may_fail else None
         hidden = self.part.extend(inputs, caches)
         # The next chunk needs all keys and values, and nothing else of the last layer.
-        evaluated = [each for c in caches for each in (c.keys, c.values)]
+        evaluated = arrays_of(caches)
         if not self.part.is_last:
             hidden = mx.contiguous(hidden)
             return ItemGraph(item, inputs, hidden, [hidden, *evaluated], backup=backup)

@@ -18,7 +18,8 @@ from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.decoder import find_parts
+from shardmlx.models.parts import find_parts
+from shardmlx.models.registry import FAMILIES
 from shardmlx.models.slice import Slice
 
 
@@ -68,12 +69,15 @@ def build_to_generate(
 
 
 def _build_whole(path: Path, dtype: str | None) -> nn.Module:
-    read_config(path)
+    model_type = read_config(path).get("model_type")
     check_model_files(path)
     try:
         model, _ = load_model(path, lazy=True)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: mlx-lm cannot build this model: {one_line(error)}") from None
+        fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
+        if model_type in FAMILIES:
+            raise UserError(fault) from None
+        raise UserError(fault, f"use a model of type {', '.join(FAMILIES)}") from None
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))
     _check_experts(model)
@@ -107,8 +111,7 @@ def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
             layer.unfreeze()
         if fine_tune.unfreeze_all:
             parts = find_parts(model)
-            ends = (*parts.norms, *parts.heads)
-            for module in (parts.body[parts.embedding_name], *map(parts.module, ends)):
+            for module in (parts.body[parts.embedding_name], *parts.ends.values()):
                 module.unfreeze()
         return
     try:

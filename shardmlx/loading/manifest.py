@@ -15,7 +15,7 @@ from pathlib import Path
 from shardmlx.common.digests import canonical_json
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import PlacedTensor
-from shardmlx.modelfiles.parts import EMBEDDING, HEAD, part_of
+from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     LENGTH_BYTES,
@@ -135,7 +135,7 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
 
     It also reads what mlx-lm drops of a layer after a look at it: scales that it multiplies in.
     """
-    part = part_of(name, None)
+    part = place_of(name, shape)
     is_last = stop == shape.num_layers
     if isinstance(part, int):
         return start <= part < stop

@@ -25,8 +25,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.loading.allocator import find_budgets
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0
@@ -87,8 +90,10 @@ def open_on_all_ranks(
     with weights:
         config = on_all_ranks(transport, "reading config.json", partial(read_config, weights.path))
         shape = on_all_ranks(
-            transport, "checking config.json", partial(ModelShape.from_config, config)
+            transport, "checking config.json", lambda: needed_shape(open_model(str(weights.path)))
         )
+        if not shape.is_declared:
+            reporter.warn(APPROXIMATE)
         here = adapters if weights.adapters is None else weights.adapters
         yield OpenedModel(weights, here, config, shape)
 

@@ -31,7 +31,7 @@ from shardmlx.models.tensors import (
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
 
-_LAYER = re.compile(r"(?:^|[.:])layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|[.:])(?:layers|h|blocks)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
 _FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
 
@@ -90,7 +90,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 class Inspection:
     """The parts of a model.
 
-    ``shape`` is None for adapters, loose tensors, and families that are not supported.
+    ``shape`` is None for adapters, loose tensors, and what is no decoder.
     ``is_computed``: there are no weights yet, and the tensors are those that the shape asks for.
     """
 
@@ -165,30 +165,69 @@ def inspect_files(files: ModelFiles) -> Inspection:
 
 
 def shape_of(files: ModelFiles) -> ModelShape | None:
-    """Return the model's shape; None without a config.json, or of an unsupported family."""
-    model_type = files.config.get("model_type")
-    if not files.config or (files.tensors and not is_supported(model_type)):
+    """Return the model's shape; None without a config.json, or where the tensors are those of no
+    decoder. Raises ``UserError`` for a config.json that is broken, or without tensors of a family
+    that is not declared."""
+    if not files.config:
         return None
-    return ModelShape.from_config(files.config)
+    if not files.tensors or is_declared(files.config.get("model_type")):
+        return ModelShape.from_config(files.config)
+    return ModelShape.from_tensors(files.config, _unpacked(files.tensors, files.config))
 
 
-def is_supported(model_type: Any) -> bool:
-    """Return whether a family can be cut into stages."""
+def needed_shape(files: ModelFiles) -> ModelShape:
+    """Return the model's shape. Raises ``UserError`` where it has none."""
+    shape = shape_of(files)
+    if shape is None:
+        # Says by itself what is wrong with the configuration.
+        return ModelShape.from_config(files.config)
+    return shape
+
+
+def is_declared(model_type: Any) -> bool:
+    """Return whether a file of ``models/families`` declares a family."""
     return isinstance(model_type, str) and model_type in FAMILIES
+
+
+def _unpacked(
+    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor before it was packed; what is beside packed ones is left
+    out."""
+    packed = _packings(tensors, config, {})
+    shapes = {}
+    for name, place in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        how = packed.get(path)
+        if how is not None and leaf == "weight":
+            *rows, words = place.shape
+            shapes[name] = (*rows, words * 32 // how.bits)
+        elif how is None or leaf not in QUANTISED_PARTS:
+            shapes[name] = place.shape
+    return shapes
 
 
 def part_of(name: str, shape: ModelShape | None) -> str | int:
     """Return the part that a tensor belongs to: the number of its layer, or a name."""
     if shape is not None and is_dropped(name, shape):
         return DROPPED
+    place = place_of(name, shape)
+    is_further = shape is not None and isinstance(place, int) and place >= shape.num_layers
+    return OTHER if is_further else place
+
+
+def place_of(name: str, shape: ModelShape | None) -> str | int:
+    """Return the part that a tensor belongs to by its name: layers may come after the last."""
+    names = None if shape is None else shape.names
+    if names is not None and _LAYER.search(name) and not name.startswith(names.layers):
+        return OTHER
     if match := _LAYER.search(name):
-        count = MOST_LAYERS if shape is None else shape.num_layers
         # Python converts no number of thousands of digits.
-        is_layer = len(match[1]) <= len(str(count)) and int(match[1]) < count
+        is_layer = len(match[1]) <= len(str(MOST_LAYERS)) and int(match[1]) < MOST_LAYERS
         return int(match[1]) if is_layer else OTHER
-    ends = () if shape is None else (f"{shape.norm_path}.", f"{shape.head_path}.")
     if "embed_tokens." in name or (shape and name.startswith(f"{shape.embedding_path}.")):
         return EMBEDDING
+    ends = () if shape is None else (f"{shape.norm_path}.", f"{shape.head_path}.")
     if _HEAD.search(name) or name.startswith(ends):
         return HEAD
     return OTHER
@@ -197,7 +236,24 @@ def part_of(name: str, shape: ModelShape | None) -> str | int:
 def _describe(
     tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], shape: ModelShape | None
 ) -> list[Tensor]:
-    columns = _columns(tensors, shape)
+    packed = _packings(tensors, config, _columns(tensors, shape))
+    result = []
+    for name, place in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
+        parameters = math.prod(place.shape)
+        if how is not None:
+            # As mlx-lm counts: what the packed words stand for, and no scales.
+            parameters = parameters * 32 // how.bits if leaf == "weight" else 0
+        result.append(Tensor(name, place, parameters, how))
+    return result
+
+
+def _packings(
+    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], columns: Mapping[str, int]
+) -> dict[str, Quantisation | None]:
+    """Return how the weights that have scales were packed; ``columns`` are those before, where
+    they are known."""
     quantisation = read_quantisation(config)
     packed: dict[str, Quantisation | None] = {}
     for name, scales in tensors.items():
@@ -211,21 +267,12 @@ def _describe(
                 columns.get(path),
                 quantisation.of(path) if quantisation is not None else None,
             )
-    result = []
-    for name, place in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
-        parameters = math.prod(place.shape)
-        if how is not None:
-            # As mlx-lm counts: what the packed words stand for, and no scales.
-            parameters = parameters * 32 // how.bits if leaf == "weight" else 0
-        result.append(Tensor(name, place, parameters, how))
-    return result
+    return packed
 
 
 def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, int]:
     """Return the last axis of each module's weight before it is packed, in a known family."""
-    if shape is None:
+    if shape is None or not shape.is_declared:
         return {}
     family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
     return {path: module.weight[-1] for path, module in family.items() if module.is_quantisable}

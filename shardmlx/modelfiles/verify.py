@@ -105,8 +105,10 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
     shape = shape_of(files)
     if shape is None:
         model_type = files.config.get("model_type")
-        why = f"family {model_type!r} is not supported" if files.config else "no config.json"
+        why = f"family {model_type!r} is no decoder" if files.config else "no config.json"
         return f"tensors not compared: {why}"
+    if not shape.is_declared:
+        return f"tensors not compared: family {shape.model_type!r} is not declared"
     if method is not None and "quantization" not in files.config:
         return f"tensors not compared: quantised by {method}, not by mlx-lm"
     if is_stored_otherwise(files.tensors, shape):

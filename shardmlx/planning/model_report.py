@@ -9,6 +9,7 @@ from shardmlx.common.formatting import columns, count, gibibytes, numbers_of
 from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.modelfiles.verify import Verification
+from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.weight_split import Split, byte_ranges
 
 _FILES_SHOWN = 2
@@ -42,6 +43,8 @@ def summary(inspection: Inspection) -> str:
         lines.append(_adapter(inspection))
     elif files.config:
         lines.append(f"family {files.config.get('model_type')!r}, which shardmlx cannot cut")
+    if inspection.shape is not None and not inspection.shape.is_declared:
+        lines.append(APPROXIMATE)
     how = quantisation(whole)
     packing = "" if how == "-" else f", {how}"
     lines.append(

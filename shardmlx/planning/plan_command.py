@@ -17,6 +17,7 @@ from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
+from shardmlx.planning.model_facts import facts_of
 from shardmlx.planning.plan_options import PlanOptions
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
@@ -55,7 +56,8 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(choice, limits)))
         return 0
-    print(report(choice, cluster, limits, options.hostfile, options.output, train_options))
+    facts = facts_of(planned.workload, prediction)
+    print(report(choice, cluster, limits, options.hostfile, options.output, train_options, facts))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

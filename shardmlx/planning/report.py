@@ -24,10 +24,12 @@ def report(
     hostfile: str,
     stage_map: str | None,
     options: Sequence[str],
+    facts: Sequence[str] = (),
 ) -> str:
     """Return the plan, a line for each rank, what binds it, and the command that runs it.
 
-    ``options`` are those of ``train`` that the user gave, the model among them.
+    ``facts`` are lines about the model. ``options`` are those of ``train`` that the user gave, the
+    model among them.
     """
     prediction = choice.prediction
     lines = [
@@ -44,6 +46,7 @@ def report(
         _speed(prediction, cluster),
         f"what binds it: {binding(choice, cluster)}",
     ]  # fmt: skip
+    lines += facts
     lines += ["", *_how_to_run(choice, options, hostfile, stage_map)]
     return "\n".join(lines)
 

@@ -37,6 +37,7 @@ class TrainingPlan:
     choice: ChosenPlan
     cluster: Cluster
     limits: Limits
+    workload: Workload
 
     @property
     def prediction(self) -> Prediction:
@@ -82,7 +83,7 @@ def plan_training(
     if limits.stage_map is not None:
         limits.stage_map.check_layers(workload.shape.num_layers)
     choice = _choose(workload, cluster, limits, advance)
-    return TrainingPlan(choice=choice, cluster=cluster, limits=limits)
+    return TrainingPlan(choice=choice, cluster=cluster, limits=limits, workload=workload)
 
 
 def _limits(run: RunSpec, data_parallel: int | None, ranks: int) -> Limits:

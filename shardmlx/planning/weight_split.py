@@ -158,8 +158,7 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
     shape = inspection.shape
     if shape is None:
         raise UserError(
-            f"--context: the family of {inspection.files.name} is not supported, so that its keys "
-            "and values are not known",
+            f"--context: {inspection.files.name} is no decoder with keys and values",
             "leave --context out",
         )
     setup = GenerationSetup(

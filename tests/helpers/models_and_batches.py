@@ -22,6 +22,7 @@ from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage, build_stages
+from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import is_dropped
@@ -68,7 +69,7 @@ def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
     kind, args = _get_classes(dict(config))
     mx.random.seed(seed)
     model: nn.Module = kind(args.from_dict(deepcopy(dict(config))))
-    if hasattr(model, "sanitize"):
+    if hasattr(model, "sanitize") and config["model_type"] in FAMILIES:
         # Of some families mlx-lm looks at the tensors to know whether there is an lm_head.
         shape, weights = ModelShape.from_config(config), tree_flatten(model.parameters())
         kept = {name: array for name, array in weights if not is_dropped(name, shape)}

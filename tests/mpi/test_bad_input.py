@@ -251,7 +251,7 @@ def truncated(model: Path) -> str:
 def another_family(model: Path) -> str:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gpt2"}))
-    return "model_type 'gpt2' is not supported"
+    return "mlx-lm cannot build this model"
 
 
 def without_weights(model: Path) -> str:

@@ -19,7 +19,7 @@ from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, sta
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
-from shardmlx.models.decoder import find_parts
+from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners.costs import LayerCosts
@@ -144,7 +144,7 @@ def weight_sizes(model: nn.Module) -> LayerCosts:
     return LayerCosts(
         tuple(map(size, model.layers)),
         size(parts.body[parts.embedding_name]),
-        sum(size(parts.module(path)) for path in (*parts.norms, *parts.heads)),
+        sum(map(size, parts.ends.values())),
     )
 
 

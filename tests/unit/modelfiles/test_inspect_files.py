@@ -149,12 +149,14 @@ def test_a_checkpoint_is_listed_by_layer(tmp_path: Path, capsys: Capture) -> Non
     }  # fmt: skip
 
 
-def test_a_family_that_cannot_be_cut_is_listed_and_split_by_bytes(
+def test_a_family_that_is_not_declared_is_read_from_its_tensors(
     tmp_path: Path, capsys: Capture
 ) -> None:
     files = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "jamba"})}
     model = str(write(tmp_path, files))
-    assert "family 'jamba', which shardmlx cannot cut" in output(capsys, model)
+    shown = output(capsys, model)
+    assert "no file of models/families declares this model" in shown
+    assert "jamba: 4 layers, hidden 64, ffn 128, 4/2 heads, vocabulary 100" in shown
     assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
         [0, 2],
         [2, 4],

@@ -240,7 +240,7 @@ def test_adapters_are_pairs_of_the_rank_that_they_claim(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     other = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "jamba"})}
-    assert "tensors not compared: family 'jamba' is not supported" in (
+    assert "tensors not compared: family 'jamba' is not declared" in (
         verified(write(tmp_path / "jamba", other)).checked
     )
     packed = TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,26 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.config.specs import Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import pack
+from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import expected_tensors, modules
+from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
     Gradients,
+    Layout,
     build,
     largest_difference,
     logits_of,
     random_batch,
+    run_engine,
     through_stages,
 )
 
@@ -172,6 +179,54 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(family: str) -> N
         for part, caches in zip(slices, ours, strict=True):
             x = part.extend(x, caches)
         assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+
+
+@families
+def test_schedules_give_the_same_gradients(family: str) -> None:
+    """Three micro-batches on two ranks, with I and W together and apart."""
+    models = [model_of.__wrapped__(family, "lora") for _ in range(2)]
+    # What modules keep beside their parameters is lazy, and belongs to the thread that made it.
+    mx.eval([model(TOKENS) for model in models])
+    found: list[Gradients] = []
+    for schedule in ("1f1b", "zb-h1"):
+        plan = Layout(schedule, pp=2).plan(LAYERS, len(BATCH.tokens))
+        step = partial(one_step, plan, models)
+        found.append({k: v for each in LocalNetwork(2).run(step) for k, v in each.items()})
+    assert largest_difference(*found) == (0.0, "")
+    assert set(found[0]) == set(reference(family, "lora")[1])
+
+
+def one_step(plan: Plan, models: Sequence[nn.Module], transport: Transport) -> Gradients:
+    return run_engine(transport, plan, models[transport.rank], BATCH).gradients
+
+
+@families
+def test_texts_of_a_batch_and_after_a_common_beginning_are_those_of_each_alone(
+    family: str,
+) -> None:
+    """Two prompts in one group, if the family can; then one that begins as the first, and one that
+    goes on with it."""
+    model, count = model_of(family), 4
+    first, second, more = (
+        np.random.RandomState(seed).randint(1, 90, length).tolist()
+        for seed, length in ((6, 12), (7, 6), (8, 5))
+    )
+    answer = by_mlx_lm(model, first, count)
+    again = {2: [*first[:6], *more], 3: [*first, *answer, *more]}
+    shape = ModelShape.from_config(CONFIGS[family])
+    texts, cached = run_pipeline(
+        [model],
+        CUTS[0],
+        1 if shape.takes_batches else 4,
+        [{0: first, 1: second}, again],
+        count,
+        PrefixCache.of(shape, shortest=4),
+    )
+    prompts = {0: first, 1: second, **again}
+    assert texts == {number: by_mlx_lm(model, each, count) for number, each in prompts.items()}
+    # All but the last token of the answer; a window may have forgotten the beginning.
+    assert cached[3] == (0 if shape.has_dynamic_rope else len(first) + count - 1)
+    assert cached[2] == (0 if shape.has_dynamic_rope or any(shape.windows) else 6)
 
 
 def test_a_wrapper_takes_each_text_model_that_mlx_lm_takes() -> None:

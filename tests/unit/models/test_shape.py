@@ -147,8 +147,8 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: use a model of type "),
-        ({"model_type": None}, "model_type None is not supported"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not declared: its sizes are known with "),
+        ({"model_type": None}, "model_type None is not declared"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a whole number above 0"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers is 1180591620717411303424: give at most"),
         ({"vocab_size": 10**320}, "vocab_size is a number of 321 digits: give at most 2147483647"),

@@ -1,0 +1,309 @@
+"""Find the parts of a model of mlx-lm, and check that stages can run its layers apart.
+
+The check runs the model's own code once, of a few tokens, with stand-ins in the place of its
+modules: they say in which order they are called, and give arrays that tell them apart. No weight
+is read. A model can be cut where each layer is called once, in order, and takes from the layers
+before it nothing but one array of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from shardmlx.errors import UserError
+from shardmlx.models.registry import FAMILIES
+
+TOKENS = 3
+"""Number of tokens of the check."""
+
+LAST = 0
+"""Seed of what the last layer gives in the check: the same each time."""
+
+
+class Parts(NamedTuple):
+    """The parts of mlx-lm's model by path, and the modules that call them."""
+
+    body: nn.Module
+    """The module that has the embedding, and calls layers and final norm."""
+    top: nn.Module
+    """The module that calls the body and the head."""
+    body_name: str
+    layers_name: str
+    """Path of the layers in the body."""
+    embedding_name: str
+    layers_path: str
+    embedding_path: str
+    before: tuple[str, ...]
+    """Paths of what the body calls before the layers beside the embedding."""
+    norms: tuple[str, ...]
+    """Paths of what else the body has: the final norm."""
+    heads: tuple[str, ...]
+    """Paths of the head: none where the embedding is the lm_head too."""
+    ends: Mapping[str, nn.Module]
+    """The modules of ``before``, ``norms`` and ``heads``."""
+    body_has_head: bool
+    """True if the body calls the head, and gives logits."""
+    caches: tuple[int | None, ...]
+    """Number of each layer's cache among those of mlx-lm; None for a layer that has none."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """List of all layers."""
+        layers: list[nn.Module] = at(self.body, self.layers_name)
+        return layers
+
+
+class InPlaceOf:
+    """A function that the family's code calls in the place of a module, whose attributes it has,
+    but for those that are given."""
+
+    def __init__(self, module: Any, call: Callable[..., Any], **attributes: Any) -> None:
+        self._module, self._call, self._attributes = module, call, attributes
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the module: some code asks for it to choose a mask."""
+        return type(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._attributes
+        return own[name] if name in own else getattr(self._module, name)
+
+
+def at(model: Any, path: str) -> Any:
+    """Return the module at a path of names."""
+    for name in path.split(".") if path else ():
+        model = model[name]
+    return model
+
+
+def with_part(module: nn.Module, path: str, part: Any) -> nn.Module:
+    """Return a copy of a module that has another ``part`` at a path; all else is shared."""
+    name, _, rest = path.partition(".")
+    own = copy(module)
+    own[name] = with_part(module[name], rest, part) if rest else part
+    return own
+
+
+def first_argument(*args: Any, **kwargs: Any) -> Any:
+    """Return the first argument of a call."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """Find the parts of a model of mlx-lm. Raises ``UserError`` where it cannot be cut."""
+    try:
+        return _find(model)
+    except _CannotBeCutError as error:
+        kind = getattr(model, "model_type", None)
+        raise UserError(
+            f"mlx-lm's model of type {kind!r} cannot be cut into stages: {error}",
+            f"run it with mlx-lm on one machine, or use a model of type {', '.join(FAMILIES)}",
+        ) from None
+
+
+class _CannotBeCutError(Exception):
+    """Error: the reason for which a model cannot be cut."""
+
+
+def _find(model: nn.Module) -> Parts:
+    list_path = _path_of_layers(model)
+    body_path = list_path
+    while not _embeddings(at(model, body_path)):
+        body_path, dot, _ = body_path.rpartition(".")
+        if not dot:
+            raise _CannotBeCutError("no module around its layers has an embedding")
+    top_path, _, body_name = body_path.rpartition(".")
+    body, top = at(model, body_path), at(model, top_path)
+    layers_name = list_path[len(body_path) + 1 :]
+    if any(isinstance(value, mx.array) for key, value in body.items() if key[0] != "_"):
+        raise _CannotBeCutError("it has numbers of its own beside those of its modules")
+    caches = make_prompt_cache(model)
+    looks = [_look(body, layers_name, caches, seed) for seed in (1, 2)]
+    found = looks[0]
+    _check(looks, caches)
+    others = [name for name in _with_weights(body) if name not in (found.embedding, *found.before)]
+    in_body = [name for name in others if found.heads and name in found.heads]
+    norms = [name for name in others if name not in in_body and name != layers_name.split(".")[0]]
+    in_top = [] if found.heads else [name for name in _with_weights(top) if name != body_name]
+    own, above = f"{body_path}.", f"{top_path}.".lstrip(".")
+    heads = {own + name: body[name] for name in in_body}
+    heads |= {above + name: top[name] for name in in_top}
+    before = {own + name: body[name] for name in found.before}
+    after = {own + name: body[name] for name in norms}
+    return Parts(
+        body=body,
+        top=top,
+        body_name=body_name,
+        layers_name=layers_name,
+        embedding_name=found.embedding,
+        layers_path=list_path,
+        embedding_path=own + found.embedding,
+        before=tuple(before),
+        norms=tuple(after),
+        heads=tuple(heads),
+        ends={**before, **after, **heads},
+        body_has_head=bool(found.heads),
+        caches=tuple(found.caches),
+    )
+
+
+def _path_of_layers(model: nn.Module) -> str:
+    layers = getattr(model, "layers", None)
+    for path, found in _lists(model, ""):
+        if layers is not None and [*map(id, found)] == [*map(id, layers)] and "." in path:
+            return path
+    raise _CannotBeCutError("its layers are not one list")
+
+
+def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the lists of layers that modules without lists around them hold."""
+    for name, child in module.items():
+        here = f"{path}.{name}".lstrip(".")
+        if isinstance(child, list) and child and isinstance(child[0], nn.Module):
+            yield here, child
+        elif isinstance(child, nn.Module):
+            yield from _lists(child, here)
+
+
+def _embeddings(part: Any) -> list[str]:
+    items = part.items() if isinstance(part, nn.Module) else ()
+    return [name for name, child in items if hasattr(child, "as_linear")]
+
+
+def _with_weights(module: nn.Module) -> list[str]:
+    """Return the names of the modules in a module that have weights."""
+    return [
+        name
+        for name, child in module.items()
+        if isinstance(child, nn.Module) and tree_flatten(child.parameters())
+    ]
+
+
+@dataclass
+class _Look:
+    """A record of how the code of a body called stand-ins."""
+
+    tokens: mx.array
+    caches: list[int | None] = field(default_factory=list)
+    given: list[list[Any]] = field(default_factory=list)
+    """Arguments of each layer beside hidden states and its cache."""
+    embedding: str = ""
+    before: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    states: mx.array | None = None
+    """Output of the last layer."""
+    result: Any = None
+
+
+def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -> _Look:
+    """Run the code of ``body`` over stand-ins, which give other numbers with another ``seed``."""
+    layers = at(body, layers_name)
+    look = _Look(mx.full((1, TOKENS), seed, mx.int32))
+    width = _width(next(body[name] for name in _embeddings(body)))
+
+    def some(number: int, *shape: int) -> mx.array:
+        drawn: mx.array = mx.random.normal(shape, key=mx.random.key(number))
+        mx.eval(drawn)
+        return drawn
+
+    def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
+        if ids is look.tokens and not look.embedding:
+            look.embedding = name
+        elif name not in look.before:
+            look.before.append(name)
+        return some(1000 * seed, 1, TOKENS, width)
+
+    def tied(name: str, x: mx.array) -> mx.array:
+        look.heads.append(name)
+        return x
+
+    def call(name: str, weights: int, *args: Any, **kwargs: Any) -> Any:
+        if look.given and weights > 1:
+            look.heads.append(name)
+        elif not look.given and name not in look.before:
+            look.before.append(name)
+        return first_argument(*args, **kwargs)
+
+    def layer(i: int, *args: Any, **kwargs: Any) -> mx.array:
+        x, others = first_argument(*args, **kwargs), [*args, *kwargs.values()][1:]
+        if i != len(look.given):
+            raise _CannotBeCutError("its layers are not called once each, in order")
+        if not isinstance(x, mx.array) or x.shape != (1, TOKENS, width):
+            raise _CannotBeCutError("its layers take more than one array of hidden states")
+        if i and (x is not look.states or not _same(x, some(numbers[i - 1], *x.shape))):
+            raise _CannotBeCutError("it computes with hidden states between its layers")
+        own = [k for k, cache in enumerate(caches) if any(each is cache for each in others)]
+        look.caches.append(own[0] if own else None)
+        look.given.append([each for each in others if not any(each is c for c in caches)])
+        look.states = some(numbers[i], *x.shape)
+        return look.states
+
+    numbers = [1000 * seed + 1 + i for i in range(len(layers) - 1)] + [LAST]
+    stand_ins = [InPlaceOf(each, partial(layer, i)) for i, each in enumerate(layers)]
+    own = with_part(body, layers_name, stand_ins)
+    for name in _with_weights(body):
+        child = body[name]
+        if hasattr(child, "as_linear"):
+            own[name] = InPlaceOf(child, partial(embed, name), as_linear=partial(tied, name))
+        elif name != layers_name.partition(".")[0]:
+            ndim = max(array.ndim for _, array in tree_flatten(child.parameters()))
+            own[name] = InPlaceOf(child, partial(call, name, ndim))
+    try:
+        look.result = own(look.tokens, cache=[*caches])
+    except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        raise _CannotBeCutError(f"its layers pass on more than hidden states ({error})") from None
+    return look
+
+
+def _width(embedding: Any) -> int:
+    """Return the width of what an embedding gives, packed or not."""
+    dims = getattr(embedding, "dims", None)
+    return int(embedding.weight.shape[-1] if dims is None else dims)
+
+
+def _check(looks: Sequence[_Look], caches: Sequence[Any]) -> None:
+    """Raise ``_CannotBeCutError`` unless layers and what comes after them take nothing from the
+    layers before them but hidden states."""
+    found = looks[0]
+    if not found.given:
+        raise _CannotBeCutError("it does not call its layers one by one")
+    if not found.embedding:
+        raise _CannotBeCutError("its embedding does not take tokens")
+    own = [each for each in found.caches if each is not None]
+    if len({*own}) < len(own):
+        raise _CannotBeCutError("several of its layers have one cache")
+    for a, b in pairwise(looks):
+        if not all(_same(x, y) for x, y in zip(a.given, b.given, strict=True)):
+            raise _CannotBeCutError("its layers take more than one array of hidden states")
+        if not isinstance(a.result, mx.array) or not _same(a.result, b.result):
+            raise _CannotBeCutError("it takes more than what the last layer gives")
+    # A stage may have no layer whose cache knows the position.
+    has_states = any(isinstance(cache, ArraysCache) for cache in caches)
+    takes_position = any(type(each) is int for given in found.given for each in given)
+    if has_states and takes_position:
+        raise _CannotBeCutError("its layers take positions that not all their caches know")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two values are alike, with the arrays in them."""
+    if isinstance(a, mx.array) and isinstance(b, mx.array):
+        return a.shape == b.shape and bool(mx.array_equal(a, b))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (nn.Module, InPlaceOf)) or not isinstance(a, (int, float, str, type(None))):
+        return type(a) is type(b)
+    return bool(a == b)

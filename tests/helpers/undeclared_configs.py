@@ -1,0 +1,208 @@
+"""A tiny config.json of models of mlx-lm that no file of ``models/families`` declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.family_configs import BASE, EXPERTS, KINDS, LATENT, LAYERS
+from tests.helpers.models_and_batches import VOCABULARY
+
+_GPT: dict[str, Any] = {
+    "n_ctx": 128,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": LAYERS,
+    "n_positions": 64,
+    "n_inner": 64,
+    "rotary_dim": 4,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": VOCABULARY,
+}
+_MAMBA: dict[str, Any] = {
+    "state_size": 8,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+    "time_step_limit": [0.001, 100.0],
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+    "layer_norm_epsilon": 1e-5,
+}
+_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4}
+
+ATTENTIVE: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gptj": _GPT,
+    "gpt_neox": {**BASE, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25},
+    "exaone": {**BASE, "num_layers": LAYERS, "layer_norm_epsilon": 1e-5},
+    "dbrx": {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "n_layers": LAYERS,
+        "n_heads": 4,
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+    },
+    "qwen": {**BASE, "kv_channels": 8, "layer_norm_epsilon": 1e-6, "intermediate_size": 128},
+    "openelm": {
+        "head_dim": 8,
+        "num_transformer_layers": LAYERS,
+        "model_dim": 32,
+        "vocab_size": VOCABULARY,
+        "ffn_dim_divisor": 16,
+        "num_query_heads": [4, 4, 8, 8],
+        "num_kv_heads": [2, 2, 4, 4],
+        "ffn_multipliers": [1.0, 1.5, 2.0, 2.5],
+    },
+    "plamo": {**BASE, "n_shared_head": 2},
+    "afmoe": {**BASE, **EXPERTS, "head_dim": 16, "layer_types": KINDS, "sliding_window": 8},
+    "minicpm3": {
+        **BASE,
+        **LATENT,
+        "dim_model_base": 16,
+        "scale_depth": 1.4,
+        "scale_emb": 12.0,
+        "rope_scaling": {
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.5] * 4,
+        },
+    },
+    "youtu_llm": {**BASE, **LATENT},
+    "nanochat": {**BASE},
+    "llama4": {
+        "text_config": {
+            **BASE,
+            "model_type": "llama4_text",
+            "attention_bias": False,
+            "attention_chunk_size": 16,
+            "head_dim": 16,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 96,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+        }
+    },
+}
+"""Models of attention."""
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {**BASE, **_MAMBA},
+    "mamba2": {**BASE, **_MAMBA, "intermediate_size": 64},
+    "jamba": {
+        **BASE,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "falcon_h1": {**BASE, **_HEADS, "head_dim": 16, "mamba_d_ssm": 64},
+    "qwen3_next": {
+        **BASE,
+        **EXPERTS,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.5,
+        "head_dim": 16,
+        "full_attention_interval": 2,
+    },
+    "lfm2": {
+        **BASE,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+    },
+    "nemotron_h": {
+        **BASE,
+        "attention_bias": False,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "hybrid_override_pattern": ["M", "*", "-", "M"],
+        "head_dim": 16,
+        "time_step_limit": [0.001, 100.0],
+    },
+    "recurrent_gemma": {
+        **BASE,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
+    "granitemoehybrid": {
+        **BASE,
+        **_HEADS,
+        "attention_bias": False,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_proj_bias": False,
+        "mamba_n_groups": 1,
+        "mamba_conv_bias": True,
+    },
+}
+"""Models whose layers keep a state of fixed size, alone or beside attention."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "rwkv7": {
+        **BASE,
+        "norm_eps": 1e-5,
+        "head_dim": 16,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
+    "hunyuan": {
+        **BASE,
+        "attention_bias": False,
+        "moe_topk": 1,
+        "num_experts": 1,
+        "num_shared_expert": 1,
+        "use_mixed_mlp_moe": False,
+        "use_qk_norm": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+    },
+    "talkie": {**BASE},
+    "nanbeige": {**BASE, "num_loops": 2},
+    "iquestloopcoder": {**BASE, "loop_num": 2, "loop_window_size": 8, "head_dim": 8},
+}
+"""Models whose layers pass on more than hidden states."""
+
+UNDECLARED: dict[str, dict[str, Any]] = {
+    name: {"model_type": name, **config}
+    for name, config in {**ATTENTIVE, **RECURRENT, **REFUSED}.items()
+}

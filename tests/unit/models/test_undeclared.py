@@ -1,0 +1,192 @@
+"""Models that no file of ``models/families`` declares: what runs, and what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.config.inspect import InspectOptions
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.errors import UserError
+from shardmlx.loading.manifest import is_needed
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.models.parts import find_parts
+from shardmlx.models.registry import FAMILIES
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
+from shardmlx.models.undeclared import APPROXIMATE
+from shardmlx.planning.inspection import run as inspect
+from shardmlx.planning.model_facts import facts_of
+from shardmlx.planning.training_plan import plan_training
+from tests.helpers.family_configs import LAYERS
+from tests.helpers.generation import by_mlx_lm, run_pipeline
+from tests.helpers.models_and_batches import (
+    build,
+    largest_difference,
+    logits_of,
+    random_batch,
+    save_model_directory,
+    through_stages,
+)
+from tests.helpers.undeclared_configs import ATTENTIVE, RECURRENT, REFUSED, UNDECLARED
+
+BATCH = random_batch(3, longest=20)
+TOKENS = mx.array(BATCH.tokens[:, :-1])
+CUTS = [(0, 1), (1, 3), (3, LAYERS)]
+kinds_that_run = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT])
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    return build(UNDECLARED[kind], seed=3)
+
+
+def shape_of(model: nn.Module, kind: str) -> ModelShape:
+    tensors = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    shape = ModelShape.from_tensors(UNDECLARED[kind], tensors)
+    assert shape is not None
+    return shape
+
+
+def test_none_of_them_is_declared() -> None:
+    assert not set(UNDECLARED) & set(FAMILIES)
+
+
+@kinds_that_run
+def test_logits_of_stages_are_those_of_the_whole_model(kind: str) -> None:
+    model = model_of(kind)
+    slices = [Slice(model, start, stop) for start, stop in CUTS]
+    x = TOKENS
+    for part in slices[:-1]:
+        x = part(x)
+    assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS))
+
+
+@kinds_that_run
+def test_with_caches_stages_continue_a_text_as_the_whole_model(kind: str) -> None:
+    model = model_of(kind)
+    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 24)))
+    theirs = make_prompt_cache(model)
+    slices = [Slice(model, start, stop) for start, stop in CUTS]
+    ours = [part.new_caches() for part in slices]
+    for start, stop in pairwise([0, 7, 14, 21, 22, 23, 24]):
+        x = tokens[:, start:stop]
+        expected = model(x, cache=theirs)[:, -1]
+        for part, caches in zip(slices, ours, strict=True):
+            x = part.extend(x, caches)
+        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+
+
+@pytest.mark.parametrize("kind", ATTENTIVE)
+def test_gradients_of_stages_are_those_of_the_whole_model(kind: str) -> None:
+    model = build(UNDECLARED[kind], seed=3)
+    model.freeze()
+    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    (expected_loss, _), gradients = nn.value_and_grad(model, default_loss)(
+        model, mx.array(BATCH.tokens), mx.array(BATCH.spans)
+    )
+    expected = {name: np.array(array) for name, array in tree_flatten(gradients)}
+    (loss,), found = through_stages(model, CUTS, [BATCH], scale=1 / BATCH.valid_tokens)
+    assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
+    assert set(found) == set(expected)
+    assert largest_difference(found, expected)[0] <= 1e-6
+
+
+@kinds_that_run
+def test_sizes_are_those_of_the_tensors(kind: str) -> None:
+    model = model_of(kind)
+    shape = shape_of(model, kind)
+    arrays = dict(tree_flatten(model.parameters()))
+    layers = find_parts(model).layers
+    of_layers = sum(array.size for layer in layers for _, array in tree_flatten(layer.parameters()))
+    assert sum(shape.layer(i).parameters for i in range(shape.num_layers)) == of_layers
+    assert shape.num_layers == LAYERS
+    assert (shape.hidden_size, shape.vocab_size) == (32, 97)
+    assert shape.keeps_state == (kind in RECURRENT)
+    assert shape.tied == (not find_parts(model).heads)
+    needed = [
+        {name for name in arrays if is_needed(name, shape, start, stop)} for start, stop in CUTS
+    ]
+    for (start, stop), names in zip(CUTS, needed, strict=True):
+        assert set(Slice(model, start, stop).parameters()) <= names
+
+
+@pytest.mark.parametrize("kind", ATTENTIVE)
+def test_linear_layers_are_those_that_get_adapters(kind: str) -> None:
+    model = build(UNDECLARED[kind], seed=3)
+    shape = shape_of(model, kind)
+    model.freeze()
+    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    layers = find_parts(model).layers
+    trained = sum(
+        array.size for layer in layers for _, array in tree_flatten(layer.trainable_parameters())
+    )
+    counted = sum(
+        each.copies * 4 * (each.inputs + each.outputs)
+        for i in range(LAYERS)
+        for _, each in shape.layer(i).linears
+    )
+    assert counted == pytest.approx(trained, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("rwkv7", "its layers pass on more than hidden states"),
+        ("hunyuan", "its layers pass on more than hidden states"),
+        ("talkie", "it computes with hidden states between its layers"),
+        ("nanbeige", "its layers are not called once each, in order"),
+        ("iquestloopcoder", "it does not call its layers one by one"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason_and_what_runs(
+    kind: str, reason: str
+) -> None:
+    assert kind in REFUSED
+    with pytest.raises(UserError) as error:
+        find_parts(model_of(kind))
+    assert f"{kind!r} cannot be cut into stages: {reason}" in str(error.value)
+    assert ", ".join(FAMILIES) in str(error.value)
+
+
+def test_a_plan_says_that_it_is_approximate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model_directory(tmp_path, UNDECLARED["gpt_neox"])
+    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
+    machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
+    plan = plan_training(config, machines)
+    assert facts_of(plan.workload, plan.prediction) == [APPROXIMATE]
+    assert inspect(InspectOptions(model=str(tmp_path))) == 0
+    assert APPROXIMATE in capsys.readouterr().out
+
+
+def test_layers_with_a_state_are_not_trained(tmp_path: Path) -> None:
+    save_model_directory(tmp_path, UNDECLARED["lfm2"])
+    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=1)
+    with pytest.raises(UserError, match="layers of lfm2 models keep a state from token to token"):
+        plan_training(config, [Machine(host="mac", memory=2**34, flops=1e12)])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mamba2", "falcon_h1", "nemotron_h", "recurrent_gemma"])
+def test_texts_come_one_by_one_and_a_conversation_goes_on(kind: str) -> None:
+    models = [build(UNDECLARED[kind], seed=3) for _ in CUTS]
+    mx.eval([model(TOKENS) for model in models])
+    prompts = {0: [5, 7, 11, 13, 17, 19, 23, 29, 31, 3], 1: [4, 8, 15, 16, 23, 42]}
+    more = {2: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 4), 9, 2]}
+    kept = PrefixCache.of(shape_of(models[0], kind), shortest=4)
+    texts, cached = run_pipeline(models, CUTS, len(prompts), [prompts, more], 4, kept)
+    every = {**prompts, **more}
+    assert texts == {number: by_mlx_lm(models[0], each, 4) for number, each in every.items()}
+    assert cached[2] == len(prompts[0]) + 3
