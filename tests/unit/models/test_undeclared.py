@@ -19,8 +19,8 @@ from shardmlx.config.inspect import InspectOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
-from shardmlx.loading.manifest import is_needed
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.loading.manifest import is_needed
 from shardmlx.models.parts import find_parts
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
