@@ -54,8 +54,7 @@ def _first_screen() -> Iterator[str]:
         for command in COMMANDS:
             if command.group == group:
                 yield f"  {command.name:{_WIDTH}}  {command.help}"
-    yield "  shardmlx launch -n 2 train ...                  two ranks on this machine"
-    yield "  shardmlx launch --hostfile FILE train ...       the machines of a hostfile"
+    yield "  shardmlx launch -n 2 train ...         here; with --hostfile FILE its machines"
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from contextlib import contextmanager
+from tempfile import NamedTemporaryFile
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import mlx.core as mx
@@ -119,6 +122,62 @@ def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> Non
         return plain(length, offset, *how) if own is None else plain(1, own, *how).reshape(-1, 1)
 
     rebind(body, name, factors)
+
+
+@contextmanager
+def watch_loads() -> Iterator[dict[str, mx.array]]:
+    """Give out, as it fills, what ``mlx.core.load`` returns in the block: lazy arrays by name.
+
+    mlx-lm 0.32.2: ``load_model`` calls ``mx.load`` for each file and hands out no array as it was
+    read, only what it made of them. When it breaks: see what ``load_model`` calls instead.
+    """
+    import mlx.core as mx
+
+    load, seen = mx.load, {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        seen.update(loaded if isinstance(loaded, dict) else {})
+        return loaded
+
+    mx.load = watched
+    try:
+        yield seen
+    finally:
+        mx.load = load
+
+
+_EDGE = re.compile(r'"?([^"\s]+)"? -> "?([^"\s]+)"?')
+
+
+def sources_of(outputs: Sequence[mx.array], leaves: Sequence[mx.array]) -> list[set[int]]:
+    """Return, for each lazy array, the numbers of the ``leaves`` that it is computed from.
+
+    mlx 0.32.4: the form of what ``mx.export_to_dot`` writes: an edge a line, with the names that
+    were given. When it breaks: let exports from the hub bring a whole layer at a time.
+    """
+    import mlx.core as mx
+
+    # A node of its own for each output: one that is a leaf, too, goes by one name only.
+    named = {f"o{i}": mx.expand_dims(each, 0) for i, each in enumerate(outputs)}
+    named |= {f"s{i}": each for i, each in enumerate(leaves)}
+    with NamedTemporaryFile("r", suffix=".dot", encoding="utf-8") as file:
+        mx.export_to_dot(file.name, **named)
+        above: dict[str, list[str]] = {}
+        for line in file:
+            if match := _EDGE.match(line):
+                above.setdefault(match[2], []).append(match[1])
+    found = []
+    for i in range(len(outputs)):
+        seen: set[str] = set()
+        todo = [f"o{i}"]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += above.get(node, ())
+        found.append({int(node[1:]) for node in seen if node[0] == "s"})
+    return found
 
 
 def cache_state(cache: Any) -> dict[str, Any]:

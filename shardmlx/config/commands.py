@@ -40,6 +40,12 @@ COMMANDS = (
         options="config.report",
     ),
     Command(
+        name="export",
+        group=TRAIN,
+        help="write the finished model: fused, converted, quantised",
+        options="config.export",
+    ),
+    Command(
         name="generate",
         group=USE,
         help="answer a prompt, or a file of prompts",

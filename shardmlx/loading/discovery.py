@@ -115,7 +115,7 @@ def _look_first(model: str, revision: str | None) -> _Found:
         return _whole(find_model(model, revision))
     snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
     try:
-        manifest = _manifest_of(repository)
+        manifest = manifest_of(repository)
     except NoRanges:
         return _whole(snapshot or download_whole(repository, FILES_TO_DOWNLOAD))
     return _Found(
@@ -277,7 +277,7 @@ def _make_copies(
             copy = PartialCopy(directory, manifest, kept=kept)
             on_failure.callback(_discard, copy, kept)
             if transport.rank == 0 and found.repository is not None:
-                _fetch_small_files(found.repository, directory)
+                fetch_small_files(found.repository, directory)
             return copy
 
         copy = on_all_ranks(transport, "making room for the weights", make)
@@ -343,7 +343,7 @@ def _weight_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob(MODEL_FILES))
 
 
-def _manifest_of(repository: Repository) -> ModelManifest:
+def manifest_of(repository: Repository) -> ModelManifest:
     """Return what a copy of a repository begins with. Raises ``UserError`` or ``NoRanges``."""
     files = read_model(repository)
     if files.faults:
@@ -357,7 +357,7 @@ def _manifest_of(repository: Repository) -> ModelManifest:
     return ModelManifest(digest.hexdigest(), texts, heads, sizes)
 
 
-def _fetch_small_files(repository: Repository, directory: Path) -> None:
+def fetch_small_files(repository: Repository, directory: Path) -> None:
     """Fetch the tokenizer, and what else is no weight."""
     for file in repository.files:
         is_wanted = any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)

@@ -33,14 +33,23 @@ _THREADS = 4
 
 
 class PartialCopy:
-    """The copy in ``directory``, which is made if it is not there.
+    """The copy in ``directory``, which is made if it is not there; ``option`` names another.
 
     ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
     any other may read what is complete. ``UserError`` where the disk does not take it.
     """
 
-    def __init__(self, directory: Path, manifest: ModelManifest, *, kept: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: ModelManifest,
+        *,
+        kept: bool,
+        option: str = "--weight-cache",
+    ) -> None:
         self.directory = directory
+        self._option = option
+        self._manifest = manifest
         self._tensors = manifest.tensors()
         self._kept = kept
         self._complete: dict[str, bytes] = {}
@@ -62,9 +71,9 @@ class PartialCopy:
             self.close()
             raise UserError(
                 f"{directory} takes no copy of the model: {error.strerror or error}: name another "
-                "directory with --weight-cache"
+                f"directory with {option}"
             ) from None
-        except UserError:
+        except BaseException:
             self.close()
             raise
 
@@ -81,6 +90,10 @@ class PartialCopy:
             }
         return self._complete.keys() & set(present)
 
+    def place(self, name: str) -> PlacedTensor:
+        """Return where a tensor has its place."""
+        return self._tensors[name]
+
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of some tensors."""
         return sum(self._tensors[name].nbytes for name in names)
@@ -92,7 +105,7 @@ class PartialCopy:
             raise UserError(
                 f"{self.directory} has {gibibytes(free)} free, and {gibibytes(wanted)} of the "
                 "model must be copied there: free some, or name a directory on another disk with "
-                "--weight-cache"
+                f"{self._option}"
             )
 
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
@@ -104,7 +117,9 @@ class PartialCopy:
                 view, offset = view[done:], offset + done
         except OSError as error:
             where = self.directory / file
-            raise OSError(f"cannot write {where}: {error.strerror or one_line(error)}") from None
+            named = OSError(f"cannot write {where}: {error.strerror or one_line(error)}")
+            named.errno = error.errno
+            raise named from None
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         """Return bytes of a weight file."""
@@ -134,6 +149,14 @@ class PartialCopy:
     def check(self, names: Iterable[str]) -> None:
         """Raise ``RuntimeError`` for a tensor that is not there: its place is a hole."""
         check_present(names, self._complete, self._tensors, self.directory)
+
+    def empty(self) -> None:
+        """Give the disk back what the tensors take: their places are holes again."""
+        for file, descriptor in self._files.items():
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, self._manifest.sizes[file])
+            os.pwrite(descriptor, self._manifest.heads[file], 0)
+        self._complete, self._pending, self._pending_bytes = {}, [], 0
 
     def drop_page_cache(self) -> None:
         """Drop what the page cache has of the files."""
@@ -176,8 +199,8 @@ class PartialCopy:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is filling {self.directory}: wait until it has loaded, or name "
-                "another directory with --weight-cache"
+                f"another run is filling {self.directory}: wait for its end, or name another "
+                f"directory with {self._option}"
             ) from None
         except OSError:
             pass  # a network disk that knows no locks

@@ -22,9 +22,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import ministral3, mistral4
+from mlx_lm.utils import load_model
 
 from shardmlx import compat
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +198,25 @@ def test_mlps_of_all_families_call_swiglu_by_name() -> None:
     with contract(compat.rebind, "mlx-lm"):
         for module in (llama.MLP, ministral3.MLP, qwen2.MLP, qwen3.MLP, switch_layers.SwiGLU):
             assert "swiglu" in module.__call__.__code__.co_names
+
+
+def test_mlx_lm_reads_a_model_with_load(tmp_path: Path) -> None:
+    save_model_directory(tmp_path, tiny_config(layers=1))
+    load = mx.load
+    with contract(compat.watch_loads, "mlx-lm"):
+        with compat.watch_loads() as seen:
+            model, _ = load_model(tmp_path, lazy=True)
+        assert {name for name, _ in tree_flatten(model.parameters())} == seen.keys()
+        assert mx.load is load
+
+
+def test_a_lazy_array_tells_what_it_is_computed_from() -> None:
+    a, b, c = (mx.ones((4, 32)) for _ in range(3))
+    stacked = mx.stack([a, b])
+    packed = mx.quantize(stacked.astype(mx.bfloat16), 32, 4)
+    with contract(compat.sources_of, "mlx"):
+        found = compat.sources_of([packed[2], c, c * a, mx.ones(1)], [a, b, c])
+        assert found == [{0, 1}, {2}, {0, 2}, set()]
 
 
 def test_a_kv_cache_is_its_attributes() -> None:

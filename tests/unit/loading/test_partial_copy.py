@@ -112,9 +112,7 @@ def test_more_than_fits_is_refused_with_numbers(
 
 def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: ModelManifest) -> None:
     copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
-    with pytest.raises(
-        UserError, match=r"^another run is filling .*copy: wait until it has loaded"
-    ):
+    with pytest.raises(UserError, match=r"^another run is filling .*copy: wait for its end"):
         PartialCopy(tmp_path / "copy", blueprint, kept=True)
     copy.close()
     PartialCopy(tmp_path / "copy", blueprint, kept=True).close()

@@ -359,7 +359,7 @@ def test_a_disk_that_is_full_is_refused_on_all_ranks(
 def test_a_cache_that_another_run_fills_is_refused(llama: Path, kept: Path, tmp_path: Path) -> None:
     with (kept / partial_copy.LOCK).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=f"another run is filling {kept}: wait until it has"):
+        with pytest.raises(UserError, match=f"another run is filling {kept}: wait for its end"):
             again(llama, tmp_path)
 
 

@@ -1,0 +1,171 @@
+"""The options of ``shardmlx export``. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shardmlx.common.units import GIB, parse_bytes
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.common_options import revision_option, timeout_option
+from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.models.tensors import DEFAULTS
+
+RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+"""mlx-lm's recipes of few bits for most layers, and more for those that need them."""
+
+_BITS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
+)
+_GROUPS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
+)
+
+_CONTENT = "content"
+_FILES = "files"
+_RANKS = "ranks"
+
+_HOW = "give it in one word: --quantize BITS:GROUP:MODE, or a recipe"
+_REFUSED = {
+    "--save-path": "use -o",
+    "--mlx-path": "use -o",
+    "--q-bits": _HOW,
+    "--q-group-size": _HOW,
+    "--q-mode": _HOW,
+    "--quant-predicate": _HOW,
+    "--upload-repo": "upload what is finished: hf upload OWNER/NAME DIR",
+}
+"""Options of mlx_lm.fuse and mlx_lm.convert that are not here, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The way in which linear layers and embeddings are quantised. ``bits`` are None of a
+    ``recipe``, which chooses them for each layer."""
+
+    bits: int | None
+    group_size: int
+    mode: str = "affine"
+    recipe: str | None = None
+
+    def __str__(self) -> str:
+        first = self.recipe or str(self.bits)
+        return f"{first}:{self.group_size}" + ("" if self.recipe else f":{self.mode}")
+
+    @classmethod
+    def parse(cls, text: str) -> Packing:
+        """Read ``4``, ``4:32``, ``4:32:mxfp4``, ``mxfp4`` or ``mixed_3_6:64``; ``ValueError``."""
+        first, *rest = text.split(":")
+        if first in RECIPES:
+            if len(rest) > 1:
+                raise ValueError("a recipe has a group size and no more: mixed_3_6:64")
+            return cls(None, _one_of("groups", rest[0] if rest else "64", _GROUPS["affine"]),
+                       recipe=first)  # fmt: skip
+        if first in DEFAULTS and not rest:
+            bits, group = DEFAULTS[first]
+            return cls(bits, group, first)
+        mode = rest[1] if len(rest) > 1 else "affine"
+        if len(rest) > 2 or mode not in DEFAULTS:
+            modes = ", ".join(DEFAULTS)
+            raise ValueError(
+                f"give BITS[:GROUP[:MODE]], like 4:64, a MODE of {modes}, or a recipe of "
+                f"{', '.join(RECIPES)}"
+            )
+        columns = rest[0] if rest else str(DEFAULTS[mode][1])
+        return cls(
+            _one_of("bits", first, _BITS[mode]), _one_of("groups", columns, _GROUPS[mode]), mode
+        )
+
+
+def _one_of(what: str, text: str, allowed: Sequence[int]) -> int:
+    if not text.isdecimal() or int(text) not in allowed:
+        choice = ", ".join(map(str, allowed))
+        raise ValueError(f"{what}: give {choice if len(allowed) == 1 else f'one of {choice}'}")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The model, what is to be made of it, and where to. Raises ``OptionError``, a
+    ``UserError``."""
+
+    model: str = option(
+        REQUIRED,
+        "directory, or Hugging Face repository (OWNER/NAME), of which one tensor at a time is read",
+        metavar="MODEL",
+        positional=True,
+    )
+    output_dir: str = option(
+        REQUIRED, "directory for the finished model", metavar="DIR", short="-o", group=_FILES
+    )
+    adapter_path: str | None = option(
+        None,
+        "adapters to fuse: the directory of a run, a checkpoint, or a directory of checkpoints, of "
+        "which the newest is taken",
+        metavar="DIR",
+        group=_CONTENT,
+    )
+    dequantize: bool = option(
+        False, "make plain weights of quantised ones, before --quantize", group=_CONTENT
+    )
+    quantize: str | None = option(
+        None,
+        "quantise: BITS[:GROUP[:MODE]], like 4 or 4:32; a MODE alone (mxfp4, nvfp4, mxfp8); or a "
+        "recipe of mlx_lm.convert (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6)",
+        metavar="HOW",
+        parse=lambda text: str(Packing.parse(text)),
+        group=_CONTENT,
+    )
+    dtype: str | None = option(
+        None,
+        "type of what is not quantised",
+        unset="torch_dtype of config.json; with --adapter-path alone as stored",
+        choices=("float32", "bfloat16", "float16"),
+        group=_CONTENT,
+    )
+    revision: str | None = revision_option(_FILES)
+    max_shard: int = option(
+        5 * GIB,
+        "most bytes of a file; a larger tensor has one of its own",
+        metavar="SIZE",
+        unset="5GiB",
+        above=0,
+        parse=parse_bytes,
+        group=_FILES,
+    )
+    verify: bool = option(
+        False,
+        "look for what is wrong with the finished files, as inspect does; status 1 if something is",
+        group=_FILES,
+    )
+
+    timeout: float = timeout_option(_RANKS)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.output_dir:
+            raise OptionError("output_dir", "is empty", "name a directory")
+
+    @property
+    def packing(self) -> Packing | None:
+        """The way to quantise, if any."""
+        return None if self.quantize is None else Packing.parse(self.quantize)
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx export``; help is printed on rank 0 only."""
+    return command_line.build_parser(
+        ExportOptions,
+        "export",
+        "Write a finished model: adapters fused, converted, quantised, one tensor at a time.",
+        rank=rank,
+        groups=(_CONTENT, _FILES),
+        refused=_REFUSED,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> ExportOptions:
+    """Read flags. Raises ``UserError``; ``SystemExit`` with status 0 after ``--help``."""
+    return load_options(ExportOptions, build_parser(rank), argv, rank)

@@ -1,0 +1,1 @@
+"""A finished model: fused, converted, quantised, one module at a time."""

@@ -1,0 +1,165 @@
+"""Build the finished model with mlx-lm's own code, lazily: nothing of it is computed here.
+
+Every weight is a lazy array: of bytes in a file, perhaps stacked, cast, fused with its adapters and
+quantised. Whoever evaluates one reads what that one needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builder
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import (
+    compute_bits_per_weight,
+    dequantize_model,
+    get_total_parameters,
+    load_model,
+    quantize_model,
+)
+
+from shardmlx.compat import watch_loads
+from shardmlx.config.export import ExportOptions, Packing
+from shardmlx.conversion.trained import Trained
+from shardmlx.errors import UserError, one_line
+
+
+@dataclass(frozen=True, slots=True)
+class LazyModel:
+    """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` what the files
+    of the model hold, before anything was made of it."""
+
+    weights: dict[str, mx.array]
+    read: dict[str, mx.array]
+    config: dict[str, Any]
+    parameters: int
+    bits_per_weight: float
+    keeps_vision: bool
+
+
+def build_lazily(path: Path, trained: Trained | None, options: ExportOptions) -> LazyModel:
+    """Build what ``mlx_lm.fuse`` and then ``mlx_lm.convert`` would make of a model.
+
+    Raises ``UserError`` where mlx-lm cannot build, fuse or quantise it.
+    """
+    with _refusing(f"{path}: mlx-lm cannot build this model"), watch_loads() as read:
+        model, config = load_model(path, lazy=True)
+    read = dict(read)
+    if trained is not None:
+        with _refusing(f"--adapter-path {trained.name} holds nothing for this model"):
+            _add(model, trained)
+        with _refusing(f"mlx-lm cannot fuse {trained.name} into this model"):
+            _fuse(model, options.dequantize)
+    else:
+        _cast(model, config, options.dtype)
+    if options.dequantize:
+        dequantize_model(model)
+        config.pop("quantization", None)
+        config.pop("quantization_config", None)
+    if options.quantize is not None or options.dtype is not None:
+        _cast(model, config, options.dtype)
+    if options.packing is not None:
+        model, config = _quantise(model, config, options.packing)
+    return LazyModel(
+        weights=dict(tree_flatten(model.parameters())),
+        read=read,
+        config=config,
+        parameters=get_total_parameters(model),
+        bits_per_weight=compute_bits_per_weight(model),
+        keeps_vision="vision_tower" in getattr(model, "model", {}),
+    )
+
+
+@contextmanager
+def _refusing(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn what mlx-lm raises into one line; what it prints is left out."""
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+        raise UserError(f"{what}: {one_line(error)}", remedy) from None
+
+
+def _add(model: nn.Module, trained: Trained) -> None:
+    """Put what was trained into the model."""
+    if trained.directory is not None:
+        load_adapters(model, str(trained.directory))
+        return
+    if trained.fine_tune_type != "full":
+        linear_to_lora_layers(
+            model,
+            trained.num_layers,
+            dict(trained.lora_parameters),
+            use_dora=trained.fine_tune_type == "dora",
+        )
+    weights: dict[str, mx.array] = {}
+    for file in trained.files:
+        loaded = mx.load(str(file))
+        weights |= loaded if isinstance(loaded, dict) else {}
+    known = dict(tree_flatten(model.parameters()))
+    for name, array in weights.items():
+        if name not in known or known[name].shape != array.shape:
+            raise ValueError(f"{name} of shape {list(array.shape)} is none of its tensors")
+    model.load_weights(list(weights.items()), strict=False)
+
+
+def _fuse(model: nn.Module, dequantize: bool) -> None:
+    """Replace layers with adapters by single ones, as ``mlx_lm.fuse``."""
+    fused = [
+        (name, module.fuse(dequantize=dequantize))
+        for name, module in model.named_modules()
+        if hasattr(module, "fuse")
+    ]
+    model.update_modules(tree_unflatten(fused))
+    for name, _ in tree_flatten(model.parameters()):
+        if name.rpartition(".")[2] in ("lora_a", "lora_b"):
+            raise UserError(
+                f"mlx-lm cannot fuse {name}", "serve the model with its adapters beside it"
+            )
+
+
+def _cast(model: nn.Module, config: Mapping[str, Any], asked: str | None) -> None:
+    """Cast weights as ``mlx_lm.convert``: to what is asked for, or what config.json says."""
+    name: Any = asked or config.get("torch_dtype")
+    if name is None and (text_config := config.get("text_config")):
+        name = text_config.get("dtype")
+    if name not in MODEL_CONVERSION_DTYPES:
+        return
+    is_cast = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        floats = is_cast(path) and mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(getattr(mx, name)) if floats else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _quantise(
+    model: nn.Module, config: dict[str, Any], how: Packing
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Quantise as ``mlx_lm.convert``: what is quantised already stays as it is."""
+    predicate = None
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    with _refusing(f"--quantize: mlx-lm cannot quantise this model {how}"):
+        if how.recipe is not None:
+            predicate = mixed_quant_predicate_builder(how.recipe, model, how.group_size)
+        quantised, config = quantize_model(
+            model, config, how.group_size, how.bits, mode=how.mode, quant_predicate=predicate
+        )
+    if {name for name, _ in tree_flatten(quantised.parameters())} == names:
+        raise UserError(
+            "--quantize finds nothing to quantise: this model is quantised already, or its layers "
+            f"have no multiple of {how.group_size} columns",
+            "make plain weights first, with --dequantize too, or choose a smaller group",
+        )
+    return quantised, config

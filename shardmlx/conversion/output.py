@@ -1,0 +1,157 @@
+"""The directory of a finished model while it is made: killed at any moment, the work goes on.
+
+::
+
+    DIR/
+        unfinished-export/
+            export.json                  what is exported, and how: another export is refused
+            source/                      of a model on the hub the tensor that is being read
+            rank-0/model-00001-of-...    its size from the beginning, holes where nothing is yet
+            rank-0/complete-tensors.jsonl   which tensors are there, with their digests
+            config.json, ...             all else, once the tensors are complete
+            finished                     written last: what is left to do is to move files up
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from shardmlx.common.durable_files import flush_directory, write_durably
+from shardmlx.common.formatting import gibibytes
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.sources import CONFIG_FILE
+
+WORK = "unfinished-export"
+_IDENTITY = "export.json"
+_FINISHED = "finished"
+_SOURCE = "source"
+
+
+class OutputDirectory:
+    """The directory ``path`` for a finished model. Methods raise ``UserError``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.work = path / WORK
+        self.source = self.work / _SOURCE
+
+    def rank(self, rank: int) -> Path:
+        """Return where a rank writes its files."""
+        return self.work / f"rank-{rank}"
+
+    def check(self) -> None:
+        """Refuse a directory that has something in it, other than an unfinished export."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"-o {self.path} is a file", "name a new directory")
+        if not self.work.is_dir() and any(not name.startswith(".") for name in self._names()):
+            what = "holds a model" if (self.path / CONFIG_FILE).exists() else "is not empty"
+            raise UserError(f"-o {self.path} {what}", "name a new directory")
+
+    def check_same(self, identity: Mapping[str, str]) -> bool:
+        """Return whether this very export was begun here; refuse another one that was."""
+        try:
+            begun = json.loads((self.work / _IDENTITY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False  # killed before it had begun
+        for key, value in identity.items():
+            if begun.get(key) != value:
+                was = begun.get(key)
+                differs = f"{key} {was}, not {value}" if key in _SHOWN else f"another {key}"
+                raise UserError(
+                    f"-o {self.path} has an unfinished export with {differs}",
+                    f"go on with the same command, or remove {self.work}",
+                )
+        return True
+
+    def check_room(self, files: Mapping[Path, int], more: int) -> None:
+        """Refuse to begin ``files`` of so many bytes, and ``more``, where the disk is too small."""
+        needed = more + sum(size - _allocated(path) for path, size in files.items())
+        there = self.path.absolute()
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free
+        if needed > free:
+            raise UserError(
+                f"-o {self.path}: {gibibytes(needed)} are to be written, and {gibibytes(free)} are "
+                "free there",
+                "free some, or name a directory on another disk",
+            )
+
+    def begin(self, identity: Mapping[str, str]) -> None:
+        """Make the directory, and write down what it is for."""
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_durably(self.work / _IDENTITY, json.dumps(identity, indent=1).encode())
+            flush_directory(self.work)
+        except OSError as error:
+            raise UserError(
+                f"-o {self.path} cannot be written: {error.strerror or error}",
+                "name another directory",
+            ) from None
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all is written, and only to be moved up, or not even that."""
+        if (self.work / _FINISHED).exists():
+            return True
+        is_left = self.work.is_dir() and not any(self.work.iterdir())
+        return is_left and len(self._names()) > 1
+
+    def complete(self, texts: Mapping[str, bytes]) -> None:
+        """Write all that is no tensor. From now on the export is complete, whatever happens."""
+        for name, text in texts.items():
+            write_durably(self.work / name, text)
+        flush_directory(self.work)
+        write_durably(self.work / _FINISHED, json.dumps(sorted(texts)).encode())
+        flush_directory(self.work)
+
+    def publish(self) -> None:
+        """Move files up, config.json last, which makes it a model; remove the rest."""
+        marker = self.work / _FINISHED
+        if marker.exists():
+            self._publish(marker)
+        self.work.rmdir()
+        flush_directory(self.path)
+
+    def _publish(self, marker: Path) -> None:
+        texts = [self.work / name for name in json.loads(marker.read_text()) if name != CONFIG_FILE]
+        shards = sorted(self.work.glob("rank-*/*.*"))
+        self._move(path for path in shards if path.suffix in (".safetensors", ".gguf"))
+        self._move(texts)
+        self._move([self.work / CONFIG_FILE])
+        for path in self.work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != marker:
+                path.unlink()
+        marker.unlink()
+
+    def _move(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path.exists():  # else it was moved before this run
+                os.replace(path, self.path / path.name)
+        flush_directory(self.path)
+
+    def _names(self) -> Collection[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise UserError(f"-o {self.path} cannot be read: {error.strerror or error}") from None
+
+
+_SHOWN = ("model", "quantize", "dtype", "dequantize", "ranks", "mlx", "mlx-lm")
+"""Parts of the identity of an export that say something to the user."""
+
+
+def _allocated(path: Path) -> int:
+    """Return the bytes that a file with holes takes on the disk."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0

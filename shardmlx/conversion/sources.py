@@ -1,0 +1,139 @@
+"""The model that is exported: in a directory, or on the hub, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+
+from shardmlx.compat import sources_of
+from shardmlx.errors import UserError
+from shardmlx.loading.discovery import fetch_small_files, manifest_of
+from shardmlx.loading.hub_download import (
+    FILES_TO_DOWNLOAD,
+    download,
+    download_whole,
+    find_model,
+    open_repository,
+    whole_snapshot,
+)
+from shardmlx.loading.manifest import ModelManifest, fingerprint
+from shardmlx.loading.page_cache import drop_files
+from shardmlx.loading.partial_copy import PartialCopy
+from shardmlx.modelfiles.hub import NoRanges, Repository
+from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_model_files
+
+
+class Source(Protocol):
+    """A model to build from ``path``. ``identity`` names its content, ``repository`` its name on
+    the hub; ``largest`` are the bytes that it takes on the disk meanwhile."""
+
+    path: Path
+    identity: str
+    repository: str | None
+    largest: int
+
+    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
+        """Learn what each of the lazy ``weights`` is computed from."""
+        ...
+
+    def bring(self, name: str) -> None:
+        """Return once all that a weight is computed from can be read. Raises ``UserError``."""
+        ...
+
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the model's files."""
+        ...
+
+
+class InDirectory:
+    """A model that is here."""
+
+    largest = 0
+
+    def __init__(self, path: Path, repository: str | None = None) -> None:
+        files = sorted({file.name for file in check_model_files(path).values()})
+        self.path = path
+        self.identity = fingerprint(path, files)
+        self.repository = repository
+
+    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
+        """Do nothing: all of it can be read."""
+
+    def bring(self, name: str) -> None:
+        """Do nothing: all of it can be read."""
+
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the model's files."""
+        drop_files(self.path.glob(MODEL_FILES))
+
+
+class OnHub:
+    """A model of which one tensor at a time is on the disk, in files that are holes else."""
+
+    def __init__(self, repository: Repository, manifest: ModelManifest, path: Path) -> None:
+        self.path = path
+        self.identity = manifest.key
+        self.repository: str | None = repository.name
+        self._hub = repository
+        self._tensors = manifest.tensors()
+        self.largest = max((place.nbytes for place in self._tensors.values()), default=0)
+        self._copy = PartialCopy(path, manifest, kept=False, option="-o")
+        fetch_small_files(repository, path)
+        self._needed: dict[str, list[str]] = {}
+        self._unread: dict[str, mx.array] = {}
+
+    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
+        """Learn what each of the lazy ``weights`` is computed from."""
+        self._unread = {name: array for name, array in read.items() if name in self._tensors}
+        names = list(self._unread)
+        found = sources_of(list(weights.values()), list(self._unread.values()))
+        self._needed = {
+            weight: [names[number] for number in sorted(numbers)]
+            for weight, numbers in zip(weights, found, strict=True)
+        }
+
+    def bring(self, name: str) -> None:
+        """Fetch what a weight is computed from into memory; nothing of it stays on the disk."""
+        for source in self._needed[name]:
+            array = self._unread.pop(source, None)
+            if array is None:
+                continue  # read before, and held by whatever still needs it
+            download(self._hub, self._copy, [source], self._tensors, lambda nbytes: None)
+            mx.eval(array)
+            self._copy.empty()
+
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the tensor that is here."""
+        self._copy.drop_page_cache()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._copy.close()
+
+
+@contextmanager
+def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source]:
+    """Find a model here, in the cache of huggingface-hub, or on the hub; ``room`` is a directory
+    for what is on its way. Raises ``UserError``."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise UserError(f"{model} is a file", "name the directory that holds config.json")
+    repository = None if path.exists() else open_repository(model, revision)
+    if repository is None:
+        yield InDirectory(find_model(str(path) if path.exists() else model, revision))
+        return
+    snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
+    if snapshot is None:
+        try:
+            manifest = manifest_of(repository)
+        except NoRanges:
+            snapshot = download_whole(repository, FILES_TO_DOWNLOAD)
+        else:
+            with closing(OnHub(repository, manifest, room)) as source:
+                yield source
+            return
+    yield InDirectory(snapshot, repository.name)

@@ -1,0 +1,75 @@
+"""Find what was trained: adapters of ``train`` or ``mlx_lm.lora``, or a checkpoint. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardmlx.checkpoint.store import MANIFEST, Store, step_of
+from shardmlx.common.digests import bytes_digest
+from shardmlx.errors import UserError
+from shardmlx.loading.manifest import fingerprint
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+_WEIGHTS = "weights-"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The result of a fine-tuning run: the ``directory`` of adapters as mlx-lm has them, or else
+    the ``files`` of a checkpoint and the options that it was made with. ``identity`` names the
+    content."""
+
+    name: str
+    identity: str
+    directory: Path | None = None
+    files: tuple[Path, ...] = ()
+    fine_tune_type: str = "lora"
+    num_layers: int = 0
+    lora_parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_trained(name: str) -> Trained:
+    """Find adapters, a checkpoint, or the newest of a directory of checkpoints. ``UserError``."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
+    if (path / ADAPTER_CONFIG_FILE).is_file() and (path / ADAPTER_FILE).is_file():
+        return Trained(name, fingerprint(path, [ADAPTER_FILE]), path)
+    if (step := step_of(path.absolute().name)) is not None and (path / MANIFEST).is_file():
+        return _of_checkpoint(name, Store(path.absolute().parent), step)
+    if steps := Store(path).steps():
+        return _of_checkpoint(name, Store(path), steps[-1])
+    if (path / "config.json").is_file():
+        raise UserError(
+            f"--adapter-path {name} is a whole model", "name it as the MODEL to export, and no more"
+        )
+    raise UserError(
+        f"--adapter-path {name} has no {ADAPTER_FILE} with its {ADAPTER_CONFIG_FILE}, and no "
+        "complete checkpoint",
+        "name the directory that train wrote",
+    )
+
+
+def _of_checkpoint(name: str, store: Store, step: int) -> Trained:
+    manifest = store.manifest(step)
+    files = [file for file in manifest.files if file.name.startswith(_WEIGHTS)]
+    for file in files:
+        if fault := store.fault(step, file):
+            raise UserError(
+                fault, "copy the checkpoint here whole, from every machine that has a part of it"
+            )
+    made_with = manifest.identity.get("options", {})
+    try:
+        return Trained(
+            name=name,
+            identity=bytes_digest(manifest.to_json()),
+            files=tuple(store.path(step) / file.name for file in files),
+            fine_tune_type=made_with["fine_tune_type"],
+            num_layers=made_with["num_layers"],
+            lora_parameters=made_with["lora_parameters"],
+        )
+    except KeyError:
+        raise UserError(f"{store.path(step)} does not say how it was trained") from None

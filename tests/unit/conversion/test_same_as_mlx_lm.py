@@ -1,0 +1,238 @@
+"""An exported model is that of mlx_lm.convert and mlx_lm.fuse, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.convert import convert
+from mlx_lm.fuse import main as fuse_command
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import make_shards
+
+from shardmlx.checkpoint.export import TensorSpec
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.export import ExportOptions, Packing
+from shardmlx.conversion.command import export
+from shardmlx.conversion.shards import divide
+from shardmlx.modelfiles.safetensors_header import read_header
+from shardmlx.models.shape import ModelShape
+from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+QUIET = Reporter(quiet=True)
+LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
+    monkeypatch.setattr(mlx_lm.utils, "load_tokenizer", lambda *args, **kwargs: tokenizer)
+
+
+def contents(directory: Path) -> dict[str, Any]:
+    """The bytes of each tensor, with type and shape; config.json and the index."""
+    found: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        header, data = read_header(path), path.read_bytes()
+        for name, info in header.tensors.items():
+            start, end = header.span(name)
+            found[name] = (path.name, info.dtype, info.shape, data[start:end])
+    for name in ("config.json", "model.safetensors.index.json"):
+        found[name] = (directory / name).read_bytes()
+    return found
+
+
+def assert_same(ours: Path, theirs: Path) -> None:
+    found, expected = contents(ours), contents(theirs)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+def write_adapters(model_dir: Path, directory: Path, kind: str) -> None:
+    """Write random adapters for all layers, and of all linear ones."""
+    model, _ = mlx_lm.utils.load_model(model_dir, lazy=True)
+    model.freeze()
+    mx.random.seed(5)
+    linear_to_lora_layers(model, LAYERS, LORA, use_dora=kind == "dora")
+    weights = {
+        name: array + 0.1 * mx.random.normal(array.shape)
+        for name, array in tree_flatten(model.parameters())
+        if name.endswith(("lora_a", "lora_b", ".m"))
+    }
+    directory.mkdir()
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": kind, "num_layers": LAYERS, "lora_parameters": LORA}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def fuse(
+    monkeypatch: pytest.MonkeyPatch, model: Path, adapters: Path, to: Path, *more: str
+) -> None:
+    words = "--model", model, "--adapter-path", adapters, "--save-path", to, *more
+    monkeypatch.setattr("sys.argv", ["fuse", *map(str, words)])
+    fuse_command()
+
+
+def exported(model: Path, to: Path, **options: Any) -> Path:
+    export(ExportOptions(model=str(model), output_dir=str(to), **options), QUIET)
+    return to
+
+
+GROUPS_OF_64 = (
+    "granite", "qwen3_moe", "gpt_oss", "minimax", "minimax_m2", "granitemoe", "bailing_moe"
+)  # fmt: skip
+"""Families of which mlx-lm quantises some layers in groups of 64, whatever is asked for."""
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_quantised_as_by_convert(family: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
+    config = {**CONFIGS[family], **wide, "torch_dtype": "bfloat16"}
+    save_model_directory(tmp_path / "model", config)
+    convert(
+        str(tmp_path / "model"), str(tmp_path / "theirs"), quantize=True, q_bits=4, q_group_size=32
+    )
+    ours = exported(tmp_path / "model", tmp_path / "ours", quantize="4:32")
+    assert_same(ours, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_adapters_of_every_family_are_fused_as_by_fuse(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_experts = any(each.experts for each in ModelShape.from_config(CONFIGS[family]).kinds)
+    save_model_directory(tmp_path / "model", CONFIGS[family])
+    write_adapters(tmp_path / "model", tmp_path / "adapters", "lora" if has_experts else "dora")
+    fuse(monkeypatch, tmp_path / "model", tmp_path / "adapters", tmp_path / "theirs")
+    ours = exported(tmp_path / "model", tmp_path / "ours", adapter_path=str(tmp_path / "adapters"))
+    assert_same(ours, tmp_path / "theirs")
+
+
+WAYS = [
+    "2:32", "3:64", "4", "5:32", "6:128", "8", "mxfp4", "nvfp4", "mxfp8", "mixed_3_6:32",
+    "mixed_2_6",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers have columns enough for groups of 128, tied, in float16."""
+    path = tmp_path_factory.mktemp("wide") / "model"
+    config = tiny_config(layers=8, tied=True, hidden_size=128, intermediate_size=256)
+    save_model_directory(path, {**config, "torch_dtype": "float16"})
+    return path
+
+
+def convert_to(to: Path, model: Path, **how: Any) -> Path:
+    convert(str(model), str(to), **how)
+    return to
+
+
+def arguments(how: Packing) -> dict[str, Any]:
+    """The same for ``mlx_lm.convert``."""
+    group = {"quantize": True, "q_group_size": how.group_size}
+    if how.recipe is not None:
+        return {**group, "quant_predicate": how.recipe}
+    return {**group, "q_bits": how.bits, "q_mode": how.mode}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_quantising_is_that_of_convert(way: str, wide: Path, tmp_path: Path) -> None:
+    how = Packing.parse(way)
+    theirs = convert_to(tmp_path / "theirs", wide, **arguments(how))
+    assert_same(exported(wide, tmp_path / "ours", quantize=way), theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_weights_are_cast_as_by_convert(dtype: str | None, wide: Path, tmp_path: Path) -> None:
+    theirs = convert_to(tmp_path / "theirs", wide, dtype=dtype)
+    assert_same(exported(wide, tmp_path / "ours", dtype=dtype), theirs)
+
+
+@pytest.fixture(scope="module")
+def mixed(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same quantised, with bits of its own for some modules."""
+    path = tmp_path_factory.mktemp("mixed") / "model"
+    return exported(wide, path, quantize="mixed_3_6")
+
+
+def test_a_quantised_model_becomes_plain_or_is_packed_otherwise(
+    mixed: Path, tmp_path: Path
+) -> None:
+    plain = convert_to(tmp_path / "plain", mixed, dequantize=True)
+    assert_same(exported(mixed, tmp_path / "ours", dequantize=True), plain)
+    again = convert_to(tmp_path / "again", plain, quantize=True, q_bits=8, q_group_size=32)
+    both = exported(mixed, tmp_path / "both", dequantize=True, quantize="8:32")
+    assert_same(both, again)
+    assert_same(exported(mixed, tmp_path / "same"), convert_to(tmp_path / "same-theirs", mixed))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_a_quantised_model_are_fused_as_by_fuse_and_then_convert(
+    kind: str, wide: Path, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters, base = tmp_path / "adapters", mixed
+    if kind == "dora":  # mlx-lm miscounts the columns of 3 and 6 bits
+        base = exported(wide, tmp_path / "base", quantize="4:64")
+    write_adapters(base, adapters, kind)
+    fuse(monkeypatch, base, adapters, tmp_path / "fused")
+    fuse(monkeypatch, base, adapters, tmp_path / "plain", "--dequantize")
+    packed = convert_to(
+        tmp_path / "packed", tmp_path / "plain", quantize=True, q_bits=4, q_group_size=32
+    )
+    given = {"adapter_path": str(adapters)}
+    assert_same(exported(base, tmp_path / "1", **given), tmp_path / "fused")
+    assert_same(exported(base, tmp_path / "2", **given, dequantize=True), tmp_path / "plain")
+    ours = exported(base, tmp_path / "3", **given, dequantize=True, quantize="4:32")
+    assert_same(ours, packed)
+
+
+def test_a_fully_trained_file_beside_its_adapter_config_is_taken_in(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    name = "model.layers.7.mlp.up_proj.weight"
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), {name: mx.ones((256, 128))})
+    (adapters / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "full"}))
+    fuse(monkeypatch, wide, adapters, tmp_path / "theirs")
+    assert_same(exported(wide, tmp_path / "ours", adapter_path=str(adapters)), tmp_path / "theirs")
+
+
+def test_experts_that_hugging_face_stores_one_by_one_are_stacked_as_by_convert(
+    tmp_path: Path,
+) -> None:
+    config = {**CONFIGS["mixtral"], "torch_dtype": "bfloat16"}
+    model = save_model_directory(tmp_path / "made", config)
+    parts: dict[str, mx.array] = {}
+    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    for name, array in tree_flatten(model.parameters()):
+        path, _, part = name.partition(".switch_mlp.")
+        if part:
+            for expert in range(array.shape[0]):
+                own = f"{path}.experts.{expert}.{names[part.split('.')[0]]}.weight"
+                parts[own] = array[expert]
+        else:
+            parts[name] = array
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text(json.dumps(config))
+    halves = list(parts.items())
+    for number, half in enumerate((halves[::2], halves[1::2]), 1):
+        mx.save_safetensors(str(published / f"model-0000{number}-of-00002.safetensors"), dict(half))
+    theirs = convert_to(tmp_path / "theirs", published, quantize=True, q_bits=4, q_group_size=32)
+    assert_same(exported(published, tmp_path / "ours", quantize="4:32"), theirs)
+
+
+def test_files_are_divided_as_by_mlx_lm() -> None:
+    sizes = [3, 1, 2, 6, 7, 1, 4, 1, 5, 12, 1, 1]  # GiB
+    specs = [TensorSpec(f"t{i}", (size << 30,), mx.uint8) for i, size in enumerate(sizes)]
+    theirs = make_shards({spec.name: SimpleNamespace(nbytes=spec.nbytes) for spec in specs}, 5)
+    assert [[spec.name for spec in each] for each in divide(specs, 5 << 30)] == [*map(list, theirs)]
