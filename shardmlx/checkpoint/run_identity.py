@@ -37,6 +37,7 @@ class SameOptions(Spec):
     max_seq_length: int
     mask_prompt: bool
     max_grad_norm: float | None
+    master_weights: bool
     dtype: str | None
     seed: int
 

@@ -6,6 +6,7 @@ Each takes an option's value and raises ``OptionError``. The names and meanings 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +43,9 @@ _BETAS: Check = (
 _SHARE: Check = ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
 
 _ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
+
+NO_SCALE = "none"
+"""The word for a loss that is not scaled."""
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
@@ -191,6 +195,21 @@ def checked_chunk(name: str, value: Chunk) -> Chunk:
     if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1):
         return value
     raise OptionError(name, f"is {value!r}", "give a number of tokens from 1, auto or off")
+
+
+def parse_loss_scale(text: str) -> float | str:
+    """Return the number that ``text`` is; words stay words."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def check_loss_scale(value: float | str) -> None:
+    """Check that it is ``auto``, ``none`` or a power of two."""
+    is_word = value in (AUTO, NO_SCALE)
+    if not is_word and (isinstance(value, str) or math.frexp(value)[0] != 0.5):
+        raise OptionError("loss_scale", f"is {value!r}", "give auto, none, or a power of two")
 
 
 def parse_lr_schedule(text: str) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class FineTune(Spec):
     optimizer_config: Mapping[str, Any]
     learning_rate: float
     lr_schedule: Mapping[str, Any] | None
+    zero: int | None = None
+    master_weights: bool = False
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """True if replicas divide the optimizer's state among them: by default where it is large,
+        that of the weights themselves."""
+        return self.is_full if self.zero is None else self.zero > 0
 
     @property
     def is_full(self) -> bool:

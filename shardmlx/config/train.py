@@ -13,10 +13,12 @@ from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
     OPTIMIZERS,
     check_lora,
+    check_loss_scale,
     check_lr_schedule,
     check_optimizer_config,
     checked_chunk,
     filled_lr_schedule,
+    parse_loss_scale,
     parse_lr_schedule,
 )
 from shardmlx.config.command_line import (
@@ -261,6 +263,26 @@ class TrainConfig(DataConfig):
     loss_chunk: int | str = chunk_option(
         "positions whose logits are computed", AUTO_CHUNKS, _PIPELINE
     )
+    zero: int | None = option(
+        None,
+        "1: replicas divide the optimizer's state, with the same results (ZeRO-1)",
+        metavar="{0,1}",
+        unset="1 in full fine-tunes",
+        minimum=0,
+        group=_PIPELINE,
+    )
+    master_weights: bool = option(
+        False, "update float32 copies of trained 16-bit weights", group=_PIPELINE
+    )
+    loss_scale: float | str | None = option(
+        None,
+        "factor of the loss against underflow: auto, none, or a power of two",
+        metavar="{auto,none,N}",
+        unset="auto for float16",
+        parse=parse_loss_scale,
+        no="none",
+        group=_PIPELINE,
+    )
     max_grad_norm: float | None = option(
         None,
         "clip the global gradient norm to this",
@@ -375,6 +397,10 @@ class TrainConfig(DataConfig):
         check_optimizer_config(self.optimizer_config)
         if self.epochs is None:
             self._fill_lr_schedule()
+        if self.loss_scale is not None:
+            check_loss_scale(self.loss_scale)
+        if self.zero is not None and self.zero > 1:
+            raise OptionError("zero", f"is {self.zero}", "give 0 or 1")
         if self.metrics_port is not None and self.metrics_port > 65535:
             raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:
@@ -400,6 +426,14 @@ class TrainConfig(DataConfig):
             raise OptionError(
                 "unfreeze_all", f"is set with fine_tune_type {self.fine_tune_type}", "use full"
             )
+        if self.master_weights and self.fine_tune_type != "full":
+            raise OptionError(
+                "master_weights",
+                f"is set with fine_tune_type {self.fine_tune_type}, whose adapters are float32",
+                "leave it out",
+            )
+        if self.master_weights and self.dtype == "float32":
+            raise OptionError("master_weights", "is set with dtype float32", "leave one out")
         allowed = () if self.schedule == AUTO else get_schedule(self.schedule).virtual_choices
         if allowed and self.virtual_stages and self.virtual_stages not in allowed:
             fitting = " or ".join(map(str, allowed))

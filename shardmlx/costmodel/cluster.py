@@ -74,6 +74,13 @@ class Cluster:
             return workload.at_speed(1.0, recompute)
         return workload.at_speed(machine.flops * self.efficiency, recompute)
 
+    @property
+    def links(self) -> tuple[float, ...] | None:
+        """Bytes a second of each rank's link; None where some are not known, or ranks share one."""
+        links = [each.link for each in self.machines if each.link is not None]
+        apart = len({each.host for each in self.machines}) == self.size
+        return tuple(links) if apart and len(links) == self.size else None
+
     def link_seconds(self, a: int, b: int, nbytes: float) -> float:
         """Return how long a message occupies the link between two ranks; 0 within a machine."""
         if self.is_same_host(a, b):

@@ -68,6 +68,10 @@ class TrainingSetup:
     """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
     dp: int = 1
     """Number of replicas."""
+    divides_optimizer: bool = False
+    """True if each replica holds the optimizer's state of a part of the weights alone."""
+    master_weights: bool = False
+    """True if weights of 16 bits are updated as float32 copies, with state in float32."""
     backend: str = "metal"
 
     def __post_init__(self) -> None:

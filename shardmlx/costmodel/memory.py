@@ -21,7 +21,12 @@ from functools import lru_cache
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.layer_memory import FLOAT32, LayerMemory, TrainingSetup, layer_memory
 from shardmlx.costmodel.passing import FROZEN
-from shardmlx.engine.buffers import BUCKET_BYTES, PREPOSTED, positions_of_piece
+from shardmlx.engine.buffers import (
+    BUCKET_BYTES,
+    PREPOSTED,
+    SUM_BUFFER_BYTES,
+    positions_of_piece,
+)
 from shardmlx.pipeline.actions import Action, Kind
 
 __all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
@@ -34,7 +39,7 @@ class StageMemory:
     weights: int
     """Parameters, frozen and trained."""
     optimizer: int
-    """State of the optimizer, from the first update."""
+    """State of the optimizer, from the first update: on the replica that holds the most."""
     gradients: int
     """Sums of the gradients, in float32, from the first W to the update."""
     after_forward: int
@@ -124,8 +129,10 @@ class _Stage:
         """Bytes of a tied matrix that another stage holds too, with its optimizer state."""
         if not self.setup.shape.tied or (self.start == 0) == self.is_last:
             return 0.0
-        copies = 1 + _states(self.setup) if self.setup.unfreeze_all else 1
-        return self.setup.weight_sizes.embedding * copies
+        embedding = self.setup.weight_sizes.embedding
+        if not self.setup.unfreeze_all or self.setup.divides_optimizer:
+            return embedding
+        return embedding * (1 + _state_bytes(self.setup) / self.setup.dtype_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -149,9 +156,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     during_forward, during_input = _passing(stage, after_forward)
     return StageMemory(
         weights=round(weights),
-        optimizer=_states(setup)
-        * parameters
-        * (FLOAT32 if setup.has_adapters else setup.dtype_bytes),
+        optimizer=_updated(stage, parameters) * _state_bytes(setup),
         gradients=FLOAT32 * parameters,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,
@@ -166,9 +171,25 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     )
 
 
-def _states(setup: TrainingSetup) -> int:
+def _updated(stage: _Stage, parameters: int) -> int:
+    """Return how many of a stage's ``parameters`` the replica updates that updates the most.
+
+    Weights go as a whole: a large matrix may be more than a replica's share.
+    """
+    setup = stage.setup
+    if not setup.divides_optimizer or not parameters:
+        return parameters
+    ends = stage.ends if setup.unfreeze_all else []
+    return max(-(-parameters // setup.dp), *(round(end / setup.dtype_bytes) for end in ends), 0)
+
+
+def _state_bytes(setup: TrainingSetup) -> int:
+    """Return the bytes of the optimizer's state for a parameter, with its float32 copy."""
     has_moment = setup.optimizer == "adafactor" and setup.first_moment
-    return OPTIMIZERS[setup.optimizer].states + has_moment
+    states = OPTIMIZERS[setup.optimizer].states + has_moment
+    if setup.master_weights:
+        return FLOAT32 * (1 + states)
+    return states * (FLOAT32 if setup.has_adapters else setup.dtype_bytes)
 
 
 def _logits(stage: _Stage) -> int:
@@ -276,6 +297,8 @@ def rank_peak(
     resident = sum(stage.resident for stage in stages.values())
     tied = [stage.tied for stage in stages.values() if stage.tied]
     resident -= sum(tied[1:])
+    if setup.dp > 1 or (tied and setup.unfreeze_all):
+        resident += SUM_BUFFER_BYTES
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}
     total = 0  # of what is held

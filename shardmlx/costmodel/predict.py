@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
+from shardmlx.costmodel.layer_memory import FLOAT32
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
@@ -102,6 +103,7 @@ def predict(
         for rank in range(mesh.pp)
     ]
     accumulated = workload.batch.grad_accumulation_steps
+    updaters = mesh.dp if workload.fine_tune.divides_optimizer else 1
     return Prediction(
         plan=plan,
         ranks=tuple(
@@ -121,8 +123,8 @@ def predict(
             for rank in range(mesh.pp)
         ),
         simulation=simulation,
-        reduce_seconds=_reduce_seconds(cluster, plan, memories) / accumulated,
-        update_seconds=max(each.update for each in of_rank) / accumulated,
+        reduce_seconds=_reduce_seconds(cluster, plan, workload, memories) / accumulated,
+        update_seconds=max(each.update for each in of_rank) / accumulated / updaters,
         tokens=plan.rows * mesh.dp * length,
     )
 
@@ -133,21 +135,27 @@ def _weights(workload: Workload, stages: list[StageMemory]) -> float:
     return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
 
 
-def _reduce_seconds(cluster: Cluster, plan: Plan, stages: dict[int, StageMemory]) -> float:
-    """Return the seconds of summing the slowest stage's gradients over replicas in a ring.
+def _reduce_seconds(
+    cluster: Cluster, plan: Plan, workload: Workload, stages: dict[int, StageMemory]
+) -> float:
+    """Return the seconds of summing the slowest stage's gradients over replicas.
 
-    That is an upper bound: buckets start while the backward pass still computes.
+    Each sends its share twice, or where they divide the optimizer its gradients once, and then
+    updated weights. That is an upper bound: buckets start while the backward pass still computes.
     """
-    mesh, stage_map = plan.mesh, plan.stage_map
+    mesh, stage_map, tune = plan.mesh, plan.stage_map, workload.fine_tune
     if mesh.dp == 1:
         return 0.0
     times = []
     for rank in range(mesh.pp):
-        nbytes = sum(stages[index].gradients for index in stage_map.stages_of(rank))
+        gradients = sum(stages[index].gradients for index in stage_map.stages_of(rank))
+        back = gradients
+        if tune.divides_optimizer and tune.is_full:
+            back = gradients // FLOAT32 * workload.dtype_bytes
         ring = mesh.replicas_of(rank)
         slowest_link = max(
-            cluster.link_seconds(a, b, nbytes)
+            cluster.link_seconds(a, b, gradients + back)
             for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
         )
-        times.append(2 * (mesh.dp - 1) / mesh.dp * slowest_link)
+        times.append((mesh.dp - 1) / mesh.dp * slowest_link)
     return max(times)

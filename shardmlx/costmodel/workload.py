@@ -87,6 +87,11 @@ class Workload(ModelSizes):
                 "to its scores, and cannot be computed in pieces",
                 "leave it out",
             )
+        if self.fine_tune.train and self.fine_tune.master_weights and self.dtype_bytes > 2:
+            raise UserError(
+                f"--master-weights: the model's weights are {self.dtype} already",
+                "leave it out, or give --dtype bfloat16",
+            )
         is_full = self.fine_tune.train and self.fine_tune.is_full
         if is_full and self.quantization is not None:
             raise UserError(
@@ -146,6 +151,8 @@ class Workload(ModelSizes):
             savings=self.savings(recompute, backend),
             masks=(1 + any(self.shape.windows)) * bool(self.batch.pack),
             dp=dp,
+            divides_optimizer=tune.divides_optimizer,
+            master_weights=tune.master_weights,
             backend=backend,
         )
 

@@ -6,14 +6,13 @@ import atexit
 import functools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from shardmlx.distributed.messages import Array, Handle, buffer_of, check_sum
+from shardmlx.distributed.messages import Array, Handle, buffer_of
 from shardmlx.distributed.transport import Transport
 
 
@@ -29,10 +28,6 @@ class LocalTransport(Transport):
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
         return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
-
-    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
-        check_sum(array)
-        return self._network.add(tuple(group), self.rank, Handle(array))
 
     def progress(self, handle: Handle, seconds: float) -> bool:
         return self._network.wait(handle, seconds, lambda: self.failure is not None)
@@ -55,7 +50,6 @@ class LocalNetwork:
         self._changed = threading.Condition()
         self._sends: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
-        self._sums: defaultdict[tuple[int, ...], list[dict[int, Handle]]] = defaultdict(list)
 
     def post(self, key: tuple[int, int, int], handle: Handle, is_send: bool) -> Handle:
         """Match a send with a receive, in order; the later of the two copies."""
@@ -78,26 +72,6 @@ class LocalNetwork:
             return handle
         buffer_of(target.array)[:] = buffer_of(source.array)
         self._complete(source, target)
-        return handle
-
-    def add(self, group: tuple[int, ...], rank: int, handle: Handle) -> Handle:
-        """Join the group's earliest sum that ``rank`` has not joined; the last one to join adds."""
-        with self._changed:
-            rounds = self._sums[group]
-            joined = next((r for r in rounds if rank not in r), None)
-            if joined is None:
-                rounds.append(joined := {})
-            joined[rank] = handle
-            if len(joined) < len(group):
-                return handle
-            rounds.remove(joined)
-        arrays = [np.frombuffer(buffer_of(joined[r].array), np.float32) for r in group]
-        total = arrays[0].copy()
-        for array in arrays[1:]:
-            total += array
-        for member in group:
-            buffer_of(joined[member].array)[:] = total.view(np.uint8).data
-        self._complete(*joined.values())
         return handle
 
     def _complete(self, *handles: Handle) -> None:

@@ -19,7 +19,13 @@ CHECKPOINT_TAG = 1
 BATCH_TAG = 2
 """Tag of the batches, and of what comes with them."""
 
-FIRST_ENGINE_TAG = 3
+SCATTER_TAG = 3
+"""Tag of contributions to sums, on their way to those who add them."""
+
+GATHER_TAG = 4
+"""Tag of sums, and of updated weights, on their way to all who need them."""
+
+FIRST_ENGINE_TAG = 5
 """Lowest tag of the engine's messages."""
 
 
@@ -81,9 +87,3 @@ def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     array = mx.zeros(shape, dtype)
     mx.eval(array)
     return array
-
-
-def check_sum(array: mx.array) -> None:
-    """Raise ``ValueError`` unless transports sum arrays of this type."""
-    if array.dtype != mx.float32:
-        raise ValueError(f"sums are in float32, not {array.dtype}")

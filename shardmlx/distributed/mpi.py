@@ -17,9 +17,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import mlx.core as mx
 import mpi4py
 
 from shardmlx.common.environment import launched_rank
@@ -33,7 +32,7 @@ from shardmlx.distributed.heartbeat import (
     silence_limit,
 )
 from shardmlx.distributed.job_watch import JobWatch, monitor_ranks
-from shardmlx.distributed.messages import Array, Handle, PeerLost, check_sum, parts_of
+from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
 from shardmlx.distributed.shutdown import Deadline, JobShutdown, exit_within, on_several_hosts
 from shardmlx.distributed.transport import Transport
 
@@ -66,14 +65,16 @@ LONGEST_PAUSE = 5e-4
 PART_BYTES = 1 << 20
 """Size of a part of a longer message: a rank that waits for it sees that it moves, and looks on."""
 
-SUM_BYTES = 1 << 30
-"""Size of a part of a longer sum: MPI counts are 32-bit."""
-
 SECONDS_TO_ABORT = 2.0
 """Seconds for mpirun to end this process. It may be unreachable."""
 
 SECONDS_TO_LEAVE = 600.0
 """Seconds that ranks which are done wait at least for the others."""
+
+_SEND_IN_PLACE = "9"
+"""Flags of Open MPI's TCP: it only sends. By default it also puts, for which the receiver asks part
+by part, and these requests wait behind what flows the other way: where both ends send at once a
+link carried two thirds of what it can."""
 
 LETTER_BYTES = 1 << 14
 """Size of a buffer that holds any sign of life."""
@@ -86,7 +87,7 @@ class _Message(Handle):
     __slots__ = ("is_small", "peer", "requests")
 
     def __init__(
-        self, array: Array, requests: list[MPI.Request], peer: int | None, is_small: bool
+        self, array: Array, requests: list[MPI.Request], peer: int, is_small: bool
     ) -> None:
         super().__init__(array)
         self.requests = requests
@@ -116,7 +117,6 @@ class MPITransport(Transport):
         hosts = [host if rank == me else "?" for rank in range(self._world.size)]
         super().__init__(me, hosts, timeout)
         self.library = MPI.Get_library_version().split(",")[0]
-        self._groups: dict[tuple[int, ...], MPI.Intracomm] = {}
         self._pending: list[_Message] = []
         self._lock = threading.Lock()
         self._work = threading.Event()
@@ -153,26 +153,6 @@ class MPITransport(Transport):
             ]
         return self._started(_Message(array, requests, peer, array.nbytes <= SMALL_BYTES))
 
-    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
-        check_sum(array)
-        if len(group) == 1:
-            return Handle(array, done=True)
-        communicator = self._groups[tuple(group)]
-        with self._lock:
-            requests = [
-                communicator.Iallreduce(MPI.IN_PLACE, [part, MPI.FLOAT], MPI.SUM)
-                for part in parts_of(array, SUM_BYTES)
-            ]
-        return self._started(_Message(array, requests, None, False))
-
-    def join(self, group: Sequence[int]) -> None:
-        members = tuple(group)
-        if len(members) == 1 or members in self._groups:
-            return
-        group_of = self._world.Get_group().Incl(members)
-        with self.shutdown.bounded(self.timeout, f"joining the group of ranks {members}"):
-            self._groups[members] = self._world.Create_group(group_of)
-
     def _started(self, message: _Message) -> _Message:
         if not self._ends(message):
             with self._lock:
@@ -208,10 +188,8 @@ class MPITransport(Transport):
                     self._pending.remove(message)
                     return
 
-    def _broken(self, peer: int | None) -> str:
+    def _broken(self, peer: int) -> str:
         """Return what it means that MPI cannot end a message."""
-        if peer is None:
-            return "a rank died, or the link to it broke"
         last = self._monitor and self._monitor.last_activity(peer)
         seen = f"; it was last in {last}" if last else ""
         return f"{self.name(peer)} died, or the link to it broke{seen}"
@@ -284,8 +262,6 @@ class MPITransport(Transport):
         self._work.set()
         self._thread.join()
         with contextlib.suppress(MPI.Exception):
-            for communicator in self._groups.values():
-                communicator.Free()
             self._world.Free()
 
 
@@ -345,6 +321,7 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
         return
     # Open MPI's part for libfabric sleeps for a second when it starts, and carries nothing of ours.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    os.environ.setdefault("OMPI_MCA_btl_tcp_flags", _SEND_IN_PLACE)
     if on_several_hosts():
         # Else Open MPI itself ends this process when a connection breaks, without our line.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")

@@ -2,7 +2,8 @@
 
 Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for. Below it
 stand ``messages`` (what is sent), ``activity`` (what a rank does and waits for) and ``collectives``
-(Python objects between all ranks); ``mpi`` and ``local_transport`` carry the messages.
+(Python objects between all ranks); ``mpi`` and ``local_transport`` carry the messages, and ``sums``
+adds arrays by them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import mlx.core as mx
 
 from shardmlx.distributed.activity import Activity
 from shardmlx.distributed.collectives import ObjectCollectives
@@ -23,7 +22,7 @@ _longer = threading.local()
 
 
 class Transport(ObjectCollectives):
-    """Point-to-point messages and sums on evaluated ``mx.array`` between ``size`` ranks.
+    """Point-to-point messages on evaluated ``mx.array`` between ``size`` ranks.
 
     Messages with the same (sender, receiver, tag) arrive in the order in which they were sent.
     Sends and receives return at once; ``wait`` ends one. A rank sends no message to itself.
@@ -42,16 +41,6 @@ class Transport(ObjectCollectives):
         self.hosts = tuple(hosts)
         self.timeout = timeout
         self.activity = Activity(self.name(rank))
-
-    @abstractmethod
-    def all_reduce(self, array: mx.array, group: Sequence[int]) -> Handle:
-        """Start summing a float32 ``array`` in place over ``group``, the same on all its ranks.
-
-        All ranks of the group must call it, and start their sums in the same order.
-        """
-
-    def join(self, group: Sequence[int]) -> None:
-        """Make ``group`` known before its first sum. All its ranks must call it."""
 
     @abstractmethod
     def progress(self, handle: Handle, seconds: float) -> bool:

@@ -8,7 +8,10 @@ COMPILED_POSITIONS = 32
 graph of its own."""
 
 BUCKET_BYTES = 32 << 20
-"""Gradients that replicas sum in one message."""
+"""Gradients that replicas sum at a time."""
+
+SUM_BUFFER_BYTES = 8 << 20
+"""Contributions of others to sums, until they are added: of the chunks that are under way."""
 
 
 def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:

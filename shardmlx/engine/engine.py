@@ -41,10 +41,12 @@ from shardmlx.distributed.messages import (
     in_a_row,
     new_buffer,
 )
+from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.buffers import PREPOSTED
+from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.engine.gradient_reducer import GradientReducer
+from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line
@@ -75,7 +77,9 @@ class _Run:
 class Engine:
     """The engine of one rank: runs its stages, and sends and receives what they exchange.
 
-    ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. All ranks
+    ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. Where it
+    ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates.
+    ``links`` are the speeds of all world ranks' links, in any unit, where they are known. All ranks
     must build their engine, and call its methods alike.
     """
 
@@ -85,13 +89,22 @@ class Engine:
         transport: Transport,
         stages: Sequence[Stage],
         recorder: Recorder | None = None,
+        *,
+        divides_optimizer: bool = False,
+        links: Sequence[float] | None = None,
     ) -> None:
         self.plan = plan
         self.transport = transport
         self.recorder = recorder or Recorder()
         self.replica, self.pipeline_rank = plan.mesh.coordinates(transport.rank)
         self.stages = {stage.index: stage for stage in stages}
-        self.reducer = GradientReducer(plan, transport, stages)
+        replicas = plan.mesh.replicas_of(self.pipeline_rank)
+        tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
+        room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
+        sums = Sums(transport, new_buffer((room // 4,), mx.float32))
+        self.shards = Shards(transport, replicas, stages, sums, divides=divides_optimizer)
+        self.reducer = GradientReducer(plan, transport, stages, sums, self.shards, links)
+        transport.barrier("start of the engine")
         self._current: Action | None = None
         self._runs = 0
 
@@ -133,7 +146,7 @@ class Engine:
         It is not a number if any rank says that its part is ``spoiled``. All ranks must call it.
         """
         with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
-            return self.reducer.norm(lambda: f"{self._who()}, summing the gradient norm", spoiled)
+            return self.reducer.norm(spoiled)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of all stages of this rank: no update is made with them."""

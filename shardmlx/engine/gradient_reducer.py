@@ -3,6 +3,8 @@
 Replicas of a stage sum in float32, in buckets, each started as soon as its gradients are there,
 so that it travels while the rest of the backward pass computes. Tied embeddings are held by the
 first and the last stage: their gradient sums over both, and counts once in the norm.
+
+Where replicas divide the optimizer (``shards``), each gets the sums of the weights that it owns.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.messages import Handle
+from shardmlx.distributed.sums import Exchange, Sums, parts_by_speed
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
+from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 
@@ -26,18 +30,28 @@ class _Bucket:
     stage: Stage
     names: Sequence[str]
     total: mx.array
-    handle: Handle
+    sum: Exchange
 
 
 class GradientReducer:
     """The sums that one rank takes part in, for its own stages. Methods are collective."""
 
-    def __init__(self, plan: Plan, transport: Transport, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        stages: Sequence[Stage],
+        sums: Sums,
+        shards: Shards,
+        links: Sequence[float] | None = None,
+    ) -> None:
         self._transport = transport
+        self._links = links
+        self._sums = sums
+        self._shards = shards
         replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
         self._replicas = plan.mesh.replicas_of(pipeline_rank)
         self._replica = replica
-        self._world = tuple(range(plan.mesh.size))
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
         self._holders = tuple(sorted(rank for end in ends for rank in plan.mesh.replicas_of(end)))
         self._stages = stages
@@ -45,13 +59,6 @@ class GradientReducer:
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
         self._buckets: list[_Bucket] = []
-        # Joining has no timeout of its own, so that all must be there first; and it waits for the
-        # whole group, so that all join in the same order.
-        transport.barrier("start of the engine")
-        for group in (self._replicas, self._world):
-            transport.join(group)
-        if pipeline_rank in ends:
-            transport.join(self._holders)
 
     def parts(self, stage: Stage) -> list[list[str]]:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
@@ -73,24 +80,37 @@ class GradientReducer:
         names = [name for name in names if name not in self._shared]
         if len(self._replicas) == 1 or not names:
             return
+        # What one replica owns stands together.
+        names.sort(key=self._shards.owner)
         total = mx.concatenate([stage.gradients[name].reshape(-1) for name in names])
         mx.eval(total)
         for name in names:
             del stage.gradients[name]  # the bucket holds it now: it exists once
-        handle = self._transport.all_reduce(total, self._replicas)
-        self._buckets.append(_Bucket(stage, names, total, handle))
+        if self._shards.divides:
+            sizes = [0] * len(self._replicas)
+            for name in names:
+                sizes[self._shards.owner(name)] += stage.part[name].size
+            ends = [0, *accumulate(sizes)]
+            started = self._sums.reduce_scatter(total, self._replicas, ends)
+        else:
+            speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
+            ends = parts_by_speed(total.size, speeds)
+            started = self._sums.all_reduce(total, self._replicas, ends)
+        self._buckets.append(_Bucket(stage, names, total, started))
 
     def finish(self, what: Callable[[], str]) -> None:
-        """Wait for all sums; ``stage.gradients`` then hold those of the whole batch."""
+        """Wait for all sums; ``stage.gradients`` then hold those of the whole batch, of the weights
+        that this replica updates."""
         self._sum_shared(what)
         for bucket in self._buckets:
-            self._transport.wait(bucket.handle, what)
+            self._sums.wait(bucket.sum, what)
             offset = 0
             for name in bucket.names:
                 shape = bucket.stage.part[name].shape
                 size = math.prod(shape)
-                part = bucket.total[offset : offset + size].reshape(shape)
-                bucket.stage.gradients[name] = part
+                if self._shards.is_mine(name):
+                    part = bucket.total[offset : offset + size].reshape(shape)
+                    bucket.stage.gradients[name] = part
                 offset += size
         self._buckets.clear()
 
@@ -101,16 +121,19 @@ class GradientReducer:
             total = holders[0].gradients[name]
             for stage in holders[1:]:
                 total = total + stage.gradients[name]
-            total = mx.contiguous(total)
+            shape, total = total.shape, mx.contiguous(total.reshape(-1))
             mx.eval(total)
-            self._transport.wait(self._transport.all_reduce(total, self._holders), what)
+            self._sums.wait(self._sums.all_reduce(total, self._holders), what)
             for stage in holders:
-                stage.gradients[name] = total
+                stage.gradients[name] = total.reshape(shape)
+                if not self._shards.is_mine(name):
+                    del stage.gradients[name]
 
-    def norm(self, what: Callable[[], str], spoiled: bool = False) -> float:
+    def norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm: of the whole model, each weight counted once.
 
-        It is the same on all ranks of all replicas, and not a number if any rank is ``spoiled``.
+        It is the same on all ranks, to the bit whoever holds what: the squares of all weights are
+        added as if without rounding. It is not a number if any rank is ``spoiled``.
         """
         # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all the
         # 58 million squares of one large matrix would be wrong by a sixth.
@@ -120,11 +143,10 @@ class GradientReducer:
             for name, gradient in stage.gradients.items()
             if name not in self._shared or stage.part.is_first
         ]
-        # Replicas hold the same gradients: one of them counts.
-        total = mx.array([math.nan if spoiled else 0.0])
-        if self._replica == 0:
-            total = total + sum(squares)
-        mx.eval(total)
-        self._transport.wait(self._transport.all_reduce(total, self._world), what)
-        (square,) = np.array(total)
-        return math.sqrt(square)
+        # Where replicas hold the same gradients one of them counts.
+        counts = self._shards.divides or self._replica == 0
+        mine = [math.nan] if spoiled else []
+        if squares and counts:
+            mine += np.array(mx.stack(squares)).tolist()
+        everyone = self._transport.all_gather(mine, "summing the gradient norm")
+        return math.sqrt(math.fsum(square for theirs in everyone for square in theirs))

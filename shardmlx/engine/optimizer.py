@@ -11,8 +11,12 @@ import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
+
+MASTER = "master"
+"""Name of a weight's float32 copy in the optimizer's state."""
 
 
 def build_optimizer(
@@ -45,24 +49,44 @@ class Updater:
     """The optimizer for all trained weights on this rank, shared ones counted once.
 
     Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what
-    one process would hold for the same weights.
+    one process would hold for the same weights. Of ``shards`` it updates those of this replica, and
+    gets the others from theirs. With ``masters`` it keeps a float32 copy of each weight that is
+    shorter, and updates that: of an update below 1/256 of a weight bfloat16 keeps nothing.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        stages: Sequence[Stage],
+        shards: Shards | None = None,
+        *,
+        masters: bool = False,
+    ) -> None:
         self.optimizer = optimizer
         self._stages = stages
+        self._shards = shards
+        self._has_masters = masters
+        self._masters: dict[str, mx.array] = {}
+
+    def updates(self, name: str) -> bool:
+        """Tell whether this rank updates a weight of its stages, and holds the state for it."""
+        return self._shards is None or self._shards.is_mine(name)
 
     def apply(self, scale: float = 1.0) -> None:
-        """Update the weights with the gradients times ``scale``, and forget the gradients."""
+        """Update the weights with the gradients times ``scale``, and forget the gradients.
+
+        Replicas that divide the weights must all call it.
+        """
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
         for stage in self._stages:
-            for name in stage.names:
+            for name in filter(self.updates, stage.names):
                 weight = stage.part[name]
                 # Gradients of matrices come transposed; the optimizer reads them several times.
                 gradient = mx.contiguous(stage.gradients[name])
                 if scale != 1.0:
                     gradient = gradient * scale
+                weight = self._master(name, weight)
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
         # Also where nothing is trained: the learning rate that rank 0 reports moves here.
@@ -70,17 +94,34 @@ class Updater:
         # Drop the old weights before anything is evaluated, so that their memory is used again.
         gradients.clear()
         weights.clear()
+        new: dict[str, mx.array] = {}
         for stage in self._stages:
-            for name in stage.names:
-                stage.part[name] = updated[name]
+            for name in filter(self.updates, stage.names):
+                if name in self._masters:
+                    self._masters[name] = updated[name]
+                stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
         # Layer by layer: all at once, the temporaries of several weights would be there together.
-        for _, layer in groupby(updated, layer_of):
-            mx.eval([updated[name] for name in layer])
+        trained = dict.fromkeys(name for stage in self._stages for name in stage.names)
+        for _, group in groupby(trained, layer_of):
+            layer = list(group)
+            mine = [name for name in layer if name in updated]
+            mx.eval([updated[name] for name in mine], [new[name] for name in mine])
+            if self._shards is not None:
+                self._shards.start_gather(layer)
         mx.eval(self.optimizer.state)
+        if self._shards is not None:
+            self._shards.finish_gather()
+
+    def _master(self, name: str, weight: mx.array) -> mx.array:
+        """Return what is updated of a weight: its float32 copy, or the weight itself."""
+        if not self._has_masters or weight.dtype == mx.float32:
+            return weight
+        return self._masters.setdefault(name, weight.astype(mx.float32))
 
     def state(self) -> dict[str, mx.array]:
-        """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, that of all as ``KEY``."""
-        state: dict[str, mx.array] = {}
+        """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, that of all as ``KEY``; and
+        float32 copies as ``WEIGHT.master``."""
+        state = {f"{name}.{MASTER}": array for name, array in self._masters.items()}
         for name, value in self.optimizer.state.items():
             if isinstance(value, dict):
                 state.update({f"{name}.{key}": array for key, array in value.items()})
@@ -93,7 +134,9 @@ class Updater:
         tree: dict[str, Any] = {}
         for name, array in state.items():
             weight, _, key = name.rpartition(".")
-            if weight:
+            if key == MASTER:
+                self._masters[weight] = array
+            elif weight:
                 tree.setdefault(weight, {})[key] = array
             else:
                 tree[key] = array

@@ -194,7 +194,8 @@ class Checkpoints:
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights and optimizer state, each once in the whole job."""
         replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
-        if replica != 0:
+        divided = self._job.engine.shards.divides
+        if replica != 0 and not divided:
             return []
         weights = {
             name: stage.part[name]
@@ -208,12 +209,14 @@ class Checkpoints:
             for name, array in state.items()
             if "." not in name or name.rpartition(".")[0] in weights
         }
-        if pipeline_rank != 0:
+        if self._transport.rank != 0:
             kept = {name: array for name, array in kept.items() if "." in name}
-        return [
-            Snapshot.of(f"{WEIGHTS}-{pipeline_rank:02d}.safetensors", weights),
-            Snapshot.of(f"{OPTIMIZER}-{pipeline_rank:02d}.safetensors", kept),
-        ]
+        number = f"{pipeline_rank:02d}"
+        state_of = f"{number}-{replica:02d}" if divided else number
+        snapshots = [Snapshot.of(f"{OPTIMIZER}-{state_of}.safetensors", kept)]
+        if replica == 0:
+            snapshots.insert(0, Snapshot.of(f"{WEIGHTS}-{number}.safetensors", weights))
+        return snapshots
 
 
 def _restore(found: Found, transport: Transport, stages: Sequence[Stage], updater: Updater) -> None:
@@ -231,8 +234,9 @@ def _restore(found: Found, transport: Transport, stages: Sequence[Stage], update
             if name in stage.part:
                 stage.part[name] = array
     state: dict[str, mx.array] = {}
+    updated = {name for name in mine if updater.updates(name)}
     for name, array in reader.read(
-        OPTIMIZER, lambda name: "." not in name or name.rpartition(".")[0] in mine
+        OPTIMIZER, lambda name: "." not in name or name.rpartition(".")[0] in updated
     ):
         state[name] = array
     updater.restore(state)

@@ -15,7 +15,7 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import CheckpointOptions, Savings
+from shardmlx.config.specs import CheckpointOptions, FineTune, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
@@ -77,7 +77,7 @@ def _load_run(
     planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
 ) -> TrainingRun:
     """Find the checkpoint to go on from, and load this rank's stages. Collective."""
-    config, plan = planned.config, planned.plan
+    config, plan, tune = planned.config, planned.plan, planned.inputs.sizes.fine_tune
     with transport.longer_timeout(SETUP_SECONDS):
         identity, resumption = _find_checkpoint(
             config, transport, reporter, opened, planned.data, plan
@@ -99,7 +99,13 @@ def _load_run(
         workload=planned.inputs.sizes,
         cluster=planned.inputs.cluster,
         plan=plan,
-        engine=Engine(plan, transport, stages),
+        engine=Engine(
+            plan,
+            transport,
+            stages,
+            divides_optimizer=tune.divides_optimizer,
+            links=planned.inputs.cluster.links,
+        ),
         optimizer=planned.optimizer,
         data=planned.data,
         sizes=planned.sizes,
@@ -127,7 +133,9 @@ def _find_checkpoint(
     )
     if not config.train:
         return identity, Resumption()
-    return identity, prepare_resumption(checkpoints, transport, reporter, identity, plan.mesh.pp)
+    mesh = plan.mesh
+    owners = mesh.size if FineTune.of(config).divides_optimizer else mesh.pp
+    return identity, prepare_resumption(checkpoints, transport, reporter, identity, owners)
 
 
 def _identity(

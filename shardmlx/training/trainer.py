@@ -23,6 +23,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batches, random_state, set_random_state
+from shardmlx.engine.loss_scale import LossScale
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
@@ -95,7 +96,10 @@ class Trainer:
         self._meter = Meter(job.transport, job.engine.recorder, trace)
         self._report = TrainingReport(job, self._meter)
         self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
-        self._checkpoints = Checkpoints(job, Updater(job.optimizer, job.stages))
+        masters = config.master_weights
+        updater = Updater(job.optimizer, job.stages, job.engine.shards, masters=masters)
+        self._checkpoints = Checkpoints(job, updater)
+        self._loss_scale = LossScale.of(config.loss_scale, job.workload.dtype)
         resumed = job.resumption.found is not None
         self._soundness = Soundness(job.transport, job.stages, resumed=resumed)
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
@@ -179,6 +183,8 @@ class Trainer:
         self._start = manifest.step
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
+        if "loss_scale" in state:
+            self._loss_scale.restore(state["loss_scale"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
@@ -223,7 +229,7 @@ class Trainer:
         last_of_update = step % config.grad_accumulation_steps == 0
         losses = self._engine.train_step(
             share.microbatches,
-            scale=1 / max(1, share.valid_tokens),
+            scale=self._loss_scale.factor / max(1, share.valid_tokens),
             key=(config.seed, step),
             reduce=last_of_update,
         )
@@ -238,7 +244,7 @@ class Trainer:
     def _update(self, step: int) -> None:
         """Make one optimizer update with the mean of the gradients since the last."""
         limit = self._config.max_grad_norm
-        scale = 1 / self._config.grad_accumulation_steps
+        scale = 1 / self._config.grad_accumulation_steps / self._loss_scale.factor
         # Of every update, on all ranks alike: a step that is not finite must not be made by any.
         self._grad_norm = norm = scale * self._engine.gradient_norm(self._spoiled)
         self._spoiled = False
@@ -252,12 +258,18 @@ class Trainer:
             self._engine.recorder.span(Span.UPDATE, "optimizer"),
         ):
             updater.apply(scale)
+        self._loss_scale.updated()
         self._soundness.count(made=True)
 
     def _pass_over(self, step: int) -> None:
         """Forget the gradients, or end the run: a loss or a gradient is not finite."""
         found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
-        _, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
+        kind, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
+        if kind > 0 and self._loss_scale.overflowed():
+            factor = self._loss_scale.factor
+            self._reporter.say(f"step {step}: {what}: the loss is scaled by {factor:g} from now on")
+            self._forget()
+            return
         if self._config.on_nonfinite == "stop":
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
@@ -265,6 +277,10 @@ class Trainer:
         if self._soundness.is_lost:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {_TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leave the steps since the last update out."""
         self._engine.forget_gradients()
         self._report.pass_over(self._config.grad_accumulation_steps)
 
@@ -286,7 +302,10 @@ class Trainer:
 
     def _point(self, step: int, position: Mapping[str, Any]) -> Point:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
-        state = {} if self._batches is None else {"report": self._report.state(), **position}
+        state: dict[str, Any] = {}
+        if self._batches is not None:
+            mine = {"report": self._report.state(), "loss_scale": self._loss_scale.state()}
+            state = {**mine, **position}
         return Point(step, state, self._report.mine())
 
     def _fault(self) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardmlx.distributed.messages import Handle, TransportTimeout
+from shardmlx.distributed.sums import Sums, equal_parts
 from shardmlx.distributed.transport import Transport
 
 FORTY_MEGABYTES = 10_000_000
@@ -138,79 +139,157 @@ def check_a_preposted_receive_fills_a_buffer_that_a_lazy_graph_holds(transport: 
     assert mx.array_equal(gradient, 2 * before * weight).item()
 
 
-def check_sums_over_all_ranks_in_place(transport: Transport) -> None:
-    world = tuple(range(transport.size))
-    transport.join(world)
-    array = full(transport.rank + 1, (1000,))
-    handle = transport.all_reduce(array, world)
-    wait(transport, handle)
-    assert handle.array is array
-    assert mx.all(array == sum(rank + 1 for rank in world)).item()
+def summing(transport: Transport, room: int = 6000) -> Sums:
+    """Sums with room for so many numbers: the chunks of two ranks have a quarter of it."""
+    return Sums(transport, full(0, (room,)))
 
 
-def check_sums_have_the_same_bits_on_every_rank(transport: Transport) -> None:
-    world = tuple(range(transport.size))
-    transport.join(world)
-    array = mx.random.normal((100_001,), key=mx.random.key(transport.rank))
+def contribution(rank: int, size: int = 100_001) -> np.ndarray:
+    """Numbers of all magnitudes: their sum depends on the order."""
+    random = np.random.RandomState(rank)
+    numbers = random.standard_normal(size) * 10.0 ** random.randint(-9, 9, size)
+    return numbers.astype(np.float32)
+
+
+def in_order(group: Sequence[int], size: int = 100_001) -> np.ndarray:
+    """Return the sum of all contributions, in the order of the group, in float32."""
+    total = contribution(group[0], size)
+    for rank in group[1:]:
+        total = total + contribution(rank, size)
+    return total
+
+
+def own(transport: Transport, size: int = 100_001) -> mx.array:
+    array = mx.array(contribution(transport.rank, size))
     mx.eval(array)
-    wait(transport, transport.all_reduce(array, world))
-    everywhere = transport.all_gather(np.array(array).tobytes())
-    assert len(set(everywhere)) == 1
+    return array
 
 
-def check_sums_in_subgroups(transport: Transport) -> None:
-    """Even and odd ranks apart, as the replicas of two stages do."""
-    group = tuple(range(transport.rank % 2, transport.size, 2))
-    transport.join(group)
-    array = full(10 + transport.rank)
-    wait(transport, transport.all_reduce(array, group))
-    assert array[0].item() == sum(10 + rank for rank in group)
+def check_sums_add_in_the_order_of_the_ranks_to_the_bit(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    array = own(transport)
+    sums.wait(sums.all_reduce(array, world), lambda: "a sum")
+    assert np.array(array).tobytes() == in_order(world).tobytes()
 
 
-def check_a_sum_of_one_rank_is_what_it_was(transport: Transport) -> None:
-    transport.join((transport.rank,))
-    array = full(4)
-    wait(transport, transport.all_reduce(array, (transport.rank,)))
-    assert array.tolist() == [4, 4, 4, 4]
+def check_it_does_not_matter_who_owns_what(transport: Transport) -> None:
+    """Also nothing at all: as where its link is slow."""
+    world, sums = tuple(range(transport.size)), summing(transport)
+    last = [100_001] * (transport.size - 1)
+    for bounds in ([0, *last, 100_001], [0, 0, *last], [0, *range(7, 6 + transport.size), 100_001]):
+        array = own(transport)
+        sums.wait(sums.all_reduce(array, world, bounds), lambda: "a sum")
+        assert np.array(array).tobytes() == in_order(world).tobytes(), bounds
 
 
-def check_sums_of_two_groups_overlap(transport: Transport) -> None:
-    """Start sums on each rank in its own order: only within a group the order is the same."""
-    world = tuple(range(transport.size))
-    half = tuple(range(transport.rank % 2, transport.size, 2))
-    transport.join(half)
-    transport.join(world)
+def check_a_scatter_leaves_each_its_part(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    bounds = [0, *range(50_000, 49_999 + transport.size), 100_001]
+    array = own(transport)
+    sums.wait(sums.reduce_scatter(array, world, bounds), lambda: "a scatter")
+    mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
+    assert np.array(array)[mine].tobytes() == in_order(world)[mine].tobytes()
+
+
+def check_arrays_of_any_type_are_gathered_from_their_owners(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    dtypes = (mx.float32, mx.bfloat16, mx.uint8)
+    owned = [
+        [full(rank + 1 if rank == transport.rank else 0, (600, 700), dtype) for dtype in dtypes]
+        for rank in world
+    ]
+    owned[0].append(full(9 if transport.rank == 0 else 0, (3,)))
+    sums.wait(sums.all_gather(owned, world), lambda: "a gather")
+    for rank in world:
+        assert all(mx.all(array == rank + 1).item() for array in owned[rank][:3])
+    assert owned[0][3].tolist() == [9, 9, 9]
+
+
+def check_many_sums_gathers_and_scatters_are_under_way_together(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    bounds = equal_parts(5_001, transport.size)
+    mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
+    expected = in_order(world, 5_001)
     started = []
-    for group in (world, half) if transport.rank % 2 else (half, world):
-        for i in range(5):
-            array = full(i + transport.rank, (20_000,))
-            started.append((group, i, array, transport.all_reduce(array, group)))
-    for group, i, array, handle in reversed(started):
-        wait(transport, handle)
-        assert mx.all(array == sum(i + rank for rank in group)).item()
+    for turn in range(5):
+        total, part = own(transport, 5_001), own(transport, 5_001)
+        copies = [[full(rank * (rank == transport.rank), (turn, 900))] for rank in world]
+        started.append((sums.all_reduce(total, world), total, slice(None)))
+        gather = sums.all_gather(copies, world)
+        started.append((sums.reduce_scatter(part, world, bounds), part, mine))
+        if turn % 2:
+            sums.wait(gather, lambda: "a gather")
+            assert all(mx.all(copy == rank).item() for rank, (copy,) in enumerate(copies))
+    for exchange, array, known in reversed(started):
+        sums.wait(exchange, lambda: "a sum")
+        assert np.array(array)[known].tobytes() == expected[known].tobytes()
+
+
+def check_sums_of_two_groups_one_after_the_other(transport: Transport) -> None:
+    """As replicas of a stage, and then all that hold an embedding. The chunks differ in size."""
+    world, sums = tuple(range(transport.size)), summing(transport)
+    half = tuple(range(transport.rank % 2, transport.size, 2))
+    arrays = [(group, own(transport)) for group in (half, half, world, world)]
+    started = [sums.all_reduce(array, group) for group, array in arrays]
+    for exchange, (group, array) in zip(started, arrays, strict=True):
+        sums.wait(exchange, lambda: "a sum")
+        assert np.array(array).tobytes() == in_order(group).tobytes()
+
+
+def check_a_sum_goes_on_while_nobody_waits(transport: Transport) -> None:
+    world = tuple(range(transport.size))
+    sums = summing(transport, FORTY_MEGABYTES // 10)
+    array = full(1, (FORTY_MEGABYTES,))
+    exchange = sums.all_reduce(array, world)
+    assert exchange.done.wait(transport.timeout)
+    assert array[-1].item() == transport.size
+    transport.barrier()
 
 
 def check_messages_pass_while_a_sum_is_open(transport: Transport) -> None:
-    world = tuple(range(transport.size))
-    transport.join(world)
+    world, sums = tuple(range(transport.size)), summing(transport)
     first, last = 0, transport.size - 1
     array = full(1, (1_000_000,))
     if transport.rank != last:
-        handle = transport.all_reduce(array, world)
+        exchange = sums.all_reduce(array, world)
     inbox = full(0)
     if transport.rank == first:
         wait(transport, transport.send(full(9), last, 2))
     if transport.rank == last:
         wait(transport, transport.receive(inbox, first, 2))
         assert inbox[0].item() == 9
-        handle = transport.all_reduce(array, world)
-    wait(transport, handle)
+        exchange = sums.all_reduce(array, world)
+    sums.wait(exchange, lambda: "a sum")
     assert array[-1].item() == transport.size
+
+
+def check_a_sum_of_one_rank_is_what_it_was(transport: Transport) -> None:
+    array, sums = full(4), summing(transport)
+    sums.wait(sums.all_reduce(array, (transport.rank,)), lambda: "a sum")
+    assert array.tolist() == [4, 4, 4, 4]
+
+
+def check_a_sum_that_lacks_a_rank_names_it(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    last = transport.size - 1
+    array, patience = own(transport), transport.timeout
+    if transport.rank != last:
+        exchange = sums.all_reduce(array, world)
+        transport.timeout = 0.3
+        who = rf"step 3, summing, waiting for rank {last} on \S+: nothing came for 0\.3 s"
+        with pytest.raises(TransportTimeout, match=who):
+            sums.wait(exchange, lambda: "step 3, summing")
+        transport.timeout = patience
+    transport.barrier()
+    if transport.rank == last:
+        exchange = sums.all_reduce(array, world)
+    sums.wait(exchange, lambda: "a sum")  # late is not lost
+    assert np.array(array).tobytes() == in_order(world).tobytes()
 
 
 def check_only_float32_is_summed(transport: Transport) -> None:
     with pytest.raises(ValueError, match="float32"):
-        transport.all_reduce(full(1, (4,), mx.bfloat16), tuple(range(transport.size)))
+        summing(transport).all_reduce(full(1, (4,), mx.bfloat16), tuple(range(transport.size)))
 
 
 def check_objects_broadcast_from_any_root(transport: Transport) -> None:

@@ -85,6 +85,31 @@ def test_a_rank_that_is_killed(
     ), line
 
 
+@pytest.mark.parametrize("when", ["scatter", "gather"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_replica_that_is_killed_in_the_middle_of_a_sum(
+    rank: int, when: str, arguments: list[str | Path]
+) -> None:
+    """Also where another still computes: it is named all the same."""
+    full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "6"]
+    job, line = fail(rank, when, "kill", [*arguments, *full])
+    assert job.returncode in AFTER_A_KILL, job.output
+    where = rf"rank \d on {HOST}, .+: rank {rank} on {HOST} {DIED}"
+    assert re.fullmatch(f"shardmlx: failed: {where}", line), line
+
+
+def test_a_replica_that_never_comes_to_a_sum(arguments: list[str | Path]) -> None:
+    """Its process gives signs of life."""
+    full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "6"]
+    job, line = fail(1, "gather", "hang", [*arguments, *full])
+    assert job.returncode == 1, job.output
+    assert re.fullmatch(
+        rf"shardmlx: failed: rank [02] on {HOST}, gathering updated weights, waiting for rank 1 on "
+        rf"{HOST}: nothing came for 3 s \(see --timeout\)",
+        line,
+    ), line
+
+
 @pytest.mark.parametrize(
     ("rank", "when", "reporter", "where"),
     [(1, "loading", "0", LOADING), (0, "step", "[12]", message("[12]"))],

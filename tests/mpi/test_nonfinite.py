@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -62,6 +63,23 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
     assert all(math.isfinite(report["loss"]) for report in reports)
     (summary,) = events(tmp_path / "metrics.jsonl", "summary")
     assert summary["skipped"] == 1
+
+
+def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
+    flags: list[str | Path], tmp_path: Path
+) -> None:
+    """The step is left out, and the run goes on: also from a checkpoint, with the same scale."""
+    layout = ["--pipeline-stages", "1", "--loss-scale", "auto", "--checkpoint-every", "2"]
+    job = overflow(2, flags, *layout)
+    assert job.returncode == 0, job.output
+    assert "is not finite on rank" in job.stdout
+    assert ": the loss is scaled by 32768 from now on" in job.stdout
+    reports = events(tmp_path / "metrics.jsonl", "train")
+    assert [report["step"] for report in reports] == [1, 2, 4, 5]
+    for step, scale in ((4, [32768.0, 1]), (5, [32768.0, 2])):
+        directory = tmp_path / "checkpoints" / f"step-{step:07d}"
+        manifest = json.loads((directory / "checkpoint.json").read_text())
+        assert manifest["state"]["loss_scale"] == scale
 
 
 def test_a_loss_that_is_not_finite_names_its_micro_batch(

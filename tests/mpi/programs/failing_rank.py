@@ -1,7 +1,8 @@
 """``failing_rank.py RANK WHEN HOW ARGUMENTS``: ``shardmlx.train`` with a rank that fails.
 
-WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second) or ``validation``. HOW is
-``raise``, ``hang``, ``kill`` or ``stop``: the signals that no process can handle.
+WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``validation``, ``scatter``
+(before it adds what others sent) or ``gather`` (before it sends what it updated). HOW is ``raise``,
+``hang``, ``kill`` or ``stop``: the signals that no process can handle.
 """
 
 import shardmlx.common.prepared
@@ -13,6 +14,7 @@ import time
 from typing import Any
 
 from shardmlx.common.environment import launched_rank
+from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from shardmlx.train import main
@@ -54,6 +56,10 @@ if launched_rank() == int(rank):
             Slice.load = failing_at(1, Slice.load)  # type: ignore[method-assign]
         case "step":
             Stage.forward = failing_at(6, Stage.forward)  # type: ignore[method-assign]
+        case "scatter":
+            Sums._add = failing_at(1, Sums._add)  # type: ignore[method-assign]
+        case "gather":
+            Sums.all_gather = failing_at(3, Sums.all_gather)  # type: ignore[method-assign]
         case "validation":
             Stage.evaluate = failing_at(2, Stage.evaluate)  # type: ignore[method-assign]
 sys.exit(main(arguments))

@@ -164,6 +164,7 @@ OTHER = {
     "max_seq_length": 77,
     "mask_prompt": True,
     "max_grad_norm": 1.5,
+    "master_weights": True,
     "dtype": "float32",
     "seed": 9,
 }
@@ -222,6 +223,8 @@ MAY_CHANGE: dict[str, Any] = {
     "hostfile": "hosts",
     "data_parallel": 2,
     "profile": "profile.yaml",
+    "zero": 0,
+    "loss_scale": 1024.0,
     "report_to": "wandb",
     "project_name": "mine",
     "trust_remote_code": True,

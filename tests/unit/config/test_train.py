@@ -442,6 +442,18 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> Non
             "lr_schedule has warmup -1: give a whole number of steps",
         ),
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4: give at most the batch si"),
+        ("zero: 2", "zero is 2: give 0 or 1"),
+        ("loss_scale: 1000", "loss_scale is 1000.0: give auto, none, or a power of two"),
+        ("loss_scale: often", "loss_scale is 'often': give auto, none, or a power of two"),
+        ("loss_scale: -2", "loss_scale is -2.0: give auto, none, or a power of two"),
+        (
+            "master_weights: true",
+            "master_weights is set with fine_tune_type lora, whose adapters are float32: leave it",
+        ),
+        (
+            "master_weights: true\nfine_tune_type: full\ndtype: float32",
+            "master_weights is set with dtype float32: leave one out",
+        ),
         ("project_name: 2024-01-01", "project_name is datetime.date(2024, 1, 1): give text"),
         ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers, text, lists and mappings"),
     ],

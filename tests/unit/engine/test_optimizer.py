@@ -148,6 +148,36 @@ def test_what_was_kept_does_not_change_with_later_updates() -> None:
     assert as_bytes(kept) == before
 
 
+def test_float32_copies_keep_what_bfloat16_cannot() -> None:
+    """Updates of 0.0015 of a weight: all of them together are seen, each alone is not."""
+    short, kept = (_Run("sgd", momentum=0.0, nesterov=False) for _ in range(2))
+    for run, masters in ((short, False), (kept, True)):
+        run.updater = Updater(run.updater.optimizer, run.stages, masters=masters)
+        for stage in run.stages:
+            for name in stage.names:
+                stage.part[name] = mx.ones(stage.part[name].shape, mx.bfloat16)
+        for _ in range(10):
+            for stage in run.stages:
+                for name in stage.names:
+                    stage.gradients[name] = mx.full(stage.part[name].shape, 0.15)
+            run.updater.apply()
+    assert all(mx.all(weight == 1).item() for weight in short.weights.values())
+    assert all(mx.all(weight == 0.984375).item() for weight in kept.weights.values())
+    assert all(weight.dtype == mx.bfloat16 for weight in kept.weights.values())
+    masters_of = {name: array for name, array in kept.updater.state().items() if ".master" in name}
+    assert {name.removesuffix(".master") for name in masters_of} == set(kept.weights)
+    for array in masters_of.values():
+        assert array.dtype == mx.float32
+        assert mx.allclose(array, mx.array(0.985), atol=1e-6).item()
+
+
+def test_float32_weights_have_no_copies() -> None:
+    run = _Run("adam")
+    run.updater = Updater(run.updater.optimizer, run.stages, masters=True)
+    run.update(0)
+    assert not any(name.endswith(".master") for name in run.updater.state())
+
+
 def test_an_update_uses_the_gradients_up() -> None:
     run = _Run("adam")
     run.update(0)

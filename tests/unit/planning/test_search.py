@@ -213,12 +213,14 @@ def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
 
 
 def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
-    workload = work(model, fine_tune_type="full")
+    """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums."""
     stage_map = StageMap(Partition.from_sizes((32,)), (0,))
-    plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
-    prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
-    gradients = 4 * 32 * workload.shape.layer(0).parameters
-    assert prediction.reduce_seconds == pytest.approx(gradients / 1e9)
+    for zero, nbytes in ((0, 4), (1, (4 + 2) / 2)):
+        workload = work(model, fine_tune_type="full", zero=zero)
+        plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
+        prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
+        parameters = 32 * workload.shape.layer(0).parameters
+        assert prediction.reduce_seconds == pytest.approx(nbytes * parameters / 1e9)
 
 
 def test_measured_times_win_over_flops(model: Path) -> None:

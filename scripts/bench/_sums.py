@@ -1,0 +1,130 @@
+"""``_sums.py WAY NBYTES BUCKETS ROUNDS``: sums over all ranks, each on a host of its own.
+
+WAY is ``mpi``, for ours and MPI's Iallreduce in place by turns, under mpirun; or ``ring``, MLX's,
+or ``gloo``, torch's, each a process that is started for a rank. Rank 0 prints, as JSON, for each
+way and round the seconds until all buckets are summed, on the slowest rank, and the most bytes that
+a rank sent meanwhile, as its network interface counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+def measured(barrier: Callable[[], None], work: Callable[[], None]) -> tuple[float, int]:
+    """Return the seconds that ``work`` takes, and the bytes that were sent from here."""
+    barrier()
+    sent, start = int(SENT.read_text()), time.perf_counter()
+    work()
+    return time.perf_counter() - start, int(SENT.read_text()) - sent
+
+
+def over_mpi(size: int, buckets: int, rounds: int) -> Any:
+    import shardmlx.common.prepared  # isort: skip
+    import mlx.core as mx
+    import numpy as np
+
+    from shardmlx.distributed.messages import new_buffer
+    from shardmlx.distributed.mpi import MPITransport
+    from shardmlx.distributed.sums import Sums
+    from shardmlx.engine.buffers import SUM_BUFFER_BYTES
+
+    transport = MPITransport()
+    from mpi4py import MPI
+
+    world = tuple(range(transport.size))
+    sums = Sums(transport, new_buffer((SUM_BUFFER_BYTES // 4,), mx.float32))
+    arrays = [new_buffer((size // 4,), mx.float32) for _ in range(buckets)]
+
+    def ours() -> None:
+        for exchange in [sums.all_reduce(array, world) for array in arrays]:
+            sums.wait(exchange, lambda: "summing")
+
+    def theirs() -> None:
+        flat = [np.frombuffer(memoryview(array), np.float32) for array in arrays]
+        requests = [
+            MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, [each, MPI.FLOAT], MPI.SUM) for each in flat
+        ]
+        MPI.Request.Waitall(requests)
+
+    ways = {"ours": ours, "Iallreduce": theirs}
+    results: dict[str, list[Any]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):
+        for way, work in ways.items():
+            if turn == 0:  # it opens the connections
+                wanted, arrays = arrays, [new_buffer((1 << 16,), mx.float32)]
+                work()
+                arrays = wanted
+                continue
+            everyone = transport.all_gather(measured(transport.barrier, work))
+            results[way].append([max(s for s, _ in everyone), max(b for _, b in everyone)])
+    rank = transport.rank
+    transport.close()
+    return results if rank == 0 else None
+
+
+def over_ring(size: int, buckets: int, rounds: int) -> Any:
+    import mlx.core as mx
+
+    group = mx.distributed.init(strict=True, backend="ring")
+    stream = mx.cpu
+
+    def barrier() -> None:
+        mx.eval(mx.distributed.all_sum(mx.ones(1), stream=stream))
+
+    arrays = [mx.ones(size // 4) for _ in range(buckets)]
+    mx.eval(arrays)
+
+    def work() -> None:
+        mx.eval([mx.distributed.all_sum(each, stream=stream) for each in arrays])
+
+    barrier()
+    results = []
+    for _ in range(rounds):
+        mine = mx.array([list(map(float, measured(barrier, work)))])
+        everyone = mx.distributed.all_gather(mine, stream=stream).max(axis=0)
+        results.append(everyone.tolist())
+    return {"MLX's ring": results} if group.rank() == 0 else None
+
+
+def over_gloo(size: int, buckets: int, rounds: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="env://")
+    arrays = [torch.ones(size // 4) for _ in range(buckets)]
+
+    def work() -> None:
+        for pending in [dist.all_reduce(each, async_op=True) for each in arrays]:
+            pending.wait()
+
+    dist.all_reduce(torch.ones(1 << 16))
+    results = []
+    for _ in range(rounds):
+        mine = torch.tensor(measured(dist.barrier, work), dtype=torch.float64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        results.append(mine.tolist())
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return {"gloo": results} if rank == 0 else None
+
+
+WAYS = {"mpi": over_mpi, "ring": over_ring, "gloo": over_gloo}
+
+
+def main() -> None:
+    way, *numbers = sys.argv[1:]
+    results = WAYS[way](*map(int, numbers))
+    if results is not None:
+        print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

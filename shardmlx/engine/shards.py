@@ -1,0 +1,104 @@
+"""Divide the optimizer among replicas: each updates the weights that it owns, and sends them.
+
+ZeRO, stage 1 (Rajbhandari et al., arXiv:1910.02054), with whole weights: an optimizer that looks at
+a matrix as one, as Muon and Adafactor do, computes what it would without. Gradients are summed to
+their owners only; the updated weights go from these to all, layer by layer, while the next layer is
+updated::
+
+    replica 0   update q, up   of layer 5     send q, up     of layer 5, update those of layer 4
+    replica 1   update k, down of layer 5     send k, down   of layer 5, update those of layer 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+
+from shardmlx.distributed.messages import in_a_row, new_buffer
+from shardmlx.distributed.sums import Exchange, Sums
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.stage import Stage
+
+
+class Shards:
+    """The weights of one rank's stages, and which of its ``replicas`` owns each.
+
+    Where ``divides`` is False each replica owns all.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        replicas: Sequence[int],
+        stages: Sequence[Stage],
+        sums: Sums,
+        *,
+        divides: bool,
+    ) -> None:
+        self.divides = divides and len(replicas) > 1
+        self.replicas = tuple(replicas)
+        self._who = transport.name(transport.rank)
+        self._replica = self.replicas.index(transport.rank)
+        self._stages = stages
+        self._sums = sums
+        self._started: list[Exchange] = []
+        sizes = {name: stage.part[name].size for stage in stages for name in stage.names}
+        self._owners = owners(sizes, len(self.replicas)) if self.divides else {}
+
+    def owner(self, name: str) -> int:
+        """Return the replica that owns a weight: this one where each owns all."""
+        return self._owners.get(name, self._replica)
+
+    def is_mine(self, name: str) -> bool:
+        """Tell whether this replica updates a weight."""
+        return self.owner(name) == self._replica
+
+    def start_gather(self, names: Sequence[str]) -> None:
+        """Start to send the weights ``names`` that are this replica's, and to receive the others.
+
+        They are evaluated. Those to come have buffers at once, which are not to be read before
+        ``finish_gather``. All replicas must call it, with the same names.
+        """
+        if not self.divides:
+            return
+        owned: list[list[mx.array]] = [[] for _ in self.replicas]
+        for name in names:
+            holders = [stage.part for stage in self._stages if name in stage.names]
+            old = holders[0][name]
+            # A buffer of its own: a checkpoint may still refer to the old one.
+            mine = self.is_mine(name)
+            new = in_a_row(old) if mine else new_buffer(old.shape, old.dtype)
+            for part in holders:
+                part[name] = new
+            owned[self.owner(name)].append(new)
+        self._started.append(self._sums.all_gather(owned, self.replicas))
+
+    def finish_gather(self) -> None:
+        """Return once all weights are there. All replicas must call it."""
+        for exchange in self._started:
+            self._sums.wait(exchange, lambda: f"{self._who}, gathering updated weights")
+        self._started.clear()
+
+
+def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
+    """Divide weights of so many elements among ``members``, in nearly equal parts.
+
+    Weights that stand together go to all in the same proportion, so that all links are busy while
+    the gradients of a few layers are summed. Only the few that are large by themselves come first.
+    """
+    share = sum(sizes.values()) / members
+    quota = [share] * members
+    found: dict[str, int] = {}
+    large = sorted((n for n in sizes if sizes[n] > share / 4), key=lambda n: -sizes[n])
+    for name in large:
+        found[name] = max(range(members), key=lambda member: quota[member])
+        quota[found[name]] -= sizes[name]
+    taken = [0.0] * members
+    room = [max(each, 1.0) for each in quota]
+    for name, size in sizes.items():
+        if name not in found:
+            member = min(range(members), key=lambda each: (taken[each] + size) / room[each])
+            found[name] = member
+            taken[member] += size
+    return found

@@ -1,0 +1,41 @@
+"""Parts of a sum. How ranks add is in tests/helpers/transport_checks.py."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from shardmlx.distributed.sums import equal_parts, parts_by_speed
+
+
+def shares(ends: list[int]) -> list[int]:
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def test_equal_parts_differ_by_one_at_most() -> None:
+    assert equal_parts(10, 3) == [0, 3, 6, 10]
+    assert equal_parts(2, 4) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 9.0], [2.0, 2.0, 2.0]])
+def test_links_alike_and_two_links_have_equal_parts(speeds: list[float]) -> None:
+    """Of two, each sends the whole array once, whatever its part is."""
+    assert parts_by_speed(12, speeds) == equal_parts(12, len(speeds))
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.2], [1.0, 1.4, 1.2, 1.3], [3.0, 2.9, 2.8, 2.7]])
+def test_all_links_are_through_at_the_same_time(speeds: list[float]) -> None:
+    size = 1_000_000
+    parts = shares(parts_by_speed(size, speeds))
+    assert sum(parts) == size
+    times = [
+        (size + (len(speeds) - 2) * part) / speed for part, speed in zip(parts, speeds, strict=True)
+    ]
+    assert max(times) <= min(times) * 1.0001
+
+
+def test_a_slow_link_owns_nothing() -> None:
+    """It then sends each number once, and its time decides."""
+    assert shares(parts_by_speed(900, [10.0, 1.0, 10.0])) == [450, 0, 450]
+    assert shares(parts_by_speed(900, [1.0, 10.0, 1.0])) == [0, 900, 0]

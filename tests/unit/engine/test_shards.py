@@ -1,0 +1,121 @@
+"""Replicas that divide the optimizer make the updates of those that do not, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.engine.batches import split
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.shards import owners
+from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
+
+LAYERS = 4
+STEPS = 3
+
+
+class Trained(NamedTuple):
+    """What one rank has after a few steps, and what is divided of it."""
+
+    weights: Bytes
+    state: Bytes
+    norms: list[float]
+    trained: int
+    updated: int
+
+
+def train(
+    layout: Layout, optimizer: str, *, tied: bool = False, divides: bool, **settings: Any
+) -> list[Trained]:
+    plan = layout.plan(LAYERS, 2)
+    models = [tiny_model(tied=tied, layers=LAYERS) for _ in range(layout.ranks)]
+
+    def work(transport: LocalTransport) -> Trained:
+        stages = stages_of(transport, plan, models[transport.rank])
+        engine = Engine(plan, transport, stages, divides_optimizer=divides)
+        made = build_optimizer(optimizer, 1e-2, None, settings)
+        updater = Updater(made, stages, engine.shards)
+        norms = []
+        for step in range(STEPS):
+            batch = random_batch(2 * layout.dp, step)
+            microbatches = split(batch, layout.dp, engine.replica, 1)
+            engine.train_step(microbatches, scale=1 / batch.valid_tokens)
+            norms.append(engine.gradient_norm())
+            updater.apply(1 / norms[-1])
+        weights = {name: stage.part[name] for stage in stages for name in stage.names}
+        mine = [weights[name].size for name in weights if updater.updates(name)]
+        everything = sum(weight.size for weight in weights.values())
+        state = as_bytes(updater.state())
+        return Trained(as_bytes(weights), state, norms, everything, sum(mine))
+
+    return LocalNetwork(layout.ranks).run(work)
+
+
+TWO = Layout("1f1b", 1, 1, 2)
+
+
+def check_same(layout: Layout, optimizer: str, *, tied: bool = False, **settings: Any) -> None:
+    whole = train(layout, optimizer, tied=tied, divides=False, **settings)
+    parts = train(layout, optimizer, tied=tied, divides=True, **settings)
+    for one, other in zip(whole, parts, strict=True):
+        assert other.weights == one.weights
+        assert other.norms == one.norms
+    for pipeline_rank in range(layout.pp):
+        state: Bytes = {}
+        for part in parts[pipeline_rank :: layout.pp]:
+            kept = {name: value for name, value in part.state.items() if "." in name}
+            assert not state.keys() & kept.keys(), "each weight has its state once"
+            state |= kept
+        expected = whole[pipeline_rank].state
+        assert state == {name: value for name, value in expected.items() if "." in name}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer: str) -> None:
+    settings = {"relative_step": False} if optimizer == "adafactor" else {}
+    check_same(TWO, optimizer, **settings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        (Layout("1f1b", 1, 1, 3), True),
+        (Layout("1f1b", 2, 1, 2), True),
+        (Layout("zb-v", 2, 2, 2), True),
+        (Layout("interleaved-1f1b", 2, 2, 2), False),
+    ],
+)
+def test_every_layout(layout: Layout, tied: bool) -> None:
+    check_same(layout, "adamw", tied=tied)
+
+
+def test_all_replicas_together_update_each_weight_once() -> None:
+    replicas = train(Layout("1f1b", 1, 1, 3), "sgd", divides=True)
+    assert sum(each.updated for each in replicas) == replicas[0].trained
+    assert min(each.updated for each in replicas) > 0.2 * replicas[0].trained
+
+
+def test_of_each_layer_all_own_something_and_a_large_matrix_goes_as_one() -> None:
+    sizes = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(12)
+        for name, size in (("down", 90), ("up", 90), ("gate", 90), ("q", 30), ("k", 10), ("v", 10))
+    }
+    sizes["model.embed_tokens.weight"] = 1200
+    found = owners(sizes, 2)
+    loads = [sum(sizes[name] for name in sizes if found[name] == member) for member in (0, 1)]
+    assert loads == pytest.approx([sum(sizes.values()) / 2] * 2, rel=0.02)
+    for layer in range(12):
+        assert {found[name] for name in sizes if name.startswith(f"model.layers.{layer}.")} == {
+            0,
+            1,
+        }
+
+
+def test_more_replicas_than_weights_leave_some_without() -> None:
+    assert sorted(owners({"a": 5, "b": 3}, 4).values()) in ([0, 1], [0, 2], [0, 3], [1, 2])
