@@ -44,6 +44,7 @@ COMMANDS = (
         group=TRAIN,
         help="write the finished model: fused, converted, quantised",
         options="config.export",
+        ranks=True,
     ),
     Command(
         name="generate",
@@ -101,7 +102,7 @@ COMMANDS = (
     Command(
         name="launch",
         group=START,
-        help="run train, generate, chat, serve, profile or doctor on ranks",
+        help="run one of these on ranks: train, export, generate, serve ...",
         options="config.launch",
     ),
 )

@@ -9,7 +9,12 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import command_line
 from shardmlx.config.command_line import CommandParser, load_options
-from shardmlx.config.common_options import revision_option, timeout_option
+from shardmlx.config.common_options import (
+    revision_option,
+    timeout_option,
+    weight_cache_option,
+    weights_option,
+)
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 from shardmlx.models.tensors import DEFAULTS
 
@@ -141,6 +146,13 @@ class ExportOptions:
         group=_FILES,
     )
 
+    gather: bool = option(
+        False,
+        "bring the files of all machines to rank 0's; without it each keeps its own",
+        group=_RANKS,
+    )
+    weights: str = weights_option(_RANKS)
+    weight_cache: str | None = weight_cache_option(_RANKS)
     timeout: float = timeout_option(_RANKS)
 
     def __post_init__(self) -> None:

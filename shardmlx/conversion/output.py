@@ -22,6 +22,7 @@ from pathlib import Path
 
 from shardmlx.common.durable_files import flush_directory, write_durably
 from shardmlx.common.formatting import gibibytes
+from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.sources import CONFIG_FILE
 
@@ -47,7 +48,7 @@ class OutputDirectory:
         """Refuse a directory that has something in it, other than an unfinished export."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file", "name a new directory")
-        if not self.work.is_dir() and any(not name.startswith(".") for name in self._names()):
+        if not self.work.is_dir() and self._visible():
             what = "holds a model" if (self.path / CONFIG_FILE).exists() else "is not empty"
             raise UserError(f"-o {self.path} {what}", "name a new directory")
 
@@ -67,9 +68,15 @@ class OutputDirectory:
                 )
         return True
 
-    def check_room(self, files: Mapping[Path, int], more: int) -> None:
-        """Refuse to begin ``files`` of so many bytes, and ``more``, where the disk is too small."""
-        needed = more + sum(size - _allocated(path) for path, size in files.items())
+    def check_room(self, shards: Shards, ranks: Iterable[int], more: int) -> None:
+        """Refuse to begin the files of ``ranks``, and ``more`` bytes, where the disk is too
+        small."""
+        sizes = {
+            self.rank(rank) / file: size
+            for rank in ranks
+            for file, size in shards.manifest(rank, "").sizes.items()
+        }
+        needed = more + sum(size - _allocated(path) for path, size in sizes.items())
         there = self.path.absolute()
         while not there.exists():
             there = there.parent
@@ -99,7 +106,7 @@ class OutputDirectory:
         if (self.work / _FINISHED).exists():
             return True
         is_left = self.work.is_dir() and not any(self.work.iterdir())
-        return is_left and len(self._names()) > 1
+        return is_left and any(name != WORK for name in self._visible())
 
     def complete(self, texts: Mapping[str, bytes]) -> None:
         """Write all that is no tensor. From now on the export is complete, whatever happens."""
@@ -108,6 +115,21 @@ class OutputDirectory:
         flush_directory(self.work)
         write_durably(self.work / _FINISHED, json.dumps(sorted(texts)).encode())
         flush_directory(self.work)
+
+    @property
+    def state(self) -> str:
+        """State of the directory: ``complete`` is what only is to be moved up."""
+        if self.is_complete:
+            return "complete"
+        if self.work.is_dir():
+            return "unfinished"
+        return "published" if self._visible() else "empty"
+
+    def give_up(self) -> None:
+        """Remove what was written here, and the directory if nothing else is in it."""
+        shutil.rmtree(self.work)
+        if not self._names():
+            self.path.rmdir()
 
     def publish(self) -> None:
         """Move files up, config.json last, which makes it a model; remove the rest."""
@@ -135,6 +157,9 @@ class OutputDirectory:
             if path.exists():  # else it was moved before this run
                 os.replace(path, self.path / path.name)
         flush_directory(self.path)
+
+    def _visible(self) -> Collection[str]:
+        return [name for name in self._names() if not name.startswith(".")]
 
     def _names(self) -> Collection[str]:
         try:

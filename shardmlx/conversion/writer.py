@@ -14,7 +14,6 @@ from shardmlx.common.digests import new_digest
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.conversion.lazy_model import LazyModel
-from shardmlx.conversion.sources import Source
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.signals import Signals
 from shardmlx.errors import Stopped
@@ -30,26 +29,31 @@ def write_tensors(
     model: LazyModel,
     files: Mapping[str, Sequence[TensorSpec]],
     done: Collection[str],
-    source: Source,
     copy: PartialCopy,
     reporter: Reporter,
+    bring: Callable[[str], None],
+    drop_source: Callable[[], None],
+    *,
+    may_stop: bool,
 ) -> None:
     """Write the tensors of ``files`` that are not ``done``; ``model`` is used up.
 
-    Raises ``Stopped`` after Ctrl-C, `OSError` where the disk does not take a tensor.
+    ``bring`` is called before a tensor is computed, ``drop_source`` to drop what the page cache has
+    of the source. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``; `OSError` where the disk
+    does not take a tensor.
     """
-    source.watch(model.weights, model.read)
-    model.read.clear()
     specs = list(chain.from_iterable(files.values()))
     total = max(1, sum(spec.nbytes for spec in specs) // _MEGABYTE)
     written = sum(spec.nbytes for spec in specs if spec.name in done)
 
     def drop() -> None:
-        source.drop_page_cache()
+        drop_source()
         copy.drop_page_cache()
 
     page_cache = PageCache(drop)
-    with _stops() as stop, reporter.bar("export, MB", total, written // _MEGABYTE) as bar:
+    for name in model.weights.keys() - {spec.name for spec in specs}:
+        del model.weights[name]  # of other ranks
+    with _stops(may_stop) as stop, reporter.bar("export, MB", total, written // _MEGABYTE) as bar:
         for number, spec in enumerate(specs):
             array = model.weights.pop(spec.name)
             if spec.name in done:
@@ -61,7 +65,7 @@ def write_tensors(
                     f"stopped after {number} of {plural(len(specs), 'tensor')}: the same command "
                     "goes on",
                 )
-            source.bring(spec.name)
+            bring(spec.name)
             array = mx.contiguous(array)
             mx.eval(array)
             copy.add(spec.name, _write(copy, copy.place(spec.name), buffer_of(array)))
@@ -85,8 +89,11 @@ def _write(copy: PartialCopy, place: PlacedTensor, data: memoryview) -> bytes:
 
 
 @contextmanager
-def _stops() -> Iterator[Callable[[], list[int]]]:
+def _stops(may_stop: bool) -> Iterator[Callable[[], list[int]]]:
     """Give out a function that returns the signals which asked this process to stop."""
+    if not may_stop:
+        yield list
+        return
     signals = Signals()
     try:
         yield lambda: [each for each in signals.wait(0.0) if each != signal.SIGCONT]

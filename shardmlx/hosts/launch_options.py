@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config import chat, doctor, generate, profile, serve, train
+from shardmlx.config import chat, doctor, export, generate, profile, serve, train
 from shardmlx.config.command_line import CommandParser, load_given_options
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
 from shardmlx.config.train import TrainConfig
@@ -25,6 +25,7 @@ from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 _COMMANDS: dict[str, tuple[type[Any], Callable[[], CommandParser]]] = {
     "train": (train.TrainConfig, train.build_parser),
     "profile": (profile.ProfileOptions, profile.build_parser),
+    "export": (export.ExportOptions, export.build_parser),
     "generate": (generate.GenerateConfig, generate.build_parser),
     "chat": (chat.ChatConfig, chat.build_parser),
     "serve": (serve.ServeConfig, serve.build_parser),
@@ -75,7 +76,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         raise UserError("doctor --ssh starts no ranks", "run it without launch")
     config = read if command == "train" else None
     restarts = _restarts(command, flags.max_restarts)
-    if flags.hostfile is not None and command != "profile" and "hostfile" not in given.names:
+    takes_hostfile = command not in ("export", "profile")
+    if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # What mpirun reads says what the machines have, too.
         options = replaced(options, hostfile=flags.hostfile)
     if restarts and config is not None and config.train and config.checkpoint_dir is None:

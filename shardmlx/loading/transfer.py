@@ -298,24 +298,35 @@ class Weights:
         self.read = model.read
         self.adapters = None if adapters is None else str(adapters.path)
 
+    def bring(
+        self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter
+    ) -> None:
+        """Bring what stages of this rank read, each a range of layers. All ranks must call it.
+
+        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
+        afterwards.
+        """
+        for what, bundle in self._bundles.items():
+            bundle.fill(stages, shape, reporter, what)
+        for start, stop in stages:
+            for bundle in self._bundles.values():
+                bundle.check(start, stop, shape)
+
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
         """Read this rank's slices, once what they read is here. All ranks must call it.
 
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
         """
-        stages = [(part.start, part.stop) for part in parts]
-        for what, bundle in self._bundles.items():
-            bundle.fill(stages, shape, reporter, what)
-        page_cache = PageCache(self._drop_page_cache)
+        self.bring([(part.start, part.stop) for part in parts], shape, reporter)
+        page_cache = PageCache(self.drop_page_cache)
         for part in parts:
-            for bundle in self._bundles.values():
-                bundle.check(part.start, part.stop, shape)
             part.load(page_cache.count)
         page_cache.clear()
         self.close()
 
-    def _drop_page_cache(self) -> None:
+    def drop_page_cache(self) -> None:
+        """Drop what the page cache has of the files."""
         for bundle in self._bundles.values():
             bundle.drop_page_cache()
 

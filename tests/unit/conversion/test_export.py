@@ -17,12 +17,14 @@ import pytest
 
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.digests import bytes_digest
+from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions, build_parser, load_config
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
 from shardmlx.conversion.output import WORK
 from shardmlx.conversion.texts import texts_of
+from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
@@ -352,9 +354,18 @@ def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
 
 
 def test_verify_finds_what_is_wrong_with_the_files(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command.export(options(model, tmp_path / "well", verify=True), QUIET)
+    def run(out: Path) -> None:
+        how = options(model, out, verify=True)
+        LocalNetwork(1).run(lambda transport: command.run(how, transport, Blas("none", None)))
+
+    run(tmp_path / "well")
+    said = capsys.readouterr().out
+    assert "tensors against the family llama: names, shapes, packing" in said
 
     def wrong(*args: Any) -> dict[str, bytes]:
         texts = texts_of(*args)
@@ -363,4 +374,4 @@ def test_verify_finds_what_is_wrong_with_the_files(
 
     monkeypatch.setattr(command, "texts_of", wrong)
     with pytest.raises(AgreedFailure, match="--verify: 3 faults"):
-        command.export(options(model, tmp_path / "badly", verify=True), QUIET)
+        run(tmp_path / "badly")

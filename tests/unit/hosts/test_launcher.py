@@ -376,7 +376,10 @@ def test_a_server_has_its_grace_before_it_is_ended() -> None:
     assert read_options(["-n", "2", "serve", "--grace", "600"]).control.seconds > 600
 
 
-@pytest.mark.parametrize("command", [name for name in OF_RANKS if name != "profile"])
+WITHOUT_HOSTFILE = ("export", "profile")
+
+
+@pytest.mark.parametrize("command", [each for each in OF_RANKS if each not in WITHOUT_HOSTFILE])
 def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> None:
     """By the hostfile of mpirun, unless it is given another one."""
     hosts = str(lab.path / "hosts")

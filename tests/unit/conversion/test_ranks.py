@@ -1,0 +1,169 @@
+"""Several ranks export what one does; each its own layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.export import ExportOptions
+from shardmlx.conversion import ranks
+from shardmlx.conversion.command import export
+from shardmlx.conversion.lazy_model import build_lazily
+from shardmlx.conversion.output import WORK, OutputDirectory
+from shardmlx.conversion.ranks import divide_layers, export_on_ranks
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.verify import verify
+from shardmlx.models.shape import ModelShape
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+QUIET = Reporter(quiet=True)
+LORA = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    save_model_directory(path, tiny_config(layers=3, tied=True))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "pirate"
+    path.mkdir()
+    weights = {
+        f"model.layers.{layer}.mlp.up_proj.lora_{part}": mx.random.normal(sides)
+        for layer in range(3)
+        for part, sides in (("a", (32, 2)), ("b", (2, 64)))
+    }
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    how = {"fine_tune_type": "lora", "num_layers": 3, "lora_parameters": LORA}
+    (path / "adapter_config.json").write_text(json.dumps(how))
+    return path
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    files = open_model(str(directory))
+    assert verify(files).faults == ()
+    return {
+        name: (directory / place.file).read_bytes()[place.start : place.end]
+        for name, place in files.tensors.items()
+    }
+
+
+def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:
+    def work(transport: LocalTransport) -> bool:
+        out = outs[transport.rank]
+        options = ExportOptions(model=str(model), output_dir=str(out), quantize="4:32", **how)
+        return export_on_ranks(options, transport, QUIET)
+
+    return LocalNetwork(len(outs), timeout=20).run(work)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "out"
+    export(
+        ExportOptions(
+            model=str(model), output_dir=str(path), quantize="4:32", adapter_path=str(adapters)
+        ),
+        QUIET,
+    )
+    return path
+
+
+def with_apart(tmp_path: Path, count: int) -> list[Path]:
+    """Directories that ranks do not see of each other."""
+    return [tmp_path / f"mac{rank}" / "out" for rank in range(count)]
+
+
+def test_ranks_on_one_disk_write_one_model(
+    model: Path, adapters: Path, alone: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert on_ranks(model, [out] * 3, adapter_path=str(adapters)) == [True] * 3
+    assert tensors(out) == tensors(alone)
+    assert (out / "config.json").read_bytes() == (alone / "config.json").read_bytes()
+    assert len(list(out.glob("model-*-of-00003.safetensors"))) == 3
+    assert not (out / WORK).exists()
+
+
+@pytest.mark.parametrize("weights", ["auto", "rank0"])
+def test_gathered_all_files_are_on_rank_0(
+    weights: str, model: Path, adapters: Path, alone: Path, tmp_path: Path
+) -> None:
+    outs = with_apart(tmp_path, 3)
+    how = {"adapter_path": str(adapters), "gather": True, "weights": weights}
+    assert on_ranks(model, outs, **how) == [True] * 3
+    assert tensors(outs[0]) == tensors(alone)
+    assert not outs[1].exists()
+    assert not outs[2].exists()
+
+
+def test_not_gathered_each_machine_keeps_its_own(
+    model: Path, adapters: Path, alone: Path, tmp_path: Path
+) -> None:
+    outs = with_apart(tmp_path, 2)
+    assert on_ranks(model, outs, adapter_path=str(adapters)) == [False] * 2
+    assert [path.name for path in outs[1].iterdir()] == ["model-00002-of-00002.safetensors"]
+    (outs[1] / "model-00002-of-00002.safetensors").rename(
+        outs[0] / "model-00002-of-00002.safetensors"
+    )
+    assert tensors(outs[0]) == tensors(alone)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("place", ["write_files", "_gather", "_complete"])
+def test_ranks_go_on_after_any_end(
+    place: str, gather: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outs = with_apart(tmp_path, 2)
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise UserError("killed")
+
+        patch.setattr(ranks, place, fail)
+        if place != "_gather" or gather:
+            with pytest.raises(UserError, match="killed"):
+                on_ranks(model, outs, gather=gather)
+    if place == "_complete" and not gather:
+        # One machine has moved its files up, and the other one not.
+        with monkeypatch.context() as patch:
+            publish = OutputDirectory.publish
+
+            def some(self: OutputDirectory) -> None:
+                if self.path == outs[1]:
+                    publish(self)
+
+            patch.setattr(OutputDirectory, "publish", some)
+            on_ranks(model, outs)
+        assert (outs[0] / WORK).exists()
+    on_ranks(model, outs, gather=gather)
+    names = {path.name for out in outs if out.exists() for path in out.iterdir()}
+    assert names == {
+        "README.md", "config.json", "model-00001-of-00002.safetensors", "tokenizer.json",
+        "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+    }  # fmt: skip
+
+
+def test_layers_are_divided_by_what_is_to_be_written(tmp_path: Path) -> None:
+    config = CONFIGS["deepseek_v3"]  # a dense layer, then experts
+    save_model_directory(tmp_path / "model", config)
+    options = ExportOptions(model="model", output_dir="out")
+    model = build_lazily(tmp_path / "model", None, options)
+    shape = ModelShape.from_config(config)
+    assert divide_layers(model, shape, 2) == [(0, 2), (2, 4)]
+    assert divide_layers(model, shape, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    with pytest.raises(UserError, match="5 ranks, but the model has 4 layers: use fewer ranks"):
+        divide_layers(model, shape, 5)
