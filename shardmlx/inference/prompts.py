@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError, one_line
+from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
 KEYS = ("prompt", "messages", "max_tokens")
@@ -56,10 +57,35 @@ class PromptReader:
         """
         return _some(self.tokenizer.encode(prompt))
 
-    def chat(self, messages: Sequence[ChatMessage], **arguments: Any) -> tuple[int, ...]:
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """The marks in answers of the model; of calls only if its template tells it of tools."""
+        known = self.tokenizer
+        thought = Marks(known.think_start, known.think_end) if known.has_thinking else None
+        template = known.chat_template
+        is_told = not isinstance(template, str) or "tools" in template
+        if not (known.has_tool_calling and is_told):
+            return AnswerFormat(thought)
+        call = Marks(known.tool_call_start, known.tool_call_end)
+        return AnswerFormat(thought, call, known.tool_parser)
+
+    def opens_thought(self, tokens: Sequence[int]) -> bool:
+        """Return whether a chat ends in the mark before a thought: some templates write it."""
+        known = self.tokenizer
+        if not known.has_thinking:
+            return False
+        # No further back, where a message may spell it.
+        tail = list(tokens[-len(known.think_start_tokens) - 2 :])
+        start: int = known.rfind_think_start(tail)
+        return start >= 0 and start > known.rfind_think_end(tail)
+
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), **arguments: Any
+    ) -> tuple[int, ...]:
         """Return the tokens of a chat, after which its next message is to be generated.
 
-        Control tokens that a message spells are text; only the template writes real ones.
+        The template tells the model of ``tools``. Control tokens that a message or a tool spells
+        are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
         """
@@ -67,7 +93,8 @@ class PromptReader:
             raise UserError(
                 "messages need a chat template, and the model has none", "give a prompt"
             )
-        chat, mark = ControlTokens.of(self.tokenizer).broken(messages)
+        given, mark = ControlTokens.of(self.tokenizer).broken([*messages, *tools])
+        chat, tools = given[: len(messages)], given[len(messages) :]
         if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
             chat.insert(0, {"role": "system", "content": self.system_prompt})
         is_begun = self.prefill_response is not None
@@ -79,6 +106,7 @@ class PromptReader:
                 tokenize=False,
                 continue_final_message=is_begun,
                 add_generation_prompt=not is_begun,
+                **({"tools": tools} if tools else {}),
                 **{**self.template_arguments, **arguments},
             )
         except Exception as error:  # a template may raise whatever it likes

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from shardmlx.server.accepted_fields import refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.openai_messages import MessageBody
+from shardmlx.server.openai_messages import MessageBody, ToolBody
 
 MOST_LIKELIEST = 20
 """Log-probabilities that may be asked for at each token."""
@@ -137,7 +137,11 @@ class ChatBody(RequestBody):
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    tools: list[ToolBody] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning_format: str | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
 

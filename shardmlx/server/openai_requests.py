@@ -9,7 +9,9 @@ from itertools import count
 from typing import Any, Protocol
 
 from shardmlx.errors import UserError
+from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.answer_parts import AnswerParts
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
@@ -53,8 +55,20 @@ class Reader(Protocol):
     def text(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt. Raises ``UserError``."""
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[int, ...]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        **arguments: Any,
+    ) -> tuple[int, ...]:
         """Return the tokens of a chat. Raises ``UserError``."""
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """The marks in answers of the model."""
+
+    def opens_thought(self, tokens: Sequence[int]) -> bool:
+        """Return whether a chat ends in the mark before a thought."""
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""
@@ -89,7 +103,8 @@ class ServedModel:
 class ApiRequest:
     """A request of the API: ``n`` requests for generation for each of its prompts, in order.
 
-    ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities.
+    ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities. ``parts``
+    are those of an answer of which nothing has come; None where it has only one.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -97,6 +112,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     logprobs: int | None
+    parts: AnswerParts | None = None
 
 
 def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
@@ -114,9 +130,47 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
     arguments = {**_effort(chat.reasoning_effort), **arguments}
-    tokens = _tokens(partial(reader.chat, messages, **arguments), "messages")
+    tools = _tools(chat, reader)
+    tokens = _tokens(partial(reader.chat, messages, tools=tools, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served)
+    request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served)
+    return replace(request, parts=_parts(chat, tools, tokens, reader))
+
+
+def _tools(chat: ChatBody, reader: Reader) -> list[Tool]:
+    """Return the tools that the model may call. Raises ``ApiError``."""
+    knows_tools = reader.answer_format.call is not None
+    if chat.tool_choice not in (None, "auto", "none"):
+        raise refused(
+            f"tool_choice {shown(chat.tool_choice)} is not supported by this server: give 'auto' "
+            "or 'none'",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    if not knows_tools and (chat.tools or any(each.is_of_tools for each in chat.messages)):
+        raise refused(
+            "this model knows no tools: leave tools, calls of tools and their results out",
+            "tools" if chat.tools else "messages",
+            "unsupported_parameter",
+        )
+    return [] if chat.tool_choice == "none" else [tool.for_template for tool in chat.tools or ()]
+
+
+def _parts(
+    chat: ChatBody, tools: Sequence[Tool], prompt: Sequence[int], reader: Reader
+) -> AnswerParts | None:
+    """Return the parts in which the answer comes; None if it has only one."""
+    known = reader.answer_format
+    if chat.reasoning_format == "none":
+        known = replace(known, thought=None)
+    if known.thought is None and not tools:
+        return None
+    return AnswerParts(
+        known,
+        tools,
+        is_thinking=known.thought is not None and reader.opens_thought(prompt),
+        parallel=chat.parallel_tool_calls is not False,
+    )
 
 
 def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:

@@ -7,10 +7,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
+from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
 
@@ -25,6 +27,8 @@ class GeneratedText:
     """An answer as far as it has come; ``logprobs`` has what the API says of its tokens."""
 
     text: str = ""
+    thought: str = ""
+    calls: list[Call] = field(default_factory=list)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     generated: int = 0
     cached: int = 0
@@ -61,14 +65,18 @@ class Reply(ABC):
             logprobs = self._logprobs(piece, len(text.text))
             for name, values in logprobs.items():
                 text.logprobs.setdefault(name, []).extend(values)
-        text.text += piece.text
+        yield from self._chunks(index, piece, logprobs)
         text.generated = piece.generated
         text.cached = piece.cached
         text.finish_reason = piece.finish_reason
-        if piece.text or (piece.sampled and logprobs is not None):
-            yield self._chunk(self._part(index, piece.text, logprobs))
         if piece.finish_reason is not None:
             yield self._chunk(self._end(index, piece.finish_reason))
+
+    def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
+        """Take in the text of a piece, and yield the chunks to send of it."""
+        self.texts[index].text += piece.text
+        if piece.text or (piece.sampled and logprobs is not None):
+            yield self._chunk(self._part(index, piece.text, logprobs))
 
     def opening(self) -> Iterator[Body]:
         """Yield the chunks that come before all others."""
@@ -135,23 +143,67 @@ class ChatReply(Reply):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
+    parts: list[AnswerParts] = field(init=False)
+
+    def __post_init__(self) -> None:
+        Reply.__post_init__(self)
+        parts = self.request.parts
+        self.parts = [] if parts is None else [copy(parts) for _ in self.texts]
+
+    def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
+        if not self.parts:
+            yield from Reply._chunks(self, index, piece, logprobs)
+            return
+        is_last = piece.finish_reason is not None
+        deltas = [
+            self._delta_of(self.texts[index], part)
+            for part in self.parts[index].take(piece.text, is_last=is_last)
+        ]
+        if logprobs is not None and piece.sampled and not deltas:
+            deltas = [{}]
+        for place, delta in enumerate(deltas):
+            yield self._chunk(
+                {**self._delta(index, delta), "logprobs": logprobs if place == 0 else None}
+            )
+
+    def _delta_of(self, text: GeneratedText, part: Part) -> Body:
+        """Take in a part of an answer, and return what a chunk says of it."""
+        if isinstance(part, Thought):
+            text.thought += part.text
+            return {"reasoning_content": part.text}
+        if isinstance(part, Said):
+            text.text += part.text
+            return {"content": part.text}
+        text.calls.append(part)
+        return {"tool_calls": [{"index": len(text.calls) - 1, **_call(part)}]}
+
+    def _finish(self, index: int, reason: FinishReason | None) -> str | None:
+        is_called = reason == "stop" and self.texts[index].calls
+        return "tool_calls" if is_called else reason
+
     def opening(self) -> Iterator[Body]:
         for index in range(len(self.texts)):
             yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
 
     def _choice(self, index: int, text: GeneratedText) -> Body:
+        message: Body = {"role": "assistant", "content": text.text, "refusal": None}
+        if text.thought:
+            message["reasoning_content"] = text.thought
+        if text.calls:
+            message["content"] = text.text or None
+            message["tool_calls"] = [_call(call) for call in text.calls]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "message": message,
             "logprobs": text.logprobs or None,
-            "finish_reason": text.finish_reason,
+            "finish_reason": self._finish(index, text.finish_reason),
         }
 
     def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
         return {**self._delta(index, {"content": text}), "logprobs": logprobs}
 
     def _end(self, index: int, reason: FinishReason) -> Body:
-        return {**self._delta(index, {}), "finish_reason": reason}
+        return {**self._delta(index, {}), "finish_reason": self._finish(index, reason)}
 
     def _delta(self, index: int, delta: Body) -> Body:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -210,6 +262,11 @@ class CompletionReply(Reply):
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))
         return likeliest
+
+
+def _call(call: Call) -> Body:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _finite(logprob: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -185,6 +186,28 @@ def test_markup_in_a_text_stays_text(page: Page) -> None:
     question, answer = page.texts()
     assert question == EVIL
     assert answer.count(EVIL) == 5
+    assert page.all("main img, main script") == []
+
+
+def test_thoughts_are_shown_apart_and_are_text(page: Page) -> None:
+    deltas = [{"reasoning_content": EVIL}, {"reasoning_content": " Hm."}, {"content": "Aye!"}, {}]
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
+    choices[-1]["finish_reason"] = "stop"
+    body = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+    page.run(
+        "const [body] = arguments; window.real = window.fetch;"
+        "window.fetch = async () => new Response(body);",
+        body,
+    )
+    page.send("Ahoy")
+    page.ended()
+    page.run("window.fetch = window.real")
+    assert page.texts()[1] == "Aye!"
+    thought = page.one(".answer .thought")
+    assert thought.is_displayed()
+    assert thought.find_element(By.TAG_NAME, "div").get_property("textContent") == f"{EVIL} Hm."
     assert page.all("main img, main script") == []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
+from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
@@ -32,7 +33,14 @@ class Letters:
             raise UserError("the prompt has no tokens: give a longer text")
         return tuple(map(ord, prompt))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[int, ...]:
+    answer_format = AnswerFormat()
+
+    def opens_thought(self, tokens: Sequence[int]) -> bool:
+        return False
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
+    ) -> tuple[int, ...]:
         if messages[0]["role"] == "assistant":
             raise UserError("the chat template does not take it: begin with a user")
         return self.text(arguments.get("instead", messages[-1]["content"]))
@@ -141,14 +149,20 @@ class Serving:
 
 @contextmanager
 def serving(
-    *, most_open: int = 64, parrot: Parrot | None = None, **options: Any
+    *,
+    most_open: int = 64,
+    parrot: Parrot | None = None,
+    reader: Letters | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
     """Serve as the command does: the service on one thread, the server on another."""
     parrot = parrot or Parrot()
     service = RequestQueue(most_open)
     listener = bind("127.0.0.1", 0)
     options = {"hosts": trusted_hosts(listener), "names": ModelNames((MODEL,)), **options}
-    app = make_app(service, Letters(), vocabulary=VOCABULARY, most_tokens=MOST_TOKENS, **options)
+    app = make_app(
+        service, reader or Letters(), vocabulary=VOCABULARY, most_tokens=MOST_TOKENS, **options
+    )
 
     def generate() -> None:
         with suppress(RuntimeError):

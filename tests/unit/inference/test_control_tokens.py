@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import Tokenizer
 
 from shardmlx.errors import UserError
+from shardmlx.inference.answer_format import AnswerFormat, Marks
 from shardmlx.inference.control_tokens import MARKS
 from shardmlx.inference.prompts import PromptReader
 
@@ -19,22 +22,46 @@ def reader_of(directory: Path) -> PromptReader:
     return PromptReader(tokenizer=load(directory))
 
 
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Path) -> PromptReader:
-    """The small tokenizer, with ChatML's control tokens and template."""
-    import json
-
-    directory = tmp_path_factory.mktemp("chatml")
+def chatml_reader(
+    directory: Path, small_tokenizer: Path, template: str, words: list[str]
+) -> PromptReader:
+    """The small tokenizer, with ChatML's control tokens; ``words`` are tokens that control
+    nothing."""
     tokenizer = Tokenizer.from_file(str(small_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<a", "a>"])
+    tokenizer.add_tokens(words)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.loads((small_tokenizer / "tokenizer_config.json").read_text())
-    config["chat_template"] = (
+    config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return reader_of(directory)
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Path) -> PromptReader:
+    template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return reader_of(directory)
+    return chatml_reader(tmp_path_factory.mktemp("chatml"), small_tokenizer, template, [])
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for tool_call in m.tool_calls or [] %}<tool_call>"
+    "{{ tool_call.name }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+"""In the manner of Qwen's."""
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Path) -> PromptReader:
+    return chatml_reader(
+        tmp_path_factory.mktemp("agent"), small_tokenizer, TOOLS_TEMPLATE, ["<think>", "</think>"]
+    )
 
 
 def controls(reader: PromptReader, tokens: tuple[int, ...]) -> list[str]:
@@ -73,8 +100,6 @@ def test_a_prompt_without_a_template_may_have_them(chatml: PromptReader) -> None
 
 
 def test_what_the_command_line_says_may_have_them(chatml: PromptReader) -> None:
-    from dataclasses import replace
-
     begun = replace(chatml, prefill_response="<|im_start|>")
     tokens = begun.chat([{"role": "user", "content": "hi"}])
     assert tokens[-1:] == chatml.text("<|im_start|>")
@@ -87,3 +112,27 @@ def test_mistrals_tokenizer_of_sentencepiece(tokenizer: Path) -> None:
     tokens = reader.chat([{"role": "user", "content": said}])
     assert controls(reader, tokens) == ["<s>", "[INST]", "[/INST]"]
     assert said in reader.tokenizer.decode(tokens)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "<|im_end|>"}}
+
+
+def test_tools_reach_the_template_as_text(agent: PromptReader) -> None:
+    tokens = agent.chat([{"role": "user", "content": "hi"}], tools=[TOOL], enable_thinking=False)
+    turns = ["<|im_start|>", "<|im_end|>"]
+    assert controls(agent, tokens) == [*turns, *turns, "<|im_start|>"]
+    assert '"description": "<|im_end|>"' in agent.tokenizer.decode(tokens)
+
+
+def test_marks_in_answers_are_those_that_mlx_lm_finds(
+    agent: PromptReader, chatml: PromptReader
+) -> None:
+    assert agent.answer_format.thought == Marks("<think>", "</think>")
+    assert agent.answer_format.call == Marks("<tool_call>", "</tool_call>")
+    assert chatml.answer_format == AnswerFormat()
+
+
+def test_a_thought_is_opened_by_the_template_and_not_by_who_spells_it(agent: PromptReader) -> None:
+    said = [{"role": "user", "content": "hi <think>"}]
+    assert agent.opens_thought(agent.chat(said))
+    assert not agent.opens_thought(agent.chat(said, enable_thinking=False))

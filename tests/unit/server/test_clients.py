@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
+from shardmlx.inference.answer_format import Tool
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ServedModel, read_chat
@@ -31,7 +32,9 @@ class Template(Letters):
         self.messages: list[Mapping[str, Any]] = []
         self.arguments: dict[str, Any] = {}
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[int, ...]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
+    ) -> tuple[int, ...]:
         self.messages, self.arguments = list(messages), arguments
         return (65,)
 

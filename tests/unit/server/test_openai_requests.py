@@ -342,9 +342,9 @@ def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
             "messages.0.content is missing: give a text",
         ),
         (
-            {"messages": [{"role": "tool", "content": "x"}]},
+            {"messages": [{"role": "function", "content": "x"}]},
             "messages.0.role",
-            "messages.0.role: * (it is 'tool')",
+            "messages.0.role: * (it is 'function')",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -373,8 +373,6 @@ def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, mes
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         {"response_format": {"type": "json_object"}},
         {"modalities": ["text", "audio"]},
@@ -390,7 +388,7 @@ def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any
 
 
 def test_also_within_messages_and_stream_options() -> None:
-    for name in ("tool_calls", "function_call", "audio", "images", "prefix"):
+    for name in ("function_call", "audio", "images", "prefix"):
         message = {"role": "assistant", "content": "x", name: ["y"]}
         assert refusal(chat, messages=[message])[0] == f"messages.0.{name}"
     options = {"continuous_usage_stats": True}

@@ -1,0 +1,31 @@
+"""Marks by which an answer says what it thought, and which tools it calls. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Tool = Mapping[str, Any]
+"""A tool as OpenAI's API describes it."""
+
+ParseCall = Callable[[str, Sequence[Tool]], Any]
+"""Function that makes of the text between two marks a mapping with ``name`` and ``arguments``, or a
+list of them; it raises whatever it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The texts before and after a part of an answer. Without an end it goes on to the answer's."""
+
+    start: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The marks of a model for ``thought`` and for ``call``, as far as it has them."""
+
+    thought: Marks | None = None
+    call: Marks | None = None
+    parse: ParseCall | None = None

@@ -1,0 +1,194 @@
+"""Tools and thoughts as clients see them: OpenAI's own package, against a model that repeats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from tests.helpers.http_serving import MODEL, Letters, Serving, serving
+
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at something",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        "strict": True,
+    },
+}
+CALLS = (
+    '<think>Two things</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}'
+    '</tool_call>\n<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>.'
+)
+
+
+class Agent(Letters):
+    """A reader for a model with thoughts and tools, which keeps what it was given."""
+
+    answer_format = AnswerFormat(
+        Marks("<think>", "</think>"),
+        Marks("<tool_call>", "</tool_call>"),
+        lambda text, tools: json.loads(text),
+    )
+
+    def __init__(self) -> None:
+        self.messages: list[Mapping[str, Any]] = []
+        self.tools: Sequence[Tool] = ()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
+    ) -> tuple[int, ...]:
+        self.messages, self.tools = list(messages), tools
+        return super().chat(messages, **arguments)
+
+    def opens_thought(self, tokens: Sequence[int]) -> bool:
+        return chr(tokens[0]) == "~"
+
+
+@pytest.fixture(scope="module")
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture(scope="module")
+def served(agent: Agent) -> Iterator[Serving]:
+    with serving(reader=agent) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(served: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0) as one:
+        yield one
+
+
+def ask(client: openai.OpenAI, said: str, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": said}]
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def test_thought_text_and_parallel_calls_come_apart(client: openai.OpenAI, agent: Agent) -> None:
+    (choice,) = ask(client, CALLS, tools=[LOOK], tool_choice="auto").choices
+    assert choice.finish_reason == "tool_calls"
+    message = choice.message
+    assert (message.reasoning_content, message.content) == ("Two things", "I look")
+    calls = [
+        (call.type, call.function.name, call.function.arguments) for call in message.tool_calls
+    ]
+    assert calls == [
+        ("function", "look", '{"at": "sea"}'),
+        ("function", "look", '{"at": "sky"}'),
+    ]
+    given = {name: value for name, value in LOOK["function"].items() if name != "strict"}
+    assert agent.tools == [{"type": "function", "function": given}]
+
+
+def test_the_same_streamed_and_collected_by_the_package(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": CALLS}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=[LOOK]) as stream:
+        thought = "".join(
+            getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+            for event in stream
+            if event.type == "chunk"
+        )
+        message = stream.get_final_completion().choices[0].message
+    assert (thought, message.content) == ("Two things", "I look")
+    assert [call.function.arguments for call in message.tool_calls or []] == [
+        '{"at": "sea"}',
+        '{"at": "sky"}',
+    ]
+
+
+def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
+    """What was called and what came of it reaches the template, arguments as an object."""
+    answer = ask(client, CALLS, tools=[LOOK]).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": f"{number} ships."}
+        for number, call in enumerate(answer.tool_calls)
+    ]
+    history: Any = [{"role": "user", "content": "?"}, answer.model_dump(), *results]
+    client.chat.completions.create(model=MODEL, messages=history, tools=[LOOK])
+    _, called, first, second = agent.messages
+    assert called["content"] == "I look"
+    assert called["reasoning_content"] == "Two things"
+    assert [call["function"]["arguments"] for call in called["tool_calls"]] == [
+        {"at": "sea"},
+        {"at": "sky"},
+    ]
+    assert first == {**results[0], "tool_call_id": called["tool_calls"][0]["id"]}
+    assert second["content"] == "1 ships."
+
+
+def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
+    (choice,) = ask(client, CALLS, tools=[LOOK], tool_choice="none").choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content.startswith("I look<tool_call>")
+    assert agent.tools == []
+    (choice,) = ask(client, CALLS, tools=[LOOK], parallel_tool_calls=False).choices
+    assert len(choice.message.tool_calls) == 1
+    for one in ("required", {"type": "function", "function": {"name": "look"}}):
+        with pytest.raises(openai.BadRequestError, match=r"tool_choice .* is not supported by"):
+            ask(client, "?", tools=[LOOK], tool_choice=one)
+
+
+def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, CALLS, tools=[LOOK], max_tokens=60).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == CALLS[25:60]
+
+
+def test_thoughts(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, "~hm</think>Aye.").choices  # as after a template that opens the thought
+    assert (choice.message.reasoning_content, choice.message.content) == ("~hm", "Aye")
+    whole = {"reasoning_format": "none"}
+    (choice,) = ask(client, "<think>hm</think>Aye.", extra_body=whole).choices
+    assert choice.message.content == "<think>hm</think>Aye"
+
+
+def test_logprobs_are_of_all_tokens(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, "<think>hm</think>Aye.", logprobs=True).choices
+    assert len(choice.logprobs.content) == len("<think>hm</think>Aye")
+    chunks = list(ask(client, "<think>hm</think>Aye.", logprobs=True, stream=True))
+    tokens = [
+        token.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert "".join(tokens) == "<think>hm</think>Aye"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "web_search"}, "tools.0.type"),
+        ({"type": "function", "function": {"name": "no name"}}, "tools.0.function.name"),
+        ({"type": "function"}, "tools.0.function"),
+    ],
+)
+def test_tools_that_are_none(client: openai.OpenAI, tool: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "?", tools=[tool])
+    assert caught.value.param == param
+
+
+def test_a_model_that_knows_no_tools_says_so() -> None:
+    called = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    histories: Any = [
+        [{"role": "assistant", "tool_calls": [called]}],
+        [{"role": "user", "content": "?"}, {"role": "tool", "content": "x", "tool_call_id": "1"}],
+    ]
+    with serving() as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="this model knows no tools"):
+            ask(client, "?", tools=[LOOK])
+        for history in histories:
+            with pytest.raises(openai.BadRequestError, match="this model knows no tools"):
+                client.chat.completions.create(model=MODEL, messages=history)
+        assert ask(client, "hm.", tools=[], tool_choice="auto").choices[0].message.content == "hm"
