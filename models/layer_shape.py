@@ -59,11 +59,18 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of vectors of ``size``; ``elements`` is what it takes of a token, in all heads."""
+    """A norm of vectors of ``size``; ``elements`` is what it takes of a token, in all heads. It may
+    have weights of its own for each of ``heads``."""
 
     size: int
     elements: int
     bias: bool = False
+    heads: int = 0
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Shape of its weight."""
+        return (self.heads, self.size) if self.heads else (self.size,)
 
 
 class Heads(NamedTuple):
@@ -95,10 +102,20 @@ class LayerShape:
     experts: int = 0
     experts_per_token: int = 0
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    activation: int = SWIGLU
+    activation: float = SWIGLU
     """Arrays of ``mlp``'s width that the activation keeps beside gate and up."""
+    activation_weights: tuple[int, int] = (0, 0)
+    """Arrays of that width that it keeps for the gradients of weights of its own, where these are
+    trained: from the forward on, and from the gradient for the input on."""
+    passing: float = 0.0
+    """Arrays of that width that pass in the backward beyond those of SwiGLU."""
     scores: int = 1
     """Arrays that attention keeps of its scores: the probabilities, and what made them."""
+    score_weights: int = 0
+    """Arrays of scores that wait for the gradients of weights which attention adds to them."""
+    kept: int = 0
+    """Elements of a token that the forward keeps of what is not listed: norms without a weight, or
+    what is weighted."""
 
     @property
     def width(self) -> int:
@@ -108,10 +125,15 @@ class LayerShape:
         )
 
     @property
+    def is_parallel(self) -> bool:
+        """True if the MLP takes the input of attention, and both are added up at once."""
+        return not any(each.source in ("mlp", "experts") for _, each in self.linears)
+
+    @property
     def parameters(self) -> int:
         """Number of parameters."""
         linears = sum(each.parameters for _, each in self.linears)
-        norms = sum(norm.size * (1 + norm.bias) for _, norm in self.norms)
+        norms = sum(math.prod(norm.sides) * (1 + norm.bias) for _, norm in self.norms)
         return linears + norms + sum(math.prod(sides) for _, sides in self.arrays)
 
     @property
@@ -168,6 +190,8 @@ class MLP(NamedTuple):
     width: int
     experts: int = 0
     experts_per_token: int = 0
+    passing: float = 0.0
+    """Number of arrays, as in ``LayerShape.passing``."""
 
 
 def layer_of(
@@ -178,7 +202,7 @@ def layer_of(
     norms: tuple[str, ...] = NORMS,
     norm_bias: bool = False,
     window: int | None = None,
-    activation: int = SWIGLU,
+    activation: float = SWIGLU,
     scores: int = 1,
 ) -> LayerShape:
     """Return a layer of attention and MLP, with ``norms`` of the hidden states."""
@@ -194,6 +218,7 @@ def layer_of(
         experts=mlp.experts,
         experts_per_token=mlp.experts_per_token,
         activation=activation,
+        passing=mlp.passing,
         scores=scores,
     )
 
@@ -292,7 +317,8 @@ def fused_swiglu(hidden: int, width: int, *, path: str = "mlp") -> MLP:
         f"{path}.gate_up_proj": Linear("mlp", hidden, 2 * width),
         f"{path}.down_proj": Linear(f"product of {path}", width, hidden),
     }
-    return MLP(Block(linears), width)
+    # The gradients of both halves, and of the whole, which adapters scale.
+    return MLP(Block(linears), width, passing=4)
 
 
 def plain_mlp(
@@ -311,60 +337,6 @@ def plain_mlp(
         f"{path}.{down}": Linear(f"activations of {path}", width, hidden, bias),
     }
     return MLP(Block(linears), width)
-
-
-def expert_mlps(
-    config: Config,
-    width: int,
-    count: str,
-    used: str,
-    *,
-    path: str = "mlp",
-    stack: str = "switch_mlp",
-    stored: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-    bias: bool = False,
-    router: str = "gate",
-    router_bias: bool = False,
-    router_is_array: bool = False,
-    correction: str = "",
-) -> MLP:
-    """Return the gated MLPs of which the field ``count`` tells the number, and their router; a
-    token passes through so many as ``used`` tells.
-
-    Hugging Face ``stored`` each as ``PATH.experts.NUMBER.NAME``, or stacks them as mlx-lm does
-    (then no names are given). A ``router_is_array`` that is never quantised, and gets no adapter,
-    or a linear layer. ``correction`` is the path of what is added to its scores to choose, a number
-    for each expert.
-    """
-    hidden, number, active = config.count("hidden_size"), config.count(count), config.count(used)
-    if active > number:
-        raise UserError(f"config.json: {used} {active} is more than {count} {number}", AGAIN)
-    linears: dict[str, Linear] = {}
-    arrays: dict[str, tuple[int, ...]] = {}
-    if router_is_array:
-        arrays[f"{path}.{router}.weight"] = (number, hidden)
-    else:
-        linears[f"{path}.{router}"] = Linear("mlp", hidden, number, router_bias)
-    if correction:
-        arrays[f"{path}.{correction}"] = (number,)
-    sides = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
-    theirs = [f"{path}.experts.{{}}.{name}" for name in stored] or [""] * len(sides)
-    for (name, (inputs, outputs)), single in zip(sides.items(), theirs, strict=True):
-        source = "product" if name == "down_proj" else "experts"
-        linears[f"{path}.{stack}.{name}"] = Linear(
-            source, inputs, outputs, bias, number, active, single
-        )
-    return MLP(Block(linears, arrays=arrays), width * active, number, active)
-
-
-def with_shared(mlp: MLP, shared: MLP) -> MLP:
-    """Return experts beside which every token passes through a ``shared`` MLP."""
-    block = Block(
-        {**mlp.block.linears, **shared.block.linears},
-        {**mlp.block.norms, **shared.block.norms},
-        {**mlp.block.arrays, **shared.block.arrays},
-    )
-    return MLP(block, mlp.width + shared.width, mlp.experts, mlp.experts_per_token)
 
 
 def windows(config: Config) -> list[int | None]:

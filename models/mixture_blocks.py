@@ -6,19 +6,73 @@ which some are shared (arXiv:2401.06066).
 
 from __future__ import annotations
 
-from shardmlx.models.config_reader import Config
+from shardmlx.errors import UserError
+from shardmlx.models.config_reader import AGAIN, Config
 from shardmlx.models.layer_shape import (
+    MLP,
     Attention,
     Block,
     Heads,
     LayerShape,
     Linear,
     Norm,
-    expert_mlps,
     layer_of,
     swiglu,
-    with_shared,
 )
+
+
+def expert_mlps(
+    config: Config,
+    width: int,
+    count: str,
+    used: str,
+    *,
+    path: str = "mlp",
+    stack: str = "switch_mlp",
+    stored: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
+    router: str = "gate",
+    router_bias: bool = False,
+    router_is_array: bool = False,
+    correction: str = "",
+) -> MLP:
+    """Return the gated MLPs of which the field ``count`` tells the number, and their router; a
+    token passes through so many as ``used`` tells.
+
+    Hugging Face ``stored`` each as ``PATH.experts.NUMBER.NAME``, or stacks them as mlx-lm does
+    (then no names are given). A ``router_is_array`` that is never quantised, and gets no adapter,
+    or a linear layer. ``correction`` is the path of what is added to its scores to choose, a number
+    for each expert.
+    """
+    hidden, number, active = config.count("hidden_size"), config.count(count), config.count(used)
+    if active > number:
+        raise UserError(f"config.json: {used} {active} is more than {count} {number}", AGAIN)
+    linears: dict[str, Linear] = {}
+    arrays: dict[str, tuple[int, ...]] = {}
+    if router_is_array:
+        arrays[f"{path}.{router}.weight"] = (number, hidden)
+    else:
+        linears[f"{path}.{router}"] = Linear("mlp", hidden, number, router_bias)
+    if correction:
+        arrays[f"{path}.{correction}"] = (number,)
+    sides = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    theirs = [f"{path}.experts.{{}}.{name}" for name in stored] or [""] * len(sides)
+    for (name, (inputs, outputs)), single in zip(sides.items(), theirs, strict=True):
+        source = "product" if name == "down_proj" else "experts"
+        linears[f"{path}.{stack}.{name}"] = Linear(
+            source, inputs, outputs, bias, number, active, single
+        )
+    return MLP(Block(linears, arrays=arrays), width * active, number, active)
+
+
+def with_shared(mlp: MLP, shared: MLP) -> MLP:
+    """Return experts beside which every token passes through a ``shared`` MLP."""
+    block = Block(
+        {**mlp.block.linears, **shared.block.linears},
+        {**mlp.block.norms, **shared.block.norms},
+        {**mlp.block.arrays, **shared.block.arrays},
+    )
+    return MLP(block, mlp.width + shared.width, mlp.experts, mlp.experts_per_token, mlp.passing)
 
 
 def latent_attention(config: Config, *, absorbed: bool) -> Attention:
@@ -55,7 +109,9 @@ def latent_attention(config: Config, *, absorbed: bool) -> Attention:
         linears[f"{path}.kv_b_proj"] = Linear("latent", latent, heads * (plain + values))
     linears[f"{path}.o_proj"] = Linear("values", heads * values, hidden, bias)
     cached = latent + rotary if absorbed else heads * (key + values)
-    return Attention(Block(linears, norms), Heads(heads, heads, key, values, cached))
+    # Values that are cut out of what one layer makes keep all of it.
+    joined = 0 if absorbed else heads * plain
+    return Attention(Block(linears, norms), Heads(heads, heads, key, values, cached, joined))
 
 
 def routed_layers(

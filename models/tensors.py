@@ -154,7 +154,7 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
 
 
 def _norm(norm: Norm) -> Module:
-    sides = (norm.size,)
+    sides = norm.sides
     return Module(sides, sides if norm.bias else None, is_quantisable=False)
 
 

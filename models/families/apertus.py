@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
@@ -21,7 +23,9 @@ def layers(config: Config) -> list[LayerShape]:
     activation = {f"mlp.act_fn.{name}": () for name in ("alpha_n", "alpha_p", "beta", "eps")}
     mlp = mlp._replace(block=mlp.block._replace(arrays=activation))
     norms = ("attention_layernorm", "feedforward_layernorm")
-    layer = layer_of(hidden, attention, mlp, norms=norms, activation=0)
+    layer = layer_of(hidden, attention, mlp, norms=norms, activation=0.35)
+    # Its gradients of alpha are sums over as many numbers.
+    layer = replace(layer, activation_weights=(2, 4), passing=4)
     return [layer] * config.count("num_hidden_layers")
 
 

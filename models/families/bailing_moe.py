@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
-from shardmlx.models.layer_shape import (
-    LayerShape,
-    expert_mlps,
-    fused,
-    grouped_attention,
-    layer_of,
-    swiglu,
-    with_shared,
-)
+from shardmlx.models.layer_shape import LayerShape, fused, grouped_attention, layer_of, swiglu
+from shardmlx.models.mixture_blocks import expert_mlps, with_shared
 
 
 def layers(config: Config) -> list[LayerShape]:

@@ -6,6 +6,7 @@ from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
     LayerShape,
+    Norm,
     grouped_attention,
     layer_of,
     swiglu,
@@ -23,11 +24,12 @@ def layers(config: Config) -> list[LayerShape]:
     attention = grouped_attention(config, dim, groups, bias=bias, output_bias=bias)
     if config.switch("use_qk_norm"):
         # A weight for each element of each head.
+        heads = config.count("num_attention_heads")
         norms = {
-            "self_attn.q_norm.weight": (config.count("num_attention_heads"), dim),
-            "self_attn.k_norm.weight": (groups, dim),
+            "self_attn.q_norm": Norm(dim, heads * dim, heads=heads),
+            "self_attn.k_norm": Norm(dim, groups * dim, heads=groups),
         }
-        attention = attention._replace(block=attention.block._replace(arrays=norms))
+        attention = attention._replace(block=attention.block._replace(norms=norms))
     # Of the norm's output, as attention.
     mlp = swiglu(hidden, config.count("intermediate_size"), source="attention")
     layer = layer_of(hidden, attention, mlp, norms=("input_layernorm",))

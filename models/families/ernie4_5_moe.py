@@ -6,15 +6,8 @@ from collections.abc import Callable
 
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
-from shardmlx.models.layer_shape import (
-    LayerShape,
-    expert_mlps,
-    grouped_attention,
-    head_dim,
-    layer_of,
-    swiglu,
-    with_shared,
-)
+from shardmlx.models.layer_shape import LayerShape, grouped_attention, head_dim, layer_of, swiglu
+from shardmlx.models.mixture_blocks import expert_mlps, with_shared
 
 
 def layers(config: Config) -> list[LayerShape]:

@@ -10,11 +10,11 @@ from shardmlx.models.layer_shape import (
     FULL,
     WINDOWED,
     LayerShape,
-    expert_mlps,
     grouped_attention,
     layer_of,
     windows,
 )
+from shardmlx.models.mixture_blocks import expert_mlps
 
 
 def layers(config: Config) -> list[LayerShape]:
@@ -46,6 +46,9 @@ def layers(config: Config) -> list[LayerShape]:
             layer_of(hidden, attention._replace(block=block), mlp, window=window),
             # Clipped gate and up, up once more and by one more, and those of swiglu.
             activation=5,
+            passing=3,
+            # What a sink adds to them.
+            score_weights=1,
         )
         for window in windows(kinds)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import LayerShape, grouped_attention, layer_of, swiglu
@@ -14,7 +16,12 @@ def layers(config: Config) -> list[LayerShape]:
         config, config.count("head_dim"), config.count("num_key_value_heads")
     )
     mlp = swiglu(hidden, config.count("intermediate_size_mlp"), path="feed_forward")
-    return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
+    layer = layer_of(hidden, attention, mlp)
+    if config.switch("use_qk_norm"):
+        # Norms without weights.
+        heads = attention.heads
+        layer = replace(layer, kept=(heads.queries + heads.keys) * heads.key_dim)
+    return [layer] * config.count("num_hidden_layers")
 
 
 FAMILY = Family(layers=layers, tied=None, head="output")

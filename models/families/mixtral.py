@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
-from shardmlx.models.layer_shape import LayerShape, expert_mlps, grouped_attention, layer_of
+from shardmlx.models.layer_shape import LayerShape, grouped_attention, layer_of
+from shardmlx.models.mixture_blocks import expert_mlps
 
 
 def layers(config: Config) -> list[LayerShape]:

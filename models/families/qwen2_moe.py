@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
@@ -9,13 +11,12 @@ from shardmlx.models.layer_shape import (
     Block,
     LayerShape,
     Linear,
-    expert_mlps,
     grouped_attention,
     kv_heads,
     layer_of,
     swiglu,
-    with_shared,
 )
+from shardmlx.models.mixture_blocks import expert_mlps, with_shared
 
 
 def layers(config: Config) -> list[LayerShape]:
@@ -30,7 +31,9 @@ def layers(config: Config) -> list[LayerShape]:
     )
     gate = MLP(Block({"mlp.shared_expert_gate": Linear("mlp", hidden, 1)}), 0)
     mlp = with_shared(with_shared(experts, shared), gate)
-    return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
+    # The shared expert's answer, before its gate.
+    layer = replace(layer_of(hidden, attention, mlp), kept=hidden)
+    return [layer] * config.count("num_hidden_layers")
 
 
 FAMILY = Family(layers=layers, tied=False, is_tied_by_config=False)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
-from shardmlx.models.layer_shape import (
-    LayerShape,
-    expert_mlps,
-    grouped_attention,
-    kv_heads,
-    layer_of,
-    swiglu,
-)
+from shardmlx.models.layer_shape import LayerShape, grouped_attention, kv_heads, layer_of, swiglu
+from shardmlx.models.mixture_blocks import expert_mlps
 
 
 def layers(config: Config) -> list[LayerShape]:

@@ -246,7 +246,7 @@ def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
 def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield what attention and MLP keep for the gradient of their inputs."""
     tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
-    arrays = {
+    arrays: dict[str, float] = {
         "scaled queries": widths.queries,
         "keys": widths.keys,
         "values": widths.values,
@@ -261,8 +261,15 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     # Of other activations all is kept.
     if not setup.is_selective or layer.activation != SWIGLU:
         arrays["arrays of the activation"] = layer.activation * widths.mlp
+    arrays["what is kept besides"] = layer.kept
     for name, width in arrays.items():
-        yield Array(name, Alive.F_TO_I, tokens * width, size)
+        yield Array(name, Alive.F_TO_I, round(tokens * width), size)
+    if not setup.has_adapters:
+        forward, backward = (tokens * count * widths.mlp for count in layer.activation_weights)
+        yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
+        yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
+        scores = tokens * layer.score_weights * widths.scores
+        yield Array("gradients of scores with weights", Alive.I_TO_W, scores, size)
     if layer.experts:
         answers = tokens * layer.experts_per_token * widths.hidden
         yield Array("experts' answers before they are weighted", Alive.F_TO_I, answers, size)
@@ -274,6 +281,8 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
     itemsize = FLOAT32 if setup.has_adapters else size
+    if layer.is_parallel and not setup.has_adapters:
+        outputs -= tokens * setup.shape.hidden_size  # attention and MLP have one gradient
 
     # Layers share an input that they use as it is. An adapter makes a float32 copy of its own, with
     # dropout, or where the input is of another type; of these a compiled stage makes one.
@@ -317,7 +326,7 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
         moments = forward.recomputed, backward.recomputed
     else:
         moments = forward.held, backward.held
-    other = [SELECTIVE_MOMENT] * setup.is_selective
+    other = [Counts(mlp=layer.passing)] + [SELECTIVE_MOMENT] * setup.is_selective
     if setup.attention_piece is not None:
         pieces = IN_PIECES[_in_pieces(setup, trains)]
         other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)
