@@ -8,7 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from io import BufferedReader
-from typing import Any
+from typing import Any, Protocol
+
+
+class Digest(Protocol):
+    """A digest that takes bytes as they come."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
 
 DIGEST_BYTES = 16
 """Length of a digest of tensors."""

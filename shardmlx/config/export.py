@@ -130,6 +130,12 @@ class ExportOptions:
         choices=("float32", "bfloat16", "float16"),
         group=_CONTENT,
     )
+    gguf: bool = option(
+        False,
+        "write one file for llama.cpp and Ollama, in float16, in the place of safetensors: of "
+        "llama, mistral and mixtral, as far as mlx-lm writes it",
+        group=_CONTENT,
+    )
     revision: str | None = revision_option(_FILES)
     max_shard: int = option(
         5 * GIB,
@@ -157,6 +163,14 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.gguf and self.quantize is not None:
+            raise OptionError(
+                "gguf", "is in float16", "leave out --quantize; llama-quantize packs it"
+            )
+        if self.gguf and self.dtype is not None:
+            raise OptionError("gguf", "is in float16", "leave out --dtype")
+        if self.gguf and self.verify:
+            raise OptionError("gguf", "is no file that --verify knows", "leave one out")
         if not self.output_dir:
             raise OptionError("output_dir", "is empty", "name a directory")
 

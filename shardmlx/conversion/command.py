@@ -11,15 +11,16 @@ from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
+from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import OutputDirectory
 from shardmlx.conversion.ranks import export_on_ranks
-from shardmlx.conversion.shards import plan_shards, specs_of
+from shardmlx.conversion.shards import Shards, plan_shards, specs_of
 from shardmlx.conversion.sources import Source, open_source
 from shardmlx.conversion.steps import SMALL_FILES, announce, identity_of, not_written, write_files
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
-from shardmlx.distributed.agreement import on_all_ranks
+from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.modelfiles.model_files import read_model
@@ -35,6 +36,8 @@ def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
     """
     reporter = Reporter(quiet=transport.rank != 0)
     started = time.monotonic()
+    if options.gguf and transport.size > 1:
+        raise AgreedError(f"--gguf on {transport.size} ranks", "run it on one")
     if transport.size > 1:
         is_whole = export_on_ranks(options, transport, reporter)
     else:
@@ -65,14 +68,20 @@ def _write(
     """Write all of the model into the working directory; nothing of it where that is refused."""
     model = build_lazily(source.path, trained, options)
     gc.collect()  # modules hold weights that were not used, in cycles
-    shards = plan_shards([specs_of(model.weights)], options.max_shard)
+    shards: Shards
+    if options.gguf:
+        check_gguf(model, source.path)
+        model = as_gguf(model)
+        shards = plan_gguf(model, source.path)
+    else:
+        shards = plan_shards([specs_of(model.weights)], options.max_shard)
     adapters = "none" if trained is None else trained.identity
     identity = identity_of(options, source.identity, adapters, shards)
     goes_on = output.check_same(identity)
     output.check_room(shards, [0], SMALL_FILES + source.largest)
     output.begin(identity)
     announce(options, model, shards, reporter)
-    texts = texts_of(model, shards, source.path, source.repository)
+    texts = {} if options.gguf else texts_of(model, shards, source.path, source.repository)
     source.watch(model.weights, model.read)
     model.read.clear()
     write_files(
@@ -95,16 +104,14 @@ def _write(
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
     """Say what there is now; look at it after ``--verify``."""
     path = Path(options.output_dir).expanduser()
-    files = read_model(Directory(path))
-    nbytes = sum(header.file_size for header in files.headers.values())
+    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")]
+    nbytes = sum(file.stat().st_size for file in weights)
     reporter.say(
-        f"{path}: {plural(len(files.headers), 'file')} of weights, {gibibytes(nbytes)}, in "
+        f"{path}: {plural(len(weights), 'file')} of weights, {gibibytes(nbytes)}, in "
         f"{seconds:.1f} s; peak memory {gibibytes(peak_resident_bytes())}"
     )
-    if not is_whole:
-        return
-    if options.verify:
-        verification = verify(files)
+    if options.verify and is_whole:
+        verification = verify(read_model(Directory(path)))
         for line in (*verification.checked, *verification.faults):
             reporter.say(line)
         if verification.faults:

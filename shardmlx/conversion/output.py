@@ -170,7 +170,7 @@ class OutputDirectory:
             raise UserError(f"-o {self.path} cannot be read: {error.strerror or error}") from None
 
 
-_SHOWN = ("model", "quantize", "dtype", "dequantize", "ranks", "mlx", "mlx-lm")
+_SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "mlx-lm")
 """Parts of the identity of an export that say something to the user."""
 
 

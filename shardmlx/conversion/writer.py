@@ -1,16 +1,20 @@
-"""Compute lazy tensors one by one, and write each where its file has room for it."""
+"""Compute lazy tensors one by one; write each where its file has room for it, while the next is
+computed."""
 
 from __future__ import annotations
 
+import hashlib
 import signal
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.common.digests import new_digest
+from shardmlx.common.digests import Digest
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.conversion.lazy_model import LazyModel
@@ -19,10 +23,14 @@ from shardmlx.distributed.signals import Signals
 from shardmlx.errors import Stopped
 from shardmlx.loading.page_cache import PageCache
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.modelfiles.model_files import PlacedTensor
 
 _PIECE = 4 << 20
 _MEGABYTE = 10**6
+
+
+def new_digest() -> Digest:
+    """Return an empty digest for the record: SHA-256, for which processors have instructions."""
+    return hashlib.sha256()
 
 
 def write_tensors(
@@ -53,12 +61,17 @@ def write_tensors(
     page_cache = PageCache(drop)
     for name in model.weights.keys() - {spec.name for spec in specs}:
         del model.weights[name]  # of other ranks
-    with _stops(may_stop) as stop, reporter.bar("export, MB", total, written // _MEGABYTE) as bar:
+    with (
+        _stops(may_stop) as stop,
+        _behind(copy, max((spec.nbytes for spec in specs), default=0)) as behind,
+        reporter.bar("export, MB", total, written // _MEGABYTE) as bar,
+    ):
         for number, spec in enumerate(specs):
             array = model.weights.pop(spec.name)
             if spec.name in done:
                 continue
             if signals := stop():
+                behind.finish()
                 copy.flush()
                 raise Stopped(
                     signals[0],
@@ -66,26 +79,81 @@ def write_tensors(
                     "goes on",
                 )
             bring(spec.name)
+            behind.make_room(spec.nbytes)
             array = mx.contiguous(array)
             mx.eval(array)
-            copy.add(spec.name, _write(copy, copy.place(spec.name), buffer_of(array)))
+            behind.put(spec.name, array)
             del array
             mx.clear_cache()
             written += spec.nbytes
             page_cache.count(2 * spec.nbytes)
             bar.show(written // _MEGABYTE, total)
+        behind.finish()
     copy.flush()
     page_cache.clear()
 
 
-def _write(copy: PartialCopy, place: PlacedTensor, data: memoryview) -> bytes:
-    """Write a tensor's bytes; return their digest."""
+class _Behind:
+    """A thread that writes tensors, and one that computes their digests, while the next ones are
+    computed. All that wait to be written have ``most`` bytes, or are one tensor."""
+
+    def __init__(self, copy: PartialCopy, most: int) -> None:
+        self._copy, self._most = copy, most
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
+        self._nbytes = 0
+        self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def make_room(self, nbytes: int) -> None:
+        """Return once a tensor of so many bytes may be computed. Raises what a write raised."""
+        while self._waiting and self._nbytes + nbytes > self._most:
+            self._wait()
+
+    def put(self, name: str, array: mx.array) -> None:
+        """Write an evaluated tensor soon, and record it then."""
+        data = buffer_of(array)
+        digest = self.hasher.submit(_digest, data)
+        self._waiting.append((len(data), self.writer.submit(self._write, name, data, digest)))
+        self._nbytes += len(data)
+
+    def finish(self) -> None:
+        """Return once all is written. Raises what a write raised."""
+        while self._waiting:
+            self._wait()
+
+    def _wait(self) -> None:
+        nbytes, written = self._waiting.popleft()
+        written.result()
+        self._nbytes -= nbytes
+
+    def _write(self, name: str, data: memoryview, digest: Future[bytes]) -> None:
+        place = self._copy.place(name)
+        for start, piece in _pieces(data):
+            self._copy.write(place.file, place.start + start, piece)
+        self._copy.add(name, digest.result())
+
+
+@contextmanager
+def _behind(copy: PartialCopy, most: int) -> Iterator[_Behind]:
+    behind = _Behind(copy, most)
+    with behind.hasher, behind.writer:
+        try:
+            yield behind
+        except BaseException:
+            behind.writer.shutdown(cancel_futures=True)
+            raise
+
+
+def _digest(data: memoryview) -> bytes:
     digest = new_digest()
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        copy.write(place.file, place.start + start, piece)
+    for _, piece in _pieces(data):
         digest.update(piece)
     return digest.digest()
+
+
+def _pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield offset and bytes, piece by piece."""
+    for start in range(0, len(data), _PIECE):
+        yield start, data[start : start + _PIECE]
 
 
 @contextmanager
