@@ -48,6 +48,8 @@ class Family:
     """False where a position in the row is more to a layer than the order of tokens."""
     takes_batches: bool = True
     """False where mlx-lm's layers generate with one sequence at a time."""
+    has_gguf: bool = False
+    """True if mlx-lm can write it as GGUF."""
     text: str | None = None
     """Field of config.json that holds the text model, which then is a family of its own."""
     text_types: tuple[str, ...] = ()

@@ -31,4 +31,5 @@ FAMILY = Family(
     model_types=("mistral",),
     dropped=r"self_attn\.rotary_emb\.inv_freq",
     chooses_caches=True,
+    has_gguf=True,
 )

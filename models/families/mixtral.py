@@ -24,4 +24,4 @@ def layers(config: Config) -> list[LayerShape]:
     return [layer_of(hidden, attention, mlp)] * config.count("num_hidden_layers")
 
 
-FAMILY = Family(layers=layers, tied=False)
+FAMILY = Family(layers=layers, tied=False, has_gguf=True)

@@ -23,12 +23,10 @@ from shardmlx.conversion.shards import Shards, specs_of
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.models.registry import FAMILIES
 
 GGUF_FILE = "ggml-model-f16.gguf"
 """Name of the file, as in mlx-lm."""
-
-FAMILIES = ("llama", "mistral", "mixtral")
-"""Model types of which mlx-lm writes GGUF."""
 
 _ALIGNMENT = 32
 _VERSION = 3
@@ -51,9 +49,9 @@ def check_gguf(model: LazyModel, source: Path) -> None:
 
 
 def _why_not(config: Mapping[str, Any], source: Path) -> str | None:
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        return f"mlx-lm writes GGUF of {', '.join(FAMILIES)}, not of {family}"
+    able = [name for name, family in FAMILIES.items() if family.has_gguf]
+    if config.get("model_type") not in able:
+        return f"mlx-lm writes GGUF of {', '.join(able)}, not of {config.get('model_type')}"
     heads = config["num_attention_heads"]
     if config.get("head_dim") not in (None, config["hidden_size"] // heads):
         return f"mlx-lm's GGUF has no head_dim, and this model has {config['head_dim']}"
@@ -107,7 +105,7 @@ class _Manifest(ModelManifest):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile(Shards):
-    """One file for all tensors, which begins with ``head``."""
+    """A file for all tensors, which begins with ``head``."""
 
     head: bytes
 
