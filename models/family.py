@@ -38,6 +38,9 @@ class Family:
     """Pattern of the names of tensors that mlx-lm passes over."""
     drops_further_layers: bool = False
     """True if mlx-lm passes over layers after the last: those that predict more tokens."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names that mlx-lm changes as it loads, and what it puts in their place: the
+    first that fits."""
     stored_otherwise: str | None = None
     """Pattern of names that only Hugging Face's tensors have, where mlx-lm cuts or joins them."""
     chooses_caches: bool = False

@@ -183,6 +183,14 @@ def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
     return False
 
 
+def loaded_name(name: str, shape: ModelShape) -> str:
+    """Return the name under which mlx-lm loads a tensor."""
+    for beginning, instead in shape.outer_family.renames:
+        if name.startswith(beginning):
+            return instead + name.removeprefix(beginning)
+    return name
+
+
 def is_stored_otherwise(names: Iterable[str], shape: ModelShape) -> bool:
     """Return whether these are names of Hugging Face that mlx-lm cuts or joins when it loads."""
     pattern = shape.family.stored_otherwise

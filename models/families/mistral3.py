@@ -13,4 +13,9 @@ FAMILY = Family(
     text_types=("ministral3", "mistral4"),
     text_default="llama",
     prefix="language_model.",
+    renames=(
+        ("model.language_model.", "language_model.model."),
+        ("model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ),
 )

@@ -74,6 +74,7 @@ class _Stage:
     setup: TrainingSetup
     start: int
     stop: int
+    kinds: tuple[LayerMemory, ...]
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.setup.shape.num_layers:
@@ -95,13 +96,11 @@ class _Stage:
 
     def each_layer(self, start: int) -> list[LayerMemory]:
         """Return what each layer from ``start`` takes."""
-        kinds = _kinds(self.setup)
-        return [kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
+        return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
     def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
         """Return what layers ``start`` to ``stop`` take, those that are alike once."""
-        kinds = _kinds(self.setup)
-        return [kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
+        return [self.kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
 
     @property
     def trained(self) -> list[int]:
@@ -146,7 +145,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
     It has the embedding if ``start`` is 0, norm and lm_head if ``stop`` is the number of layers.
     """
-    stage = _Stage(setup, start, stop)
+    stage = _Stage(setup, start, stop, _kinds(setup))
     trained = stage.trained
     parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
     weights = sum(setup.weight_sizes.layers[start:stop]) + sum(stage.ends)

@@ -19,6 +19,7 @@ from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.tensors import loaded_name
 from shardmlx.partitioners.costs import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -206,9 +207,13 @@ def _has_first_moment(fine_tune: FineTune) -> bool:
 
 def activation_dtype(inspection: Inspection) -> str:
     """Return the type that activations are computed in: the final norm is never quantised."""
-    norm = "model.norm" if inspection.shape is None else inspection.shape.norm_path
-    tensors = inspection.head.tensors
-    stored = next((t.place.dtype for t in tensors if t.name == f"{norm}.weight"), "none")
+    shape = inspection.shape
+    norm = "model.norm" if shape is None else shape.norm_path
+    named = {
+        t.name if shape is None else loaded_name(t.name, shape): t.place.dtype
+        for t in inspection.head.tensors
+    }
+    stored = named.get(f"{norm}.weight", "none")
     if stored not in DTYPES:
         raise UserError(
             f"the weights are stored as {stored}", "use --dtype float32, bfloat16 or float16"

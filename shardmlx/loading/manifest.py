@@ -135,6 +135,8 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
 
     It also reads what mlx-lm drops of a layer after a look at it: scales that it multiplies in.
     """
+    if shape.outer_family is not shape.family and shape.outer_family.drops(name):
+        return False  # what sees or hears
     part = place_of(name, shape)
     is_last = stop == shape.num_layers
     if isinstance(part, int):

@@ -24,6 +24,7 @@ from shardmlx.models.tensors import (
     has_separate_experts,
     infer_quantisation,
     is_dropped,
+    loaded_name,
     modules,
     read_quantisation,
 )
@@ -218,6 +219,8 @@ def part_of(name: str, shape: ModelShape | None) -> str | int:
 
 def place_of(name: str, shape: ModelShape | None) -> str | int:
     """Return the part that a tensor belongs to by its name: layers may come after the last."""
+    if shape is not None:
+        name = loaded_name(name, shape)
     names = None if shape is None else shape.names
     if names is not None and _LAYER.search(name) and not name.startswith(names.layers):
         return OTHER

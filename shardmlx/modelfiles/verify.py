@@ -21,6 +21,7 @@ from shardmlx.models.tensors import (
     infer_quantisation,
     is_dropped,
     is_stored_otherwise,
+    loaded_name,
     modules,
     read_quantisation,
 )
@@ -124,7 +125,7 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
 
 
 def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
-    tensors = files.tensors
+    tensors = {loaded_name(name, shape): place for name, place in files.tensors.items()}
     family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
     config = read_quantisation(files.config)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak, stage_memory
+from shardmlx.costmodel.memory import StageMemory, TrainingSetup, stage_memory
+from shardmlx.costmodel.peak_terms import Term, peak_of, peak_terms
 from shardmlx.costmodel.workload import Workload
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.actions import Kind
@@ -143,34 +143,48 @@ def _peaks(
         for stage, rank in enumerate(way.placement)
     ]
 
-    layers, pattern = workload.shape.num_layers, workload.shape.pattern
+    shape, first = workload.shape, workload.first_trained_layer
+    layers = shape.num_layers
     upto = list(accumulate(workload.weight_sizes.layers, initial=0.0))
-    first = workload.first_trained_layer
+    # How many layers of each kind lie below a layer.
+    below = [
+        list(accumulate((each == kind for each in shape.pattern), initial=0))
+        for kind in range(len(shape.kinds))
+    ]
+    numbers: dict[tuple[Hashable, ...], int] = {}
+    memories: list[StageMemory] = []
+    terms: dict[tuple[int, bool, bool], list[Term]] = {}
+    known: dict[tuple[int, int], int] = {}
 
     @cache
-    def look(start: int, stop: int) -> tuple[Hashable, ...]:
-        """Return what decides the memory of a range of layers."""
+    def look(start: int, stop: int) -> int:
+        """Return the number of what decides the memory of a range of layers."""
         lowest = min(max(start, first), stop)
-        frozen, trained = (
-            tuple(sorted(Counter(part).items()))
-            for part in (pattern[start:lowest], pattern[lowest:stop])
-        )
+        frozen = tuple(each[lowest] - each[start] for each in below)
+        trained = tuple(each[stop] - each[lowest] for each in below)
         ends = (start == 0, stop == layers, start > first)
-        return (frozen, trained, upto[stop] - upto[start], *ends)
-
-    memories: dict[tuple[Hashable, ...], StageMemory] = {}
-    known: dict[tuple[int, tuple[Hashable, ...]], int] = {}
+        number = numbers.setdefault(
+            (frozen, trained, upto[stop] - upto[start], *ends), len(numbers)
+        )
+        if number == len(memories):
+            memories.append(stage_memory(setup, start, stop))
+        return number
 
     def peak(stage: int, start: int, stop: int) -> float:
-        of_range = look(start, stop)
-        if (stage, of_range) not in known:
-            if of_range not in memories:
-                memories[of_range] = stage_memory(setup, start, stop)
-            memory = memories[of_range]
-            kinds = _kinds(memory)
-            own = [action for action in of_stage[stage] if action.kind in kinds]
-            known[stage, of_range] = rank_peak(own, {stage: memory}, setup)
-        return known[stage, of_range]
+        number = look(start, stop)
+        if (stage, number) not in known:
+            memory = memories[number]
+            has = (stage, memory.has_input_gradient, memory.is_trained)
+            if has not in terms:
+                kinds = _kinds(memory)
+                terms[has] = peak_terms(
+                    [action for action in of_stage[stage] if action.kind in kinds],
+                    has_input_gradient=memory.has_input_gradient,
+                    is_trained=memory.is_trained,
+                    sums_at_input=setup.grad_checkpoint,
+                )
+            known[stage, number] = peak_of(terms[has], memory, setup)
+        return known[stage, number]
 
     return peak
 
