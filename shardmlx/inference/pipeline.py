@@ -36,6 +36,7 @@ import numpy as np
 from shardmlx.distributed.messages import Handle, PeerLost, TransportError, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
+from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -97,8 +98,15 @@ class FirstStage(InferenceStage):
         max_kv_size: int | None = None,
         random_state: int = 0,
         prefix_cache: PrefixCache | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(transport, part, max_kv_size=max_kv_size, random_state=random_state)
+        super().__init__(
+            transport,
+            part,
+            max_kv_size=max_kv_size,
+            random_state=random_state,
+            grammars=grammars,
+        )
         self._scheduler = scheduler
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
@@ -291,8 +299,15 @@ class LaterStage(InferenceStage):
         *,
         max_kv_size: int | None = None,
         random_state: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(transport, part, max_kv_size=max_kv_size, random_state=random_state)
+        super().__init__(
+            transport,
+            part,
+            max_kv_size=max_kv_size,
+            random_state=random_state,
+            grammars=grammars,
+        )
         self._announced: deque[tuple[Item, mx.array, Handle | None]] = deque()
         self._next = self._post_announcement()
 

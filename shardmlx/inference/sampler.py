@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
 
 from shardmlx.compat import random_key
+from shardmlx.inference.grammars import Grammars, Matcher
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -64,7 +65,8 @@ class _SequenceState:
     """The state from which a sequence's next token is sampled.
 
     ``state`` is that of its random stream; ``after`` the lazy one after a sampled token.
-    ``history`` holds its tokens, where a processor looks back at them.
+    ``history`` holds its tokens, where a processor looks back at them; ``matcher`` knows which may
+    come next, where there is a grammar.
     """
 
     params: SamplingParams
@@ -72,14 +74,17 @@ class _SequenceState:
     sampler: Sampler | None
     processors: Sequence[LogitsProcessor]
     history: list[int] = field(default_factory=list)
+    matcher: Matcher | None = None
     after: mx.array | None = None
 
 
 class BatchSampler:
-    """A sampler for all sequences under way. ``start`` is the run's own random state."""
+    """A sampler for all sequences under way. ``start`` is the run's own random state, ``grammars``
+    are there if a sequence may have one."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, grammars: Grammars | None = None) -> None:
         self._start = start
+        self._grammars = grammars
         self._sequences: dict[int, _SequenceState] = {}
 
     def open(self, sequence: int, params: SamplingParams) -> None:
@@ -91,7 +96,14 @@ class BatchSampler:
             None if params.is_greedy else sampler_of(params),
             processors_of(params),
             list(params.context),
+            self._matcher(params),
         )
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.grammar is None:
+            return None
+        assert self._grammars is not None, "rank 0 takes no grammars where there are none"
+        return self._grammars.matcher(params.grammar)
 
     def close(self, sequences: Sequence[int]) -> None:
         """Forget sequences that have ended."""
@@ -105,7 +117,7 @@ class BatchSampler:
         lazy: evaluate it, then call ``settle``.
         """
         known = [self._sequences[sequence] for sequence in sequences]
-        if any(sequence.processors for sequence in known):
+        if any(sequence.processors or sequence.matcher for sequence in known):
             rows = [_processed(sequence, logits[i : i + 1]) for i, sequence in enumerate(known)]
             logits = mx.concatenate(rows)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -125,11 +137,15 @@ class BatchSampler:
                 known.after = None
             if known.processors:
                 known.history.append(token)
+            if known.matcher is not None:
+                known.matcher.take(token)
 
 
 def _processed(sequence: _SequenceState, logits: mx.array) -> mx.array:
     for process in sequence.processors:
         logits = process(mx.array(sequence.history, mx.int32), logits)
+    if sequence.matcher is not None:
+        logits = mx.where(sequence.matcher.allowed(), logits, -mx.inf)
     return logits
 
 

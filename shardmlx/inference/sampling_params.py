@@ -12,7 +12,7 @@ class SamplingParams:
     ``stream`` numbers the random streams of a run; they are derived from ``seed``, or from the
     run's own if that is None. A penalty looks back ``*_context_size`` tokens; ``context`` holds
     those of the prompt. With ``logprobs`` a number, a token comes with its log-probability and
-    those of so many of the likeliest.
+    those of so many of the likeliest. With a ``grammar`` only tokens that keep to it are sampled.
     """
 
     temp: float = 0.0
@@ -34,6 +34,7 @@ class SamplingParams:
     seed: int | None = None
     stream: int = 0
     logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def is_greedy(self) -> bool:

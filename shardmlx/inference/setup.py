@@ -22,6 +22,7 @@ from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import (
     InferencePlan,
@@ -69,17 +70,21 @@ class Prepared:
     random_state: int
     limits: tuple[MemoryLimits, ...]
 
-    def later_stage(self) -> LaterStage:
+    def later_stage(self, grammars: Grammars | None = None) -> LaterStage:
         """Return the stage of a rank other than 0."""
         return LaterStage(
             self.transport,
             self.part,
             max_kv_size=self.plan.max_kv_size,
             random_state=self.random_state,
+            grammars=grammars,
         )
 
     def first_stage(
-        self, patience: int | None = None, prefix_cache: PrefixCache | None = None
+        self,
+        patience: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+        grammars: Grammars | None = None,
     ) -> FirstStage:
         """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``."""
         plan = self.plan
@@ -90,6 +95,7 @@ class Prepared:
             max_kv_size=self.plan.max_kv_size,
             random_state=self.random_state,
             prefix_cache=prefix_cache,
+            grammars=grammars,
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from shardmlx.distributed.messages import FIRST_ENGINE_TAG, Handle, PeerLost
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
+from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import CacheBackup, KVCaches, arrays_of
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
@@ -83,7 +84,8 @@ class InferenceStage:
     """A rank's part in generation: rank i runs stage i.
 
     ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
-    sample. ``max_kv_size`` limits the tokens that a sequence's cache holds, as in mlx-lm.
+    sample, ``grammars`` those that sequences may have. ``max_kv_size`` limits the tokens that a
+    sequence's cache holds, as in mlx-lm.
     """
 
     def __init__(
@@ -93,12 +95,13 @@ class InferenceStage:
         *,
         max_kv_size: int | None = None,
         random_state: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.transport = transport
         self.part = part
         self._stage, self._last = transport.rank, transport.size - 1
         self._caches = KVCaches(lambda: part.new_caches(max_kv_size))
-        self._sampler = BatchSampler(random_state)
+        self._sampler = BatchSampler(random_state, grammars)
         self._outbox = Outbox(transport)
         self._item: Item | None = None
         self._waits: deque[float] = deque([0.0], maxlen=4)

@@ -71,6 +71,7 @@ def make_app(
     max_body_bytes: int = MOST_BODY_BYTES,
     memory: MemoryCollector | None = None,
     trouble: Callable[[], str | None] = lambda: None,
+    complaint: Callable[[str], str] | None = None,
 ) -> Starlette:
     """Return the application over a queue.
 
@@ -78,7 +79,8 @@ def make_app(
     answer have at most ``most_tokens``. With ``api_key`` all but the page and /health need it.
     ``hosts`` are the names that a request's ``Host`` may have, None for any; ``origins`` are other
     sites whose pages may use the API, "*" for any. ``memory`` is shown at /metrics.
-    While ``trouble`` returns a reason, no requests are taken.
+    While ``trouble`` returns a reason, no requests are taken. ``complaint`` is that of
+    ``ServedModel``.
     """
     served = ServedModel(
         names=names,
@@ -86,6 +88,7 @@ def make_app(
         most_tokens=most_tokens,
         most_requests=queue.most_open,
         defaults=defaults or Defaults(),
+        complaint=complaint,
     )
     api = Api(queue, reader, served, max_body_bytes, memory, trouble)
     endpoints = [route.path for route in api.routes]

@@ -105,7 +105,10 @@ class PipelineGenerator:
 
 
 class RequestServer:
-    """The server on the first rank: HTTP on a thread of its own, the pipeline on this one."""
+    """The server on the first rank: HTTP on a thread of its own, the pipeline on this one.
+
+    ``complaint`` says what is wrong with a grammar; None where answers cannot keep to any.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,9 @@ class RequestServer:
         reader: PromptReader,
         first_stage: FirstStage,
         reporter: Reporter,
+        complaint: Callable[[str], str] | None = None,
     ) -> None:
+        self._complaint = complaint
         self._config = config
         self._prepared = prepared
         self._reader = reader
@@ -146,6 +151,7 @@ class RequestServer:
             origins=config.origins,
             max_body_bytes=config.max_body,
             trouble=self._trouble,
+            complaint=self._complaint,
             memory=MemoryCollector(
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory
             ),

@@ -13,6 +13,7 @@ from shardmlx.server.accepted_fields import refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
+from shardmlx.server.structure import StructuredBody
 
 MOST_LIKELIEST = 20
 """Log-probabilities that may be asked for at each token."""
@@ -119,7 +120,7 @@ class SamplingBody(_Strict):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class RequestBody(SamplingBody):
+class RequestBody(SamplingBody, StructuredBody):
     """The parameters that chats and completions share."""
 
     model: str | None = None

@@ -88,7 +88,8 @@ class ServedModel:
 
     ``names`` are its names, ``vocabulary`` how many token ids it knows. Prompt and answer together
     have at most ``most_tokens``; one request of the API makes at most ``most_requests`` for
-    generation. ``streams`` numbers the random streams of answers without a seed.
+    generation. ``streams`` numbers the random streams of answers without a seed. ``complaint`` says
+    what is wrong with a grammar, empty if nothing is; it is None where answers cannot keep to one.
     """
 
     names: ModelNames
@@ -97,6 +98,7 @@ class ServedModel:
     most_requests: int
     defaults: Defaults = field(default_factory=Defaults)
     streams: Iterator[int] = field(default_factory=count)
+    complaint: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,12 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     tools = _tools(chat, reader)
     tokens = _tokens(partial(reader.chat, messages, tools=tools, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served)
+    thought = reader.answer_format.thought
+    end = thought.end if thought is not None and reader.opens_thought(tokens) else None
+    grammar = _grammar(chat, end, served)
+    if grammar is not None and tools:
+        raise refused("response_format and tools: an answer is one of them, give one", "tools")
+    request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
     return replace(request, parts=_parts(chat, tools, tokens, reader))
 
 
@@ -186,7 +193,25 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
             tokens = prompt
             _check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
-    return _api_request(completion, prompts, None, completion.logprobs, served)
+    grammar = _grammar(completion, None, served)
+    return _api_request(completion, prompts, None, completion.logprobs, served, grammar)
+
+
+def _grammar(body: RequestBody, thought_end: str | None, served: ServedModel) -> str | None:
+    """Return the grammar that a request asks for. Raises ``ApiError``."""
+    asked = body.grammar(thought_end)
+    if asked is None:
+        return None
+    grammar, param = asked
+    if served.complaint is None:
+        raise refused(
+            f"{param} needs llguidance on the first and the last rank: pip install llguidance",
+            param,
+            "unsupported_parameter",
+        )
+    if complaint := served.complaint(grammar):
+        raise refused(f"{param}: {shown(complaint)[1:-1]}", param)
+    return grammar
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
@@ -225,6 +250,7 @@ def _api_request(
     max_completion_tokens: int | None,
     logprobs: int | None,
     served: ServedModel,
+    grammar: str | None,
 ) -> ApiRequest:
     n = body.n or 1
     _check_number(len(prompts) * n, served)
@@ -242,7 +268,7 @@ def _api_request(
         GenerationRequest(
             tokens=tokens,
             max_tokens=_answer_tokens(most, len(tokens), param, served),
-            sampling=_sampling(body, number, tokens, logprobs, served),
+            sampling=replace(_sampling(body, number, tokens, logprobs, served), grammar=grammar),
             stop=body.stop,
             continues=isinstance(body, CompletionBody),
         )

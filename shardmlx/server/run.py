@@ -9,6 +9,7 @@ from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
+from shardmlx.inference.grammars import share_grammars
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
@@ -33,16 +34,18 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         return load
 
     prepared = prepare(config, transport, reporter, read)
+    grammars = share_grammars(transport, prepared.reader, prepared.shape.vocab_size)
     transport.limit_silence(SECONDS_OF_SILENCE)
     if prepared.reader is None:
-        prepared.later_stage().run()
+        prepared.later_stage(grammars).run()
     else:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(
-            PATIENCE, new_prefix_cache(prepared) if config.prefix_cache else None
+            PATIENCE, new_prefix_cache(prepared) if config.prefix_cache else None, grammars
         )
-        server = RequestServer(config, prepared, prepared.reader, first_stage, reporter)
+        complaint = None if grammars is None else grammars.complaint
+        server = RequestServer(config, prepared, prepared.reader, first_stage, reporter, complaint)
         server.run(listeners[0])
         first_stage.stop()
     report_memory(prepared, reporter)

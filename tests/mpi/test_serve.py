@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -92,6 +93,32 @@ def test_what_each_rank_may_hold_and_the_first_has_held(served: Served) -> None:
     for rank in range(2):
         planned = served.metric(rf'planned_peak_memory_bytes\{{.*rank="{rank}"\}}')
         assert 0 < planned < served.metric(rf'memory_limit_bytes\{{.*rank="{rank}"\}}')
+
+
+def test_an_answer_keeps_to_a_schema_on_the_last_rank(served: Served) -> None:
+    """The model is random, and the temperature 1."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
+    day = {"type": "object", "properties": {"day": {"enum": ["mon", "tue"]}}, "required": ["day"]}
+    schema = {**day, "additionalProperties": False}
+    answer = served.client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "Which day?"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "day", "schema": schema}},
+        temperature=1,
+        n=3,
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
+    days = [json.loads(choice.message.content or "") for choice in answer.choices]
+    assert all(each in ({"day": "mon"}, {"day": "tue"}) for each in days)
+    with pytest.raises(openai.BadRequestError, match=r"response_format: .*objct"):
+        served.client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Which day?"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "day", "schema": {"type": "objct"}},
+            },
+        )
 
 
 def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> None:

@@ -373,8 +373,6 @@ def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, mes
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"response_format": {"type": "json_object"}},
         {"modalities": ["text", "audio"]},
         {"best_of": 3},
         {"a_parameter_of_tomorrow": 1},

@@ -1,0 +1,141 @@
+"""The structure that a request wants its answer to have, as a grammar. No MLX, no MPI.
+
+OpenAI's ``response_format``, and the ``structured_outputs`` and ``guided_*`` of vLLM; the grammar
+is llguidance's Lark.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardmlx.server.openai_errors import refused
+
+SPACE = r"[ \n\t]{0,20}"
+"""Space between the parts of JSON. Without a bound a model might write nothing else."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class SchemaBody(_Body):
+    """A JSON schema with a name."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormatBody(_Body):
+    """The ``response_format`` of a request."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaBody | None = None
+
+
+class StructureBody(_Body):
+    """The ``structured_outputs`` of a request."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class StructuredBody(_Body):
+    """The fields of a request that ask for a structure."""
+
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructureBody | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def grammar(self, thought_end: str | None = None) -> tuple[str, str] | None:
+        """Return the grammar of the answer, and the field that asks for it; None if none does.
+
+        The answer begins in a thought that ends with ``thought_end``, if that is given. Raises
+        ``ApiError`` where two fields ask, or one for what cannot be.
+        """
+        asked = self._asked()
+        if not asked:
+            return None
+        if len(asked) > 1:
+            first, second = (param for param, _, _ in asked[:2])
+            raise refused(f"{first} and {second} both ask for a structure: give one of them", first)
+        ((param, kind, value),) = asked
+        if kind == "grammar":
+            if thought_end is not None:
+                raise refused(
+                    f"{param}: the model's thought would have to keep to the grammar too: add "
+                    '"chat_template_kwargs": {"enable_thinking": false}',
+                    param,
+                )
+            return value, param
+        rules = [f"body: {_body(kind, value, param)}"]
+        if thought_end is None:
+            return "\n".join(["start: body", *rules]), param
+        rules.append(f"thought[suffix={_quoted(thought_end)}]: /(.|\\n)*/")
+        return "\n".join(["start: thought body", *rules]), param
+
+    def _asked(self) -> list[tuple[str, str, Any]]:
+        """Return field, kind and value of each structure that is asked for."""
+        named = self.response_format
+        other = self.structured_outputs or StructureBody(json=None)
+        schema: Any = None
+        if named is not None and named.type == "json_object":
+            schema = {"type": "object"}
+        elif named is not None and named.type == "json_schema":
+            if named.json_schema is None:
+                raise refused("response_format.json_schema is missing", "response_format")
+            schema = named.json_schema.json_schema
+        is_object = {"type": "object"} if other.json_object else None
+        every = [
+            ("response_format", "json", schema),
+            ("structured_outputs", "json", other.json_ if other.json_ is not None else is_object),
+            ("structured_outputs", "regex", other.regex),
+            ("structured_outputs", "choice", other.choice),
+            ("structured_outputs", "grammar", other.grammar),
+            ("guided_json", "json", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+        ]
+        return [each for each in every if each[2] is not None]
+
+
+def _body(kind: str, value: Any, param: str) -> str:
+    """Return what a rule of the grammar says of such a structure. Raises ``ApiError``."""
+    if kind == "regex":
+        return f"/{_escaped(value)}/"
+    if kind == "choice":
+        if not value or not all(value):
+            raise refused(f"{param}: give texts to choose from", param)
+        return " | ".join(map(_quoted, value))
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise refused(f"{param} is no JSON schema: it is no JSON", param) from None
+    if not isinstance(schema, dict):
+        raise refused(f"{param} is no JSON schema: it is no object", param)
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACE}})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(pattern: str) -> str:
+    """Return a pattern for between two slashes, in one line."""
+    escaped, is_escape = "", False
+    for character in pattern:
+        if character == "\n":
+            character = "n" if is_escape else r"\n"
+        elif character == "/" and not is_escape:
+            character = r"\/"
+        is_escape = character == "\\" and not is_escape
+        escaped += character
+    return escaped

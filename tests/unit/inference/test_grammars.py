@@ -1,0 +1,163 @@
+"""Answers of a model that knows nothing keep to their grammar: its logits are noise."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import load
+
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.inference.grammars import Grammars, share_grammars
+from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.sampler import BatchSampler
+from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.structure import StructuredBody
+
+pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
+
+SIZE = 448
+"""Logits are wider than the vocabulary of 400, as those of many models."""
+MOST = 400
+SHORT = {"type": "string", "maxLength": 8}
+NUMBER = {"type": "integer", "minimum": -99, "maximum": 99}
+DAY = {"enum": ["mon", "tue", "wed"]}
+
+
+@pytest.fixture(scope="module")
+def reader(small_tokenizer: Path) -> PromptReader:
+    return PromptReader(tokenizer=load(small_tokenizer))
+
+
+@pytest.fixture(scope="module")
+def grammars(reader: PromptReader) -> Grammars:
+    def share(transport: LocalTransport) -> Grammars | None:
+        return share_grammars(transport, reader if transport.rank == 0 else None, SIZE)
+
+    _, last = LocalNetwork(2).run(share)
+    assert isinstance(last, Grammars)
+    return last
+
+
+def answer(reader: PromptReader, grammars: Grammars, grammar: str, seed: int = 0) -> str:
+    """The text that noise says at temperature 1 up to its own end."""
+    sampler = BatchSampler(0, grammars)
+    sampler.open(0, SamplingParams(temp=1.0, seed=seed, grammar=grammar))
+    noise = mx.random.key(seed)
+    tokens: list[int] = []
+    while len(tokens) < MOST:
+        noise, key = mx.random.split(noise)
+        sampled = sampler.sample([0], 3 * mx.random.normal((1, SIZE), key=key))
+        (token,) = np.array(sampled)[:, 0].tolist()
+        sampler.settle([0], [token])
+        if token in reader.tokenizer.eos_token_ids:
+            text: str = reader.tokenizer.decode(tokens)
+            return text
+        tokens.append(token)
+    raise AssertionError(f"no end after {MOST} tokens: {reader.tokenizer.decode(tokens)}")
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) and -99 <= value <= 99
+
+
+def is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 8
+
+
+CASES: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
+    ({"type": "boolean"}, lambda v: isinstance(v, bool)),
+    ({"type": "null"}, lambda v: v is None),
+    (NUMBER, is_number),
+    (SHORT, is_short),
+    (DAY, lambda v: v in DAY["enum"]),
+    ({"const": {"a": [1]}}, lambda v: v == {"a": [1]}),
+    ({"type": "string", "pattern": "^[a-c]{2,4}$"}, lambda v: bool(re.fullmatch("[a-c]{2,4}", v))),
+    ({"type": "string", "format": "date"}, lambda v: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v))),
+    ({"type": "array", "items": NUMBER, "maxItems": 5}, lambda v: all(map(is_number, v))),
+    (
+        {"type": "array", "items": DAY, "minItems": 2, "maxItems": 3},
+        lambda v: 2 <= len(v) <= 3 and set(v) <= set(DAY["enum"]),
+    ),
+    ({"type": "array", "prefixItems": [NUMBER, SHORT], "items": False, "minItems": 2},
+     lambda v: is_number(v[0]) and is_short(v[1]) and len(v) == 2),
+    (closed(a=NUMBER), lambda v: is_number(v["a"]) and len(v) == 1),
+    (closed(a=SHORT, b={"type": "boolean"}), lambda v: is_short(v["a"]) and v["b"] in (0, 1)),
+    (closed(a=closed(b=closed(c=DAY))), lambda v: v["a"]["b"]["c"] in DAY["enum"]),
+    (
+        {**closed(a=NUMBER, b=NUMBER), "required": ["b"]},
+        lambda v: is_number(v["b"]) and set(v) <= {"a", "b"},
+    ),
+    ({"anyOf": [NUMBER, {"type": "null"}]}, lambda v: v is None or is_number(v)),
+    (
+        {"anyOf": [closed(kind={"const": "a"}, x=NUMBER), closed(kind={"const": "b"}, y=DAY)]},
+        lambda v: is_number(v["x"]) if v["kind"] == "a" else v["y"] in DAY["enum"],
+    ),
+    (
+        {"$ref": "#/$defs/day", "$defs": {"day": DAY}},
+        lambda v: v in DAY["enum"],
+    ),
+    ({"type": ["integer", "null"], "minimum": 0, "maximum": 9}, lambda v: v is None or 0 <= v <= 9),
+    (closed(items={"type": "array", "items": closed(n=NUMBER, d=DAY), "maxItems": 2}),
+     lambda v: all(is_number(each["n"]) and each["d"] in DAY["enum"] for each in v["items"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_schema_is_satisfied_whatever_the_model_says(
+    number: int, reader: PromptReader, grammars: Grammars
+) -> None:
+    schema, holds = CASES[number]
+    asked = StructuredBody(guided_json=schema).grammar()
+    assert asked is not None
+    assert grammars.complaint(asked[0]) == ""
+    for seed in range(3):
+        value = json.loads(answer(reader, grammars, asked[0], seed))
+        assert holds(value), value
+
+
+def test_patterns_choices_and_grammars(reader: PromptReader, grammars: Grammars) -> None:
+    for fields, pattern in (
+        ({"guided_regex": r"\d{2}/[ab]+x{1}"}, r"\d{2}/[ab]+x"),
+        ({"guided_choice": ["port", 'star"board']}, 'port|star"board'),
+        ({"guided_grammar": 'start: "a" B\nB: /[xy]{3}/'}, "a[xy]{3}"),
+    ):
+        asked = StructuredBody(**fields).grammar()
+        assert asked is not None
+        assert re.fullmatch(pattern, answer(reader, grammars, asked[0]))
+
+
+def test_a_thought_comes_first_and_is_free(reader: PromptReader, grammars: Grammars) -> None:
+    asked = StructuredBody(guided_choice=["aye"]).grammar("e")
+    assert asked is not None
+    assert re.fullmatch(r"[^e]*eaye", answer(reader, grammars, asked[0]), re.DOTALL)
+
+
+def test_sequences_of_a_batch_have_each_their_own(reader: PromptReader, grammars: Grammars) -> None:
+    sampler = BatchSampler(0, grammars)
+    for sequence, grammar in enumerate(['start: "a"', None, 'start: "b"']):
+        sampler.open(sequence, SamplingParams(grammar=grammar))
+    logits = mx.zeros((3, SIZE))
+    logits[:, 7] = 9
+    tokens = sampler.sample([0, 1, 2], logits)[:, 0].tolist()
+    assert tokens == [reader.text("a")[-1], 7, reader.text("b")[-1]]
+
+
+def test_bad_grammars_are_named_in_a_line(grammars: Grammars) -> None:
+    assert "foo" in grammars.complaint("start: foo")
+    assert grammars.complaint('start: %json {"type": "objct"}') != ""

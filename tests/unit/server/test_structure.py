@@ -1,0 +1,148 @@
+"""What structure a request asks for, and when it is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardmlx.inference.answer_format import AnswerFormat, Marks
+from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_requests import ServedModel, read_chat, read_completion
+from shardmlx.server.structure import SPACE
+from tests.helpers.http_serving import Letters
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+RULE = f"%json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_pattern': SPACE}})}"
+
+
+class Thinker(Letters):
+    answer_format = AnswerFormat(Marks("<think>", "</think>"))
+
+    def opens_thought(self, tokens: Any) -> bool:
+        return True
+
+
+def complaint(grammar: str) -> str:
+    return "" if "objct" not in grammar else "Invalid type: objct"
+
+
+def grammar(reader: Letters | None = None, knows: bool = True, **fields: Any) -> str | None:
+    served = ServedModel(
+        names=ModelNames(("ours",)),
+        vocabulary=128,
+        most_tokens=600,
+        most_requests=8,
+        complaint=complaint if knows else None,
+    )
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    (request,) = read_chat(body, reader or Letters(), served).requests
+    return request.sampling.grammar
+
+
+def refusal(**fields: Any) -> tuple[str | None, str]:
+    with pytest.raises(ApiError) as caught:
+        grammar(**fields)
+    assert caught.value.status == 400
+    return caught.value.param, str(caught.value)
+
+
+NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": NAMED},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+    ],
+)
+def test_a_schema(fields: dict[str, Any]) -> None:
+    assert grammar(**fields) == f"start: body\nbody: {RULE}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ({"guided_regex": r"[0-9]{2}/\d\n"}, r"/[0-9]{2}\/\d\n/"),
+        ({"structured_outputs": {"regex": "a\\/b\n"}}, r"/a\/b\n/"),
+        ({"guided_choice": ["yes", 'n"o']}, '"yes" | "n\\"o"'),
+    ],
+)
+def test_a_pattern_and_a_choice(fields: dict[str, Any], body: str) -> None:
+    assert grammar(**fields) == f"start: body\nbody: {body}"
+
+
+def test_any_object_and_a_grammar_as_it_is() -> None:
+    any_object = grammar(response_format={"type": "json_object"})
+    assert any_object is not None
+    assert any_object.startswith('start: body\nbody: %json {"type": "object", "x-guid')
+    assert any_object == grammar(structured_outputs={"json_object": True})
+    assert grammar(guided_grammar='start: "a"') == 'start: "a"'
+
+
+def test_no_structure() -> None:
+    assert grammar() is None
+    assert grammar(response_format={"type": "text"}, guided_json=None) is None
+
+
+def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
+    assert grammar(Thinker(), guided_choice=["a"]) == (
+        'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(.|\\n)*/'
+    )
+    assert refusal(reader=Thinker(), guided_grammar="start: A")[0] == "guided_grammar"
+
+
+def test_completions_have_it_too() -> None:
+    served = ServedModel(
+        names=ModelNames(("ours",)),
+        vocabulary=128,
+        most_tokens=600,
+        most_requests=8,
+        complaint=complaint,
+    )
+    body = json.dumps({"prompt": "hi", "guided_choice": ["a"]}).encode()
+    (request,) = read_completion(body, Letters(), served).requests
+    assert request.sampling.grammar == 'start: body\nbody: "a"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"guided_json": {"type": "objct"}},
+            "guided_json",
+            "guided_json: Invalid type: objct",
+        ),
+        ({"guided_json": "{"}, "guided_json", "guided_json is no JSON schema: it is no JSON"),
+        ({"guided_json": "[]"}, "guided_json", "guided_json is no JSON schema: it is no object"),
+        (
+            {"response_format": NAMED, "guided_regex": "a"},
+            "response_format",
+            "response_format and guided_regex both ask for a structure: give one of them",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format.json_schema is missing",
+        ),
+        ({"guided_choice": []}, "guided_choice", "guided_choice: give texts to choose from"),
+        (
+            {"guided_choice": ["a"], "knows": False},
+            "guided_choice",
+            "guided_choice needs llguidance on the first and the last rank: pip install llguidance",
+        ),
+    ],
+)
+def test_what_cannot_be(fields: dict[str, Any], param: str, message: str) -> None:
+    assert refusal(**fields) == (param, message)
+
+
+def test_a_type_that_is_none() -> None:
+    param, message = refusal(response_format={"type": "xml"})
+    assert param == "response_format.type"
+    assert "'xml'" in message
