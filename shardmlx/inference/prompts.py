@@ -117,7 +117,11 @@ class PromptReader:
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token; that of a part of a character is U+FFFD."""
-        text: str = self.tokenizer.decode([token])
+        return self.untokenized([token])
+
+    def untokenized(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        text: str = self.tokenizer.decode(list(tokens))
         return text
 
 

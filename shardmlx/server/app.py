@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's API, the chat page, health and metrics. No MLX, no MPI."""
+"""The ASGI application: OpenAI's API, Anthropic's, the chat page, metrics. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from shardmlx.server.anthropic_requests import as_chat, error_body
+from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
 from shardmlx.server.metrics import (
     CLIENT_GONE,
@@ -29,7 +31,7 @@ from shardmlx.server.metrics import (
     RequestMeter,
 )
 from shardmlx.server.model_names import ModelNames
-from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     ApiRequest,
     Defaults,
@@ -45,7 +47,8 @@ from shardmlx.server.request_queue import (
     RequestQueue,
     ServiceEnded,
 )
-from shardmlx.server.streaming import AnswerResponse, ended
+from shardmlx.server.streaming import AnswerResponse, AnyReply, ended
+from shardmlx.server.tokenizing import counted, detokenized, tokenized
 
 MOST_BODY_BYTES = 4 << 20
 """Bytes that the body of a request may have, where the caller says nothing else."""
@@ -156,21 +159,66 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completion, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a chat."""
-        return await self._generate(request, read_chat, ChatReply)
+        return await self._generate(request, read_chat, self._reply(ChatReply))
 
     async def completion(self, request: Request) -> Response:
         """Generate what follows a prompt, or several prompts."""
-        return await self._generate(request, read_completion, CompletionReply)
+        return await self._generate(request, read_completion, self._reply(CompletionReply))
+
+    async def messages(self, request: Request) -> Response:
+        """Generate the next message of a chat, as Anthropic's API has it."""
+
+        def read(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+            return read_chat(as_chat(body), reader, served)
+
+        name = self._served.names.first
+        return await self._generate(request, read, lambda asked: MessageReply(asked, name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a chat, as Anthropic's API has it."""
+        return await self._answer(request, counted)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a prompt or a chat."""
+        return await self._answer(request, tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens."""
+        return await self._answer(request, detokenized)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Refuse: the hidden states of a model that generates text are no embeddings."""
+        raise refused(
+            "this model generates text and was not trained to give embeddings: ask another server",
+            "model",
+            "unsupported_endpoint",
+        )
+
+    async def _answer(
+        self, request: Request, answer: Callable[[bytes, Reader, ServedModel], dict[str, Any]]
+    ) -> Response:
+        """Answer a request for which nothing is generated."""
+        body = await read_body(request, self._max_body_bytes)
+        async with self._tokenising:
+            return JSONResponse(await asyncio.to_thread(answer, body, self._reader, self._served))
+
+    def _reply(self, kind: type[Reply]) -> Callable[[ApiRequest], Reply]:
+        return lambda asked: kind(asked, self._served.names.first, self._token_text)
 
     async def _generate(
         self,
         request: Request,
         read: Callable[[bytes, Reader, ServedModel], ApiRequest],
-        kind: type[Reply],
+        reply: Callable[[ApiRequest], AnyReply],
     ) -> Response:
         self._check_ready()
         body = await read_body(request, self._max_body_bytes)
@@ -178,9 +226,7 @@ class Api:
             api_request = await asyncio.to_thread(read, body, self._reader, self._served)
         answers = self._submit(api_request)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
-        return AnswerResponse(
-            kind(api_request, self._served.names.first, self._token_text), answers, meters
-        )
+        return AnswerResponse(reply(api_request), answers, meters)
 
     def _check_ready(self) -> None:
         """Raise ``ApiError`` while no requests are taken."""
@@ -295,6 +341,8 @@ def _not_taken(error: QueueFull | ServiceEnded) -> ApiError:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    if request.url.path.startswith("/v1/messages"):
+        return JSONResponse(error_body(error), error.status, error.headers)
     return error_response(error)
 
 

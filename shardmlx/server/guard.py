@@ -51,7 +51,7 @@ class Guard:
             _check_framing(headers)
             self._check_host(headers.get("host", ""))
             if scope["path"] not in OPEN:
-                self._check_key(headers.get("authorization", ""))
+                self._check_key(headers.get("authorization", ""), headers.get("x-api-key"))
         except ApiError as error:
             await error_response(error)(scope, receive, answer)
             return
@@ -66,9 +66,11 @@ class Guard:
                 code="unknown_host",
             )
 
-    def _check_key(self, given: str) -> None:
+    def _check_key(self, given: str, anthropic: str | None) -> None:
         if self._key is None:
             return
+        if not given and anthropic is not None:
+            given = f"Bearer {anthropic}"
         scheme, _, key = given.partition(" ")
         # A comparison that ends at the first difference would tell how long the agreement is.
         is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)

@@ -166,7 +166,7 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise explained(error) from None
     names.check(parsed.model)
     refuse_unknown(parsed.model_extra)
     if parsed.stream_options is not None:
@@ -176,7 +176,8 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
     return parsed
 
 
-def _explained(error: ValidationError) -> ApiError:
+def explained(error: ValidationError) -> ApiError:
+    """Return the error for a body that pydantic refuses."""
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -73,6 +73,9 @@ class Reader(Protocol):
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""
 
+    def untokenized(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
@@ -191,7 +194,7 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
             tokens = _tokens(partial(reader.text, prompt), "prompt")
         else:
             tokens = prompt
-            _check_vocabulary(tokens, "prompt", served)
+            check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
     grammar = _grammar(completion, None, served)
     return _api_request(completion, prompts, None, completion.logprobs, served, grammar)
@@ -228,7 +231,9 @@ def _tokens(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
         raise refused(str(error), param) from None
 
 
-def _check_vocabulary(tokens: Sequence[int], param: str, served: ServedModel) -> None:
+def check_vocabulary(tokens: Sequence[int], param: str, served: ServedModel) -> None:
+    """Raise ``ApiError`` for what is no token of the model: another would be read from memory that
+    is not the model's."""
     for token in tokens:
         if not 0 <= token < served.vocabulary:
             most = served.vocabulary - 1
@@ -254,7 +259,7 @@ def _api_request(
 ) -> ApiRequest:
     n = body.n or 1
     _check_number(len(prompts) * n, served)
-    _check_vocabulary([token for token, _ in body.logit_bias], "logit_bias", served)
+    check_vocabulary([token for token, _ in body.logit_bias], "logit_bias", served)
     given = {body.max_tokens, max_completion_tokens} - {None}
     if len(given) > 1:
         raise refused(

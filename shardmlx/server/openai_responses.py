@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
 
@@ -45,6 +47,7 @@ class Reply(ABC):
     texts: list[GeneratedText] = field(init=False)
     head: Body = field(init=False)
 
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
@@ -56,6 +59,17 @@ class Reply(ABC):
             "created": int(time.time()),
             "model": self.model,
         }
+
+    @staticmethod
+    def event(body: Body) -> bytes:
+        """Return an event as it is sent."""
+        # ASCII only: some clients take U+2028 for the end of a line.
+        return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+    @staticmethod
+    def failure(error: ApiError) -> Body:
+        """Return the body of an error."""
+        return error.body
 
     def add(self, index: int, piece: Piece) -> Iterator[Body]:
         """Take in a piece of answer ``index``, and yield the chunks to send of it."""

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from typing import ClassVar, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from shardmlx.server.guard import error_response
 from shardmlx.server.metrics import RequestMeter
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_responses import Body, Reply
+from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.openai_responses import Body
 from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
 
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream sends a comment, so that no proxy closes it."""
 
+SIGN_OF_LIFE = b": still here\n\n"
+
 SECONDS_TO_RESTART = 10
 """Seconds after which a client may ask again (``Retry-After``): ``launch`` restarts a server."""
+
+
+class AnyReply(Protocol):
+    """The reply to one request of an API: ``openai_responses.Reply`` or Anthropic's."""
+
+    done: ClassVar[bytes]
+
+    @property
+    def request(self) -> ApiRequest:
+        """The request that is answered."""
+
+    def opening(self) -> Iterator[Body]:
+        """Yield the events that come before all others."""
+
+    def add(self, index: int, piece: Piece) -> Iterator[Body]:
+        """Take in a piece of answer ``index``, and yield the events to send of it."""
+
+    def closing(self) -> Iterator[Body]:
+        """Yield the events that come after all answers."""
+
+    @property
+    def whole(self) -> Body:
+        """The whole reply, once all answers have ended."""
+
+    def event(self, body: Body) -> bytes:
+        """Return an event as it is sent."""
+
+    def failure(self, error: ApiError) -> Body:
+        """Return the body of an error."""
 
 
 class AnswerResponse(Response):
     """The HTTP response to one request of the API, made from its answers."""
 
     def __init__(
-        self, reply: Reply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
+        self, reply: AnyReply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
     ) -> None:
         super().__init__()
         self._reply = reply
@@ -63,7 +94,9 @@ class AnswerResponse(Response):
                     if each is not None:
                         self._take(*each)
         except ServiceEnded as error:
-            response: Response = error_response(self._failed(error))
+            failed = self._failed(error)
+            body = self._reply.failure(failed)
+            response: Response = JSONResponse(body, failed.status, failed.headers)
         else:
             response = JSONResponse(self._reply.whole)
         await response(scope, receive, send)
@@ -74,17 +107,20 @@ class AnswerResponse(Response):
             (b"x-accel-buffering", b"no"),  # else nginx keeps the stream to itself up to its end
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send(send, _events(self._reply.opening()))
+        await _send(send, self._events(self._reply.opening()))
         try:
             async with aclosing(merged(self._answers)) as pieces:
                 async for each in pieces:
-                    chunks = b": still here\n\n" if each is None else _events(self._take(*each))
-                    await _send(send, chunks)
+                    events = SIGN_OF_LIFE if each is None else self._events(self._take(*each))
+                    await _send(send, events)
         except ServiceEnded as error:
-            await _send(send, _events([self._failed(error).body]))
+            await _send(send, self._events([self._reply.failure(self._failed(error))]))
         else:
-            await _send(send, _events(self._reply.closing()) + b"data: [DONE]\n\n")
+            await _send(send, self._events(self._reply.closing()) + self._reply.done)
         await _send(send, b"", more=False)
+
+    def _events(self, bodies: Iterable[Body]) -> bytes:
+        return b"".join(map(self._reply.event, bodies))
 
     def _take(self, index: int, piece: Piece) -> Iterable[Body]:
         self._meters[index].add(piece)
@@ -135,11 +171,6 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] 
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _events(chunks: Iterable[Body]) -> bytes:
-    # ASCII only: some clients take U+2028 for the end of a line.
-    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in chunks)
 
 
 async def _send(send: Send, body: bytes, *, more: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
-from shardmlx.inference.answer_format import AnswerFormat, Tool
+from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
@@ -47,6 +48,32 @@ class Letters:
 
     def token_text(self, token: int) -> str:
         return chr(token)
+
+    def untokenized(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Agent(Letters):
+    """A reader for a model with thoughts and tools, which keeps what it was given."""
+
+    answer_format = AnswerFormat(
+        Marks("<think>", "</think>"),
+        Marks("<tool_call>", "</tool_call>"),
+        lambda text, tools: json.loads(text),
+    )
+
+    def __init__(self) -> None:
+        self.messages: list[Mapping[str, Any]] = []
+        self.tools: Sequence[Tool] = ()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
+    ) -> tuple[int, ...]:
+        self.messages, self.tools = list(messages), tools
+        return super().chat(messages, **arguments)
+
+    def opens_thought(self, tokens: Sequence[int]) -> bool:
+        return chr(tokens[0]) == "~"
 
 
 @dataclass

@@ -343,7 +343,7 @@ def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None
         ("/v1/chat/completions", "DELETE", 405),
         ("/v1/models", "POST", 405),
         ("/health", "POST", 405),
-        ("/v1/embeddings", "POST", 404),
+        ("/v1/images", "POST", 404),
         ("/v1/models/", "GET", 404),
         ("/../etc/passwd", "GET", 404),
         ("/favicon.ico", "GET", 404),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
-from tests.helpers.http_serving import MODEL, Letters, Serving, serving
+from tests.helpers.http_serving import MODEL, Agent, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -25,29 +23,6 @@ CALLS = (
     '<think>Two things</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}'
     '</tool_call>\n<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>.'
 )
-
-
-class Agent(Letters):
-    """A reader for a model with thoughts and tools, which keeps what it was given."""
-
-    answer_format = AnswerFormat(
-        Marks("<think>", "</think>"),
-        Marks("<tool_call>", "</tool_call>"),
-        lambda text, tools: json.loads(text),
-    )
-
-    def __init__(self) -> None:
-        self.messages: list[Mapping[str, Any]] = []
-        self.tools: Sequence[Tool] = ()
-
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
-    ) -> tuple[int, ...]:
-        self.messages, self.tools = list(messages), tools
-        return super().chat(messages, **arguments)
-
-    def opens_thought(self, tokens: Sequence[int]) -> bool:
-        return chr(tokens[0]) == "~"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,131 @@
+"""Pieces of answers to the bodies and events of Anthropic's Messages API. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from copy import copy
+from typing import Any, ClassVar
+
+from shardmlx.inference.answer_format import AnswerFormat
+from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.anthropic_requests import error_body
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.request_queue import Piece
+
+Body = dict[str, Any]
+
+
+class MessageReply:
+    """The reply to one request to /v1/messages, whole or as events."""
+
+    done: ClassVar[bytes] = b""
+
+    def __init__(self, request: ApiRequest, model: str) -> None:
+        self.request = request
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._model = model
+        self._parts = copy(request.parts) if request.parts else AnswerParts(AnswerFormat())
+        self._content: list[Body] = []
+        self._reason: str | None = None
+        self._stop: str | None = None
+        self._generated = self._cached = 0
+
+    @staticmethod
+    def event(body: Body) -> bytes:
+        """Return an event as it is sent."""
+        return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
+
+    @staticmethod
+    def failure(error: ApiError) -> Body:
+        """Return the body of an error."""
+        return error_body(error)
+
+    def opening(self) -> Iterator[Body]:
+        """Yield the events that come before all others."""
+        yield {"type": "message_start", "message": self.whole}
+
+    def add(self, index: int, piece: Piece) -> Iterator[Body]:
+        """Take in a piece of the answer, and yield the events to send of it."""
+        self._generated, self._cached = piece.generated, piece.cached
+        is_last = piece.finish_reason is not None
+        for part in self._parts.take(piece.text, is_last=is_last):
+            yield from self._take(part)
+        if piece.finish_reason is not None:
+            yield from self._end_block()
+            self._reason, self._stop = self._ended(piece)
+            yield {
+                "type": "message_delta",
+                "delta": {"stop_reason": self._reason, "stop_sequence": self._stop},
+                "usage": self._usage,
+            }
+
+    def closing(self) -> Iterator[Body]:
+        """Yield the events that come after all others."""
+        yield {"type": "message_stop"}
+
+    @property
+    def whole(self) -> Body:
+        """The message, as far as it has come."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": list(self._content),
+            "stop_reason": self._reason,
+            "stop_sequence": self._stop,
+            "usage": self._usage,
+        }
+
+    @property
+    def _usage(self) -> Body:
+        (request,) = self.request.requests
+        return {
+            "input_tokens": len(request.tokens) - self._cached,
+            "cache_read_input_tokens": self._cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self._generated,
+        }
+
+    def _take(self, part: Part) -> Iterator[Body]:
+        if isinstance(part, Call):
+            yield from self._end_block()
+            empty = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            self._content.append({**empty, "input": json.loads(part.arguments)})
+            yield self._block("start", content_block=empty)
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+            yield self._block("delta", delta=delta)
+            return
+        kind, field = ("thinking", "thinking") if isinstance(part, Thought) else ("text", "text")
+        if not self._content or self._content[-1]["type"] != kind:
+            yield from self._end_block()
+            block = {"type": kind, field: "", **({} if isinstance(part, Said) else _UNSIGNED)}
+            self._content.append(dict(block))
+            yield self._block("start", content_block=block)
+        self._content[-1][field] += part.text
+        yield self._block("delta", delta={"type": f"{kind}_delta", field: part.text})
+
+    def _end_block(self) -> Iterator[Body]:
+        if self._content:
+            yield self._block("stop")
+
+    def _block(self, what: str, **more: Any) -> Body:
+        return {"type": f"content_block_{what}", "index": len(self._content) - 1, **more}
+
+    def _ended(self, piece: Piece) -> tuple[str, str | None]:
+        """Return why the answer ended, and with which stop sequence, if that is known."""
+        if piece.finish_reason == "length":
+            return "max_tokens", None
+        if any(block["type"] == "tool_use" for block in self._content):
+            return "tool_use", None
+        if not piece.sampled:  # the model's own end is no part of the answer
+            return "end_turn", None
+        stops = self.request.requests[0].stop
+        return "stop_sequence", stops[0] if len(stops) == 1 else None
+
+
+_UNSIGNED: Body = {"signature": ""}
+"""Nobody signs the thoughts of a model of one's own."""

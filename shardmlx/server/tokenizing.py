@@ -1,0 +1,80 @@
+"""Requests that only turn text into tokens, or tokens into text. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shardmlx.errors import UserError
+from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.anthropic_requests import as_chat
+from shardmlx.server.openai_bodies import explained
+from shardmlx.server.openai_errors import refused
+from shardmlx.server.openai_requests import Reader, ServedModel, check_vocabulary, read_chat
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+
+
+class TextBody(_Body):
+    """The body of a request to /tokenize with a prompt; one with messages is that of a chat."""
+
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool = True
+
+
+class TokensBody(_Body):
+    """The body of a request to /detokenize."""
+
+    tokens: list[int]
+
+
+def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+    """Answer a request to /tokenize. Raises ``ApiError``."""
+    asked = _read(TextBody, body)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise refused("give either a prompt or messages", "prompt")
+    if asked.prompt is None:
+        (request,) = read_chat(body, reader, served).requests
+        tokens = request.tokens
+    else:
+        served.names.check(asked.model)
+        refuse_unknown(asked.model_extra)
+        if not asked.add_special_tokens:
+            raise refused(
+                "add_special_tokens is false: tokens are those of /v1/completions, leave it out",
+                "add_special_tokens",
+                "unsupported_parameter",
+            )
+        try:
+            tokens = reader.text(asked.prompt)
+        except UserError as error:
+            raise refused(str(error), "prompt") from None
+    return {"count": len(tokens), "max_model_len": served.most_tokens, "tokens": list(tokens)}
+
+
+def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+    """Answer a request to /detokenize. Raises ``ApiError``."""
+    asked = _read(TokensBody, body)
+    served.names.check(asked.model)
+    refuse_unknown(asked.model_extra)
+    check_vocabulary(asked.tokens, "tokens", served)
+    return {"prompt": reader.untokenized(asked.tokens)}
+
+
+def counted(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+    """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
+    (request,) = read_chat(as_chat(body, counts=True), reader, served).requests
+    return {"input_tokens": len(request.tokens)}
+
+
+def _read(kind: type[Any], body: bytes) -> Any:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise explained(error) from None

@@ -1,0 +1,198 @@
+"""Anthropic's Messages API, by its own package where that is installed, against a model that
+repeats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from shardmlx.server.anthropic_requests import as_chat
+from shardmlx.server.openai_errors import ApiError
+from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+
+LOOK = {
+    "name": "look",
+    "description": "Look at something",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
+
+
+@pytest.fixture(scope="module")
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture(scope="module")
+def served(agent: Agent) -> Iterator[Serving]:
+    with serving(reader=agent, api_key="sesame") as one:
+        yield one
+
+
+def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    body = {"model": MODEL, "max_tokens": 200, "messages": messages, **more}
+    headers = {"x-api-key": "sesame"}
+    return httpx.post(f"{served.address}/v1/messages{path}", json=body, headers=headers)
+
+
+def test_a_message(served: Serving) -> None:
+    message = post(served, "hello.").json()
+    assert message.pop("id").startswith("msg_")
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 3,
+            "cache_read_input_tokens": 3,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 6,
+        },
+    }
+    assert post(served, "hello", max_tokens=2).json()["stop_reason"] == "max_tokens"
+
+
+def test_blocks_of_thought_text_and_tools(served: Serving, agent: Agent) -> None:
+    message = post(served, CALL, tools=[LOOK]).json()
+    assert message["stop_reason"] == "tool_use"
+    thought, said, call = message["content"]
+    assert thought == {"type": "thinking", "thinking": "Hm", "signature": ""}
+    assert said == {"type": "text", "text": "I look"}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "sea"})
+    function = {**LOOK, "parameters": LOOK["input_schema"]}
+    del function["input_schema"]
+    assert agent.tools == [{"type": "function", "function": function}]
+
+
+def test_the_same_as_events(served: Serving) -> None:
+    text = post(served, CALL, tools=[LOOK], stream=True).text
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert events[0]["message"]["content"] == []
+    assert events[-1] == {"type": "message_stop"}
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [(each["index"], each["content_block"]["type"]) for each in starts] == [
+        (0, "thinking"),
+        (1, "text"),
+        (2, "tool_use"),
+    ]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(each.get("thinking", "") for each in deltas) == "Hm"
+    assert "".join(each.get("text", "") for each in deltas) == "I look"
+    assert "".join(each.get("partial_json", "") for each in deltas) == '{"at": "sea"}'
+    stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert stops == [0, 1, 2]
+
+
+def test_a_round_trip(served: Serving, agent: Agent) -> None:
+    content = post(served, CALL, tools=[LOOK]).json()["content"]
+    result = {"type": "tool_result", "tool_use_id": content[2]["id"], "is_error": True}
+    results = [
+        {**result, "content": [{"type": "text", "text": "fog."}]},
+        {"type": "text", "text": "So?.", "cache_control": {"type": "ephemeral"}},
+    ]
+    history = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": results},
+    ]
+    system = [{"type": "text", "text": "Be brief."}]
+    assert post(served, history, tools=[LOOK], system=system).status_code == 200
+    called = {"name": "look", "arguments": {"at": "sea"}}
+    assert agent.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "I look",
+            "reasoning_content": "Hm",
+            "tool_calls": [{"id": content[2]["id"], "type": "function", "function": called}],
+        },
+        {"role": "tool", "content": "Error: fog.", "tool_call_id": content[2]["id"]},
+        {"role": "user", "content": "So?."},
+    ]
+
+
+def test_tokens_are_counted(served: Serving) -> None:
+    assert post(served, "hello", "/count_tokens", max_tokens=None).json() == {"input_tokens": 5}
+
+
+def test_stop_sequences(served: Serving) -> None:
+    """Which of several it was is not known."""
+    asked = json.loads(as_chat(b'{"messages": [], "max_tokens": 1, "stop_sequences": ["a"]}'))
+    assert asked["stop"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens is missing"),
+        ({"model": "claude"}, 404, "not_found_error", "the model 'claude' is not served here"),
+        ({"container_upload": 1}, 400, "invalid_request_error", "container_upload is not supp"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
+         "invalid_request_error", "messages.0.content.0: a block of type 'image' is not underst"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400,
+         "invalid_request_error", "messages.0.role is 'tool': give user or assistant"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400,
+         "invalid_request_error", "tools.0: tools of type 'bash_20250124' run on Anthropic's own"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice 'required'"),
+    ],
+)  # fmt: skip
+def test_errors_are_anthropics(
+    served: Serving, body: dict[str, Any], status: int, kind: str, message: str
+) -> None:
+    answer = post(served, "hello.", **body)
+    assert answer.status_code == status
+    said = answer.json()
+    assert (said["type"], said["error"]["type"]) == ("error", kind)
+    assert said["error"]["message"].startswith(message)
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    with serving(reader=Agent(), api_key="sesame") as server:
+        server.parrot.fails = "a fault"
+        text = post(server, "hello.", stream=True).text
+    last = text.strip().split("\n\n")[-1]
+    assert last.startswith("event: error\n")
+    assert "no text is generated any more: a fault" in last
+
+
+def test_thinking_can_be_turned_off() -> None:
+    off = as_chat(b'{"messages": [], "max_tokens": 1, "thinking": {"type": "disabled"}}')
+    assert json.loads(off)["reasoning_effort"] == "none"
+    with pytest.raises(ApiError, match=r"^system\.0\.text: give a text"):
+        as_chat(b'{"messages": [], "max_tokens": 1, "system": [{"type": "text"}]}')
+
+
+def test_by_anthropics_own_package(served: Serving) -> None:
+    anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: '.[dev]'")
+    client = anthropic.Anthropic(base_url=served.address, api_key="sesame", max_retries=0)
+    asked: Any = {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": [{"role": "user", "content": CALL}],
+        "tools": [LOOK],
+    }
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        collected = stream.get_final_message()
+    for message in (whole, collected):
+        assert message.stop_reason == "tool_use"
+        assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+        assert message.content[2].input == {"at": "sea"}
+    with pytest.raises(anthropic.NotFoundError, match="is not served here"):
+        client.messages.create(**{**asked, "model": "claude"})
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=served.address, api_key="no").messages.create(**asked)

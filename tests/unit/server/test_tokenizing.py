@@ -1,0 +1,62 @@
+"""Tokens of a text, and the text of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.http_serving import MODEL, MOST_TOKENS, Serving, serving
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    with serving() as one:
+        yield one
+
+
+def post(served: Serving, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{served.address}/{path}", json=body)
+
+
+def test_a_prompt_and_a_chat(served: Serving) -> None:
+    ab = {"count": 2, "max_model_len": MOST_TOKENS, "tokens": [97, 98]}
+    assert post(served, "tokenize", prompt="ab", model=MODEL).json() == ab
+    chat = [{"role": "user", "content": "ab"}]
+    assert post(served, "tokenize", messages=chat, add_generation_prompt=True).json() == ab
+    assert served.parrot.added == []
+
+
+def test_tokens(served: Serving) -> None:
+    assert post(served, "detokenize", tokens=[97, 98]).json() == {"prompt": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("tokenize", {}, "give either a prompt or messages"),
+        ("tokenize", {"prompt": ""}, "the prompt has no tokens: give a longer text"),
+        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens is false:"),
+        (
+            "tokenize",
+            {"prompt": "a", "pad": 1},
+            "pad is not supported by this server",
+        ),
+        ("detokenize", {"tokens": [97, 128]}, "tokens: token ids are from 0 to 127, not 128"),
+        ("detokenize", {"tokens": "a"}, "tokens: "),
+        ("detokenize", {}, "tokens is missing"),
+    ],
+)
+def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], message: str) -> None:
+    answer = post(served, path, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+def test_a_model_that_generates_gives_no_embeddings(served: Serving) -> None:
+    client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="was not trained to give embeddings"):
+        client.embeddings.create(model=MODEL, input="hello")
