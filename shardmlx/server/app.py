@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from shardmlx.server import response_api_requests
 from shardmlx.server.anthropic_requests import as_chat, error_body
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
@@ -47,6 +48,7 @@ from shardmlx.server.request_queue import (
     RequestQueue,
     ServiceEnded,
 )
+from shardmlx.server.response_api_replies import ResponseReply
 from shardmlx.server.streaming import AnswerResponse, AnyReply, ended
 from shardmlx.server.tokenizing import counted, detokenized, tokenized
 
@@ -159,6 +161,7 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completion, methods=["POST"]),
+            Route("/v1/responses", self.response, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
@@ -173,6 +176,15 @@ class Api:
     async def completion(self, request: Request) -> Response:
         """Generate what follows a prompt, or several prompts."""
         return await self._generate(request, read_completion, self._reply(CompletionReply))
+
+    async def response(self, request: Request) -> Response:
+        """Generate the next message of a chat, as OpenAI's Responses API has it."""
+
+        def read(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+            return read_chat(response_api_requests.as_chat(body), reader, served)
+
+        name = self._served.names.first
+        return await self._generate(request, read, lambda asked: ResponseReply(asked, name))
 
     async def messages(self, request: Request) -> Response:
         """Generate the next message of a chat, as Anthropic's API has it."""

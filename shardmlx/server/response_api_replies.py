@@ -1,0 +1,163 @@
+"""Pieces of answers to the bodies and events of OpenAI's Responses API. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from copy import copy
+from typing import Any, ClassVar
+
+from shardmlx.inference.answer_format import AnswerFormat
+from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.request_queue import Piece
+
+Body = dict[str, Any]
+
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+class ResponseReply:
+    """The reply to one request to /v1/responses, whole or as events."""
+
+    done: ClassVar[bytes] = b""
+
+    def __init__(self, request: ApiRequest, model: str) -> None:
+        self.request = request
+        self._parts = copy(request.parts) if request.parts else AnswerParts(AnswerFormat())
+        self._items: list[Body] = []
+        self._status = "in_progress"
+        self._events = 0
+        self._generated = self._cached = self._thought = 0
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+        }
+
+    def event(self, body: Body) -> bytes:
+        """Return an event as it is sent."""
+        numbered = {"sequence_number": self._events, **body}
+        self._events += 1
+        return f"event: {body['type']}\ndata: {json.dumps(numbered)}\n\n".encode()
+
+    def failure(self, error: ApiError) -> Body:
+        """Return the body of an error: an event, if the reply is a stream."""
+        if not self.request.stream:
+            return error.body
+        return {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+
+    def opening(self) -> Iterator[Body]:
+        """Yield the events that come before all others."""
+        yield {"type": "response.created", "response": self.whole}
+        yield {"type": "response.in_progress", "response": self.whole}
+
+    def add(self, index: int, piece: Piece) -> Iterator[Body]:
+        """Take in a piece of the answer, and yield the events to send of it."""
+        self._generated, self._cached = piece.generated, piece.cached
+        is_last = piece.finish_reason is not None
+        for part in self._parts.take(piece.text, is_last=is_last):
+            if isinstance(part, Thought):
+                self._thought = piece.generated
+            yield from self._take(part)
+        if is_last:
+            yield from self._end_item()
+            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+
+    def closing(self) -> Iterator[Body]:
+        """Yield the events that come after all others."""
+        yield {"type": f"response.{self._status}", "response": self.whole}
+
+    @property
+    def whole(self) -> Body:
+        """The response, as far as it has come."""
+        is_cut = self._status == "incomplete"
+        return {
+            **self._head,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": None,
+            "output": list(self._items),
+            "parallel_tool_calls": self._parts.parallel,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", **tool["function"]} for tool in self._parts.tools],
+            "metadata": {},
+            "store": False,
+            "usage": None if self._status == "in_progress" else self._usage,
+        }
+
+    @property
+    def _usage(self) -> Body:
+        (request,) = self.request.requests
+        return {
+            "input_tokens": len(request.tokens),
+            "input_tokens_details": {"cached_tokens": self._cached},
+            "output_tokens": self._generated,
+            "output_tokens_details": {"reasoning_tokens": self._thought},
+            "total_tokens": len(request.tokens) + self._generated,
+        }
+
+    def _take(self, part: Part) -> Iterator[Body]:
+        if isinstance(part, Call):
+            yield from self._called(part)
+            return
+        kind = "message" if isinstance(part, Said) else "reasoning"
+        if not self._items or self._items[-1]["type"] != kind:
+            yield from self._end_item()
+            content: Body = (
+                {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                if isinstance(part, Said)
+                else {"type": "reasoning_text", "text": ""}
+            )
+            more: Body = {"role": "assistant"} if isinstance(part, Said) else {"summary": []}
+            yield self._begin_item(kind, content=[], **more)
+            self._items[-1]["content"] = [content]
+            yield self._of_content("response.content_part.added", part=dict(content))
+        content = self._items[-1]["content"][0]
+        content["text"] += part.text
+        more = {"logprobs": []} if isinstance(part, Said) else {}
+        yield self._of_content(f"response.{content['type']}.delta", delta=part.text, **more)
+
+    def _called(self, call: Call) -> Iterator[Body]:
+        yield from self._end_item()
+        yield self._begin_item("function_call", call_id=call.id, name=call.name, arguments="")
+        self._items[-1]["arguments"] = call.arguments
+        yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+        done = {"name": call.name, "arguments": call.arguments}
+        yield self._of_item("response.function_call_arguments.done", **done)
+
+    def _begin_item(self, kind: str, **more: Any) -> Body:
+        item = {
+            "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+            **more,
+        }
+        self._items.append(dict(item))
+        place = len(self._items) - 1
+        return {"type": "response.output_item.added", "output_index": place, "item": item}
+
+    def _end_item(self) -> Iterator[Body]:
+        if not self._items:
+            return
+        item = self._items[-1]
+        item["status"] = "completed"
+        for content in item.get("content", []):
+            more: Body = {"logprobs": []} if content["type"] == "output_text" else {}
+            kind = f"response.{content['type']}.done"
+            yield self._of_content(kind, text=content["text"], **more)
+            yield self._of_content("response.content_part.done", part=dict(content))
+        place = len(self._items) - 1
+        yield {"type": "response.output_item.done", "output_index": place, "item": dict(item)}
+
+    def _of_item(self, kind: str, **more: Any) -> Body:
+        place = len(self._items) - 1
+        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": place, **more}
+
+    def _of_content(self, kind: str, **more: Any) -> Body:
+        return {**self._of_item(kind), "content_index": 0, **more}
