@@ -57,6 +57,11 @@ class Parts(NamedTuple):
     """Number of each layer's cache among those of mlx-lm; None for a layer that has none."""
 
     @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the embedding knows."""
+        return int(self.body[self.embedding_name].weight.shape[0])
+
+    @property
     def layers(self) -> list[nn.Module]:
         """List of all layers."""
         layers: list[nn.Module] = at(self.body, self.layers_name)

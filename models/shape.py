@@ -153,9 +153,11 @@ class ModelShape:
         return tuple(self.kinds[kind].window for kind in self.pattern)
 
     @property
-    def is_mixed(self) -> bool:
-        """True if layers differ in more than their windows."""
-        return len({replace(kind, window=None) for kind in self.kinds}) > 1
+    def unlike_layers(self) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
+        """Layers that differ in more than their windows, and the number of each layer's."""
+        alike = [replace(kind, window=None) for kind in self.kinds]
+        kinds = tuple(dict.fromkeys(alike))
+        return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 
     def layer(self, index: int) -> LayerShape:
         """Return the sizes of a layer. Raises ``ValueError`` if there is none of that number."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardmlx.config.specs import FineTune
 from shardmlx.costmodel.hostfile import kind_key, same_host
-from shardmlx.costmodel.timing import Measured, Sample, Seconds
+from shardmlx.costmodel.timing import LayerTimes, Measured, Sample, Seconds
 from shardmlx.errors import UserError
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import read_quantisation
@@ -57,10 +57,11 @@ def _check_sample(sample: Sample) -> None:
     """Raise ``ValueError`` for times that no clock shows; embedding and lm_head are differences."""
     if sample.tokens > _MOST_TOKENS:
         raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
-    for part in (sample.layer, sample.frozen, sample.embedding, sample.head):
+    layers = [part for kind in sample.kinds for part in (kind.trained, kind.frozen)]
+    for part in (*layers, sample.embedding, sample.head):
         if max(map(abs, astuple(part))) > _MOST_SECONDS:
             raise ValueError(f"a time over {_MOST_SECONDS:g} s")
-    for part in (sample.layer, sample.frozen):
+    for part in layers:
         if part.forward <= 0 or min(astuple(part)) < 0:
             raise ValueError(f"a layer with times of {astuple(part)} s")
 
@@ -108,11 +109,16 @@ class Profile:
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(
-        self, host: str, kind: str | None, num_layers: int, first_trained: int, recompute: str
+        self,
+        host: str,
+        kind: str | None,
+        pattern: tuple[int, ...],
+        first_trained: int,
+        recompute: str,
     ) -> Measured:
-        """Return the times of a model on a host."""
+        """Return the times of a model on a host; ``pattern`` says of which kind each layer is."""
         return Measured(
-            num_layers=num_layers,
+            pattern=pattern,
             samples=self.machine(host, kind).samples,
             first_trained=first_trained,
             recompute=recompute,
@@ -138,7 +144,12 @@ def work_of(
         trained["unfreeze_all"] = fine_tune.unfreeze_all
     else:
         trained["lora_parameters"] = json.loads(json.dumps(dict(fine_tune.lora_parameters)))
-    layer = shape.kinds[0]
+    layer, *others = shape.unlike_layers[0]
+    if others:
+        trained["other_layers"] = [
+            [each.width, each.heads.queries, each.heads.keys, each.experts, each.experts_per_token]
+            for each in others
+        ]
     return {
         "model_type": shape.model_type,
         "hidden_size": shape.hidden_size,
@@ -224,11 +235,16 @@ def _machine(entry: Any) -> MachineProfile:
         Sample(
             rows=int(sample["rows"]),
             length=int(sample["length"]),
-            **{
-                part: Seconds(**{key: float(value) for key, value in sample[part].items()})
-                for part in ("layer", "frozen", "embedding", "head")
-            },
+            **{part: _seconds(sample[part]) for part in ("layer", "frozen", "embedding", "head")},
+            others=tuple(
+                LayerTimes(_seconds(each["trained"]), _seconds(each["frozen"]))
+                for each in sample.get("others", ())
+            ),
         )
         for sample in entry["samples"]
     )
     return MachineProfile(str(entry["host"]), str(entry["chip"]), samples)
+
+
+def _seconds(entry: Mapping[str, Any]) -> Seconds:
+    return Seconds(**{key: float(value) for key, value in entry.items()})

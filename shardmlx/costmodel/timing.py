@@ -9,6 +9,7 @@ one micro-batch: forward (F), gradient for the input (I), gradient for the weigh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
@@ -157,11 +158,20 @@ class Speed:
         return Seconds(once, backward, backward * self.trains_weights)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Times of a layer that trains, with every gradient, and of one that runs only forward."""
+
+    trained: Seconds
+    frozen: Seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Times measured with micro-batches of ``rows`` x ``length`` tokens.
 
     ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
+    ``others`` are those of the other kinds of layers.
     """
 
     rows: int
@@ -170,6 +180,12 @@ class Sample:
     frozen: Seconds
     embedding: Seconds
     head: Seconds
+    others: tuple[LayerTimes, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerTimes, ...]:
+        """Times of each kind of layer."""
+        return (LayerTimes(self.layer, self.frozen), *self.others)
 
     @property
     def tokens(self) -> int:
@@ -178,7 +194,8 @@ class Sample:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.length < 1:
             raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
-        for part in (self.layer, self.frozen, self.embedding, self.head):
+        layers = [part for kind in self.kinds for part in (kind.trained, kind.frozen)]
+        for part in (*layers, self.embedding, self.head):
             if not all(map(math.isfinite, astuple(part))):
                 raise ValueError(f"times of {astuple(part)} s")
 
@@ -187,7 +204,8 @@ class Sample:
 class Measured:
     """A machine on which samples were taken: of as many rows each, in ascending order of length."""
 
-    num_layers: int
+    pattern: tuple[int, ...]
+    """Number of each layer's kind in the samples."""
     samples: tuple[Sample, ...]
     first_trained: int
     recompute: str = NONE
@@ -198,21 +216,30 @@ class Measured:
         Beyond the samples the outermost line goes on; from one sample times are proportional to
         tokens. A row costs as much as in the samples.
         """
-        layer, frozen, embedding, head = (
-            self._interpolated(part, rows, length)
-            for part in ("layer", "frozen", "embedding", "head")
-        )
-        trained = self.num_layers - self.first_trained
+
+        def part(of: Callable[[Sample], Seconds]) -> Seconds:
+            return self._interpolated(of, rows, length)
+
+        kinds = [
+            LayerTimes(
+                part(lambda sample, kind=kind: sample.kinds[kind].trained),  # type: ignore[misc]
+                part(lambda sample, kind=kind: sample.kinds[kind].frozen),  # type: ignore[misc]
+            )
+            for kind in range(max(self.pattern) + 1)
+        ]
         return ModelSeconds(
-            layers=(frozen,) * self.first_trained + (layer,) * trained,
-            embedding=embedding,
-            head=head,
+            layers=tuple(
+                kinds[kind].frozen if i < self.first_trained else kinds[kind].trained
+                for i, kind in enumerate(self.pattern)
+            ),
+            embedding=part(lambda sample: sample.embedding),
+            head=part(lambda sample: sample.head),
             first_trained=self.first_trained,
             recompute=self.recompute,
         )
 
-    def _interpolated(self, part: str, rows: int, length: int) -> Seconds:
-        points = [(each.length, getattr(each, part), each.rows) for each in self.samples]
+    def _interpolated(self, of: Callable[[Sample], Seconds], rows: int, length: int) -> Seconds:
+        points = [(each.length, of(each), each.rows) for each in self.samples]
         _, seconds, measured_rows = points[0]
         if len(points) == 1:
             mixed: Seconds = seconds.scaled(length / points[0][0])

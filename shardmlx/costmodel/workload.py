@@ -174,7 +174,8 @@ class Workload(ModelSizes):
         Raises ``UserError`` where it was not measured, or for other work.
         """
         profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
-        return profile.measured(host, kind, self.shape.num_layers, self.first_trained, recompute)
+        _, pattern = self.shape.unlike_layers
+        return profile.measured(host, kind, pattern, self.first_trained, recompute)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:

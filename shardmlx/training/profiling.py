@@ -31,17 +31,17 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import NO_SAVINGS, NONE, BatchOptions, FineTune, Savings
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.timing import LayerTimes, Sample, Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
-from shardmlx.errors import UserError
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import read_quantisation
@@ -52,6 +52,9 @@ LAYER_BYTES = 500_000_000
 
 MAX_LAYERS = 16
 """Limit of the layers that are measured together."""
+
+MAX_ALIKE = 4
+"""Limit of the layers of a kind that are measured together, where not all are alike."""
 
 REPEATS = 5
 """Measurements, of which the median counts."""
@@ -87,8 +90,24 @@ def measure(
     transport: Transport,
     advance: Callable[[], None],
     savings: Savings = NO_SAVINGS,
+    pattern: Sequence[int] = (),
 ) -> list[Sample]:
-    """Measure a sample for each (rows, tokens a row); call ``advance`` after each. Collective."""
+    """Measure a sample for each (rows, tokens a row); call ``advance`` after each. Collective.
+
+    ``pattern`` says of which kind each layer is, of a model that is to be built as it is: else it
+    is built with some layers that are all alike.
+    """
+    if pattern:
+        model = _build(model_config, None, dtype)
+        unlike = _Unlike(model, pattern, savings)
+        return [
+            unlike.sample(rows, length, seconds)
+            for (rows, length), seconds in zip(
+                shapes,
+                unlike.measure(fine_tune, shapes, transport, advance),
+                strict=True,
+            )
+        ]
     model = build_sample_model(model_config, dtype)
     frozen = []
     for rows, length in shapes:
@@ -139,30 +158,33 @@ def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module
     return model
 
 
-def _build(model_config: Mapping[str, Any], num_layers: int, dtype: str) -> nn.Module:
-    """Build mlx-lm's model with so many layers, lazily: nothing of it is computed yet."""
+def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) -> nn.Module:
+    """Build mlx-lm's model with so many layers, or as it is, lazily: nothing of it is computed
+    yet."""
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
-    plain["num_hidden_layers"] = num_layers
-    if plain.get("layer_types") is not None:
+    if num_layers is not None:
+        plain["num_hidden_layers"] = num_layers
+    if num_layers is not None and plain.get("layer_types") is not None:
         # Full attention everywhere: what it costs is an upper bound.
         plain["layer_types"] = ["full_attention"] * num_layers
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(plain))
         model, _ = load_model(Path(directory), lazy=True, strict=False)
     model.set_dtype(getattr(mx, dtype))
-    _quantise(model, model_config)
+    _quantise(model, model_config, as_it_is=num_layers is None)
     return model
 
 
-def _quantise(model: nn.Module, model_config: Mapping[str, Any]) -> None:
-    """Quantise as ``model_config`` says of the whole model, or of its layer in the middle."""
+def _quantise(model: nn.Module, model_config: Mapping[str, Any], *, as_it_is: bool) -> None:
+    """Quantise as ``model_config`` says, or all layers as it says of that in the middle."""
     quantisation = read_quantisation(model_config)
     if quantisation is None:
         return
-    middle = f"layers.{model_config['num_hidden_layers'] // 2}."
 
     def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
-        own = quantisation.of(_LAYER.sub(middle, path))
+        if not as_it_is:
+            path = _LAYER.sub(f"layers.{model_config['num_hidden_layers'] // 2}.", path)
+        own = quantisation.of(path)
         if own is None or not hasattr(module, "to_quantized"):
             return False
         # As mlx-lm converts: what cannot be divided into groups stays as it is.
@@ -176,6 +198,94 @@ def _stages(model: nn.Module, savings: Savings) -> list[Stage]:
     count = len(model.layers)
     ranges = ((0, 1), (1, count - 1), (count - 1, count))
     return build_stages([Slice(model, start, stop) for start, stop in ranges], savings=savings)
+
+
+class _Unlike:
+    """Stages of a model whose layers are not all alike: the first layer, the last one, and some
+    between of each kind. The model is built as it is, of which only they are computed."""
+
+    def __init__(self, model: nn.Module, pattern: Sequence[int], savings: Savings) -> None:
+        self._model, self._pattern, self._savings = model, pattern, savings
+        count = len(pattern)
+        self._runs = [self._run_of(kind) for kind in range(max(pattern) + 1)]
+        self._ranges = [(0, 1), *self._runs, (count - 1, count)]
+        model.freeze()
+
+    def _run_of(self, kind: int) -> tuple[int, int]:
+        """Return layers of a kind, one after the other, neither the first nor the last of the model
+        if there are such: these go with the ends."""
+        inner = range(1, len(self._pattern) - 1)
+        start = next((i for i in inner if self._pattern[i] == kind), self._pattern.index(kind))
+        layer = find_parts(self._model).layers[start]
+        nbytes = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
+        most = max(1, min(MAX_ALIKE, LAYER_BYTES // nbytes))
+        stop = start + 1
+        while start and stop in inner and stop < start + most and self._pattern[stop] == kind:
+            stop += 1
+        return start, stop
+
+    def _stages(self, *, is_trained: bool) -> list[Stage]:
+        parts = [Slice(self._model, start, stop) for start, stop in self._ranges]
+        return [
+            Stage(
+                index,
+                part,
+                needs_input_gradient=is_trained and not part.is_first,
+                savings=self._savings,
+            )
+            for index, part in enumerate(parts)
+        ]
+
+    def measure(
+        self,
+        fine_tune: FineTune,
+        shapes: Sequence[tuple[int, int]],
+        transport: Transport,
+        advance: Callable[[], None],
+    ) -> list[tuple[list[Seconds], list[Seconds]]]:
+        """Return for each shape the times of all stages, frozen and trained. Collective."""
+        vocabulary = find_parts(self._model).vocabulary
+        frozen = []
+        for rows, length in shapes:
+            transport.barrier("measuring")
+            stages = self._stages(is_trained=False)
+            frozen.append([_times(stage, rows, length, vocabulary) for stage in stages])
+        unfreeze(self._model, replace(fine_tune, num_layers=-1))
+        stages = self._stages(is_trained=True)
+        updates = [_update(stage, optimizer_of(fine_tune)) for stage in stages]
+        trained = []
+        for rows, length in shapes:
+            transport.barrier("measuring")
+            times = [_times(stage, rows, length, vocabulary) for stage in stages]
+            pairs = zip(times, updates, strict=True)
+            trained.append([replace(each, update=update) for each, update in pairs])
+            advance()
+        return list(zip(frozen, trained, strict=True))
+
+    def sample(
+        self, rows: int, length: int, seconds: tuple[list[Seconds], list[Seconds]]
+    ) -> Sample:
+        """Return the sample of the times of all stages, frozen and trained."""
+        kinds = []
+        for (start, stop), frozen, trained in zip(
+            self._runs, *(each[1:-1] for each in seconds), strict=True
+        ):
+            share = 1 / (stop - start)
+            kinds.append(LayerTimes(trained.scaled(share), frozen.scaled(share)))
+        first, last = seconds[1][0], seconds[1][-1]
+        of_first, of_last = (kinds[self._pattern[i]].trained for i in (0, -1))
+        # The first stage has no I: its W is its whole backward.
+        backward = of_first.input_gradient + of_first.weight_gradient
+        whole = Seconds(of_first.forward, 0.0, backward, of_first.update)
+        return Sample(
+            rows=rows,
+            length=length,
+            layer=kinds[0].trained,
+            frozen=kinds[0].frozen,
+            embedding=first + whole.scaled(-1),
+            head=last + of_last.scaled(-1),
+            others=tuple(kinds[1:]),
+        )
 
 
 def _times(stage: Stage, rows: int, length: int, vocabulary: int) -> Seconds:
@@ -239,6 +349,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
             transport,
             bar.advance,
             BatchOptions.of(options).savings(NONE, this_backend()),
+            _pattern_of(workload.shape),
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
     machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
@@ -252,14 +363,13 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
     files = open_model(options.model, options.revision)
-    shape = ModelShape.from_config(files.config)
-    if shape.is_mixed:
-        raise UserError(
-            f"{options.model}: the layers of a {shape.model_type} model are not all alike, and "
-            "profile measures one for all",
-            "plan without --profile: times then follow from FLOPs",
-        )
     return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
+
+
+def _pattern_of(shape: ModelShape) -> tuple[int, ...]:
+    """Return of which kind each layer is, for a model that is measured as it is."""
+    kinds, pattern = shape.unlike_layers
+    return pattern if len(kinds) > 1 or not shape.is_declared else ()
 
 
 def _chip() -> str:

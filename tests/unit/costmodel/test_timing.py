@@ -87,7 +87,7 @@ def sample(length: int, seconds: float) -> Sample:
 
 
 def measured(*samples: Sample) -> Measured:
-    return Measured(num_layers=3, samples=samples, first_trained=1)
+    return Measured(pattern=(0, 0, 0), samples=samples, first_trained=1)
 
 
 def test_between_two_samples_times_are_on_their_line() -> None:

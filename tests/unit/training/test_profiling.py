@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from mlx.utils import tree_flatten
 
 from shardmlx.common.environment import Blas
 from shardmlx.config.profile import ProfileOptions, read_options
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.distributed.agreement import AgreedError
@@ -20,8 +23,10 @@ from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
+from shardmlx.planning.training_plan import plan_training
 from shardmlx.training import profiling
 from tests.helpers.fake_models import TINY, model_files, write
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 
 PART = Seconds(1.0, 1.0, 1.0, 0.1)
@@ -143,3 +148,27 @@ def test_help_ends_every_rank_and_is_printed_by_rank_0(
         read_options(["--help"], rank)
     assert ended.value.code == 0
     assert ("usage: shardmlx profile" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_layers_of_each_kind_are_measured_and_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First a dense layer, then experts."""
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    quantised = {"quantization": {"group_size": 32, "bits": 4, "model.layers.2.mlp.gate": False}}
+    config = {**CONFIGS["glm4_moe"], "num_hidden_layers": 6, **quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "profile.json"
+    words = [str(tmp_path), "--num-layers", "-1", "--rows", "1", "--lengths", "8"]
+    options = read_options([*words, "-o", str(output)])
+    LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none", None)))
+    (machine,) = read_profile(output).machines
+    (sample,) = machine.samples
+    dense, experts = sample.kinds
+    assert dense.trained.forward > 0 < experts.frozen.forward
+    # It is the first layer: its W is its whole backward.
+    assert (dense.trained.input_gradient, dense.frozen.weight_gradient) == (0, 0)
+    assert experts.trained.input_gradient > 0 < experts.trained.weight_gradient
+    run = TrainConfig(model=str(tmp_path), num_layers=-1, profile=str(output), pipeline_stages=1)
+    plan = plan_training(run, [Machine(host="mac", kind=machine.chip, memory=2**34)])
+    assert plan.prediction.step_seconds > 0
