@@ -44,6 +44,78 @@ def test_markdown(page: webdriver.Chrome, text: str, html: str) -> None:
     assert shown(page, text, "node.innerHTML") == html
 
 
+WHERE = 'target="_blank" title="{0}" rel="noopener noreferrer nofollow"'
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "target", "after"),
+    [
+        ("https://a.org/b_c_d.", "https://a.org/b_c_d", "https://a.org/b_c_d", "."),
+        ("<https://a.org/>", "https://a.org/", "https://a.org/", "&gt;"),
+        ("[a *b*](http://a.org/c_(d))", "a *b*", "http://a.org/c_(d)", "<small> (a.org)</small>"),
+        (
+            "[https://bank.org](https://evil.org/x)!",
+            "https://bank.org",
+            "https://evil.org/x",
+            "<small> (evil.org)</small>!",
+        ),
+    ],
+)
+def test_a_link_says_where_it_leads(
+    page: webdriver.Chrome, text: str, label: str, target: str, after: str
+) -> None:
+    before = "&lt;" if text.startswith("<") else ""
+    where = WHERE.format(target)
+    html = f'<p>{before}<a href="{target}" {where}>{label}</a>{after}</p>'
+    assert shown(page, text, "node.innerHTML") == html
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "javascript:alert`1`",
+        "JAVASCRIPT:alert`1`",
+        "data:text/html,<b>a</b>",
+        "file:///etc/passwd",
+        "//evil.org",
+        "/v1/models",
+        "https://bank.org@evil.org/",
+        "https://user:secret@evil.org/",
+        "blob:https://a.org/1",
+    ],
+)
+def test_what_leads_nowhere_safe_is_no_link(page: webdriver.Chrome, target: str) -> None:
+    text = f"[click]({target}) ![image]({target})"
+    links = shown(page, text, "[...node.querySelectorAll('a')].map((each) => each.href)")
+    assert [link for link in links if link != "https://bank.org"] == []
+    assert shown(page, text, "node.querySelectorAll('img').length") == 0
+    assert shown(page, text, "node.textContent") == text
+
+
+def test_a_table(page: webdriver.Chrome) -> None:
+    text = "so:\n| a | *b* | c |\n|---|:-:|--:|\n| 1 | x \\| y | `3` | 4 |\n| 2\n\nafter"
+    html = shown(page, text, "node.innerHTML")
+    assert html == (
+        '<p>so:</p><div class="table" tabindex="0"><table><thead><tr><th class="">a</th>'
+        '<th class="center"><em>b</em></th><th class="right">c</th></tr></thead><tbody>'
+        '<tr><td class="">1</td><td class="center">x | y</td><td class="right"><code>3</code></td>'
+        '</tr><tr><td class="">2</td><td class="center"></td><td class="right"></td></tr></tbody>'
+        "</table></div><p>after</p>"
+    )
+
+
+@pytest.mark.parametrize("text", ["a | b\n--- | ---|---", "a\n---", "| a |\nb | c", "|\n-"])
+def test_what_is_no_table(page: webdriver.Chrome, text: str) -> None:
+    assert shown(page, text, "node.querySelectorAll('table').length") == 0
+
+
+def test_a_table_grows_as_it_comes(page: webdriver.Chrome) -> None:
+    text = "| a | b |\n|---|---|\n| 1 | 2 |"
+    for end in range(1, len(text)):
+        assert shown(page, text[:end], "node.textContent.length") > 0
+    assert shown(page, text, "node.querySelectorAll('td').length") == 2
+
+
 def test_code_is_shown_as_it_is_even_before_its_end(page: webdriver.Chrome) -> None:
     code = "```python\nif a:\n    *b* = 1\n"
     read = "node.querySelector('pre').textContent"
@@ -64,7 +136,13 @@ def test_what_stands_is_left_alone_when_more_text_comes(page: webdriver.Chrome) 
     assert html == "<p>one</p><ul><li><p>a</p></li><li><p>b</p></li></ul><p>three</p>"
 
 
-@pytest.mark.parametrize("text", ["*", "**a ", "`", "_a", "- ", "1. ", "# ", "```\n", "  - a\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("*", "**a ", "`", "_a", "- ", "1. ", "# ", "```\n", "  - a\n"),
+        *("[", "[a](", "[a](b(", "https://", "|", "|-", "| a\n", "a|b\n-|-\n"),
+    ],
+)
 def test_a_model_that_repeats_itself_does_not_hang_the_page(
     page: webdriver.Chrome, text: str
 ) -> None:
