@@ -19,7 +19,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 PAGES = {
     "options.md": ("train", "report", "plan", "profile", "launch"),
-    "options-others.md": ("export", "generate", "chat", "serve", "inspect", "schedule", "doctor"),
+    "options-others.md": (
+        *("export", "evaluate", "generate", "chat", "serve", "inspect", "schedule", "doctor"),
+    ),
 }
 """The commands of each page."""
 
@@ -41,8 +43,8 @@ Every command also has `--help` and `--version`.
     "options-others.md": f"""\
 # Options of the other commands
 
-The options of `export`, `generate`, `chat`, `serve`, `inspect`, `schedule` and `doctor`, with their
-units and defaults. Those of training: [options](options.md). {_MADE}
+The options of `export`, `evaluate`, `generate`, `chat`, `serve`, `inspect`, `schedule` and
+`doctor`, with their units and defaults. Those of training: [options](options.md). {_MADE}
 
 `generate`, `chat` and `serve` read options from a YAML file too, with `-c FILE`, as `train` does.
 """,

@@ -54,7 +54,6 @@ def _first_screen() -> Iterator[str]:
         for command in COMMANDS:
             if command.group == group:
                 yield f"  {command.name:{_WIDTH}}  {command.help}"
-    yield "  shardmlx launch -n 2 train ...         here; with --hostfile FILE its machines"
 
 
 if __name__ == "__main__":

@@ -68,6 +68,13 @@ COMMANDS = (
         ranks=True,
     ),
     Command(
+        name="evaluate",
+        group=USE,
+        help="measure a model: perplexity of texts, or lm-eval tasks",
+        options="config.evaluate",
+        ranks=True,
+    ),
+    Command(
         name="inspect",
         group=PREPARE,
         help="show what a model consists of, and what each rank needs of it",
@@ -102,7 +109,7 @@ COMMANDS = (
     Command(
         name="launch",
         group=START,
-        help="run one of these on ranks: train, export, generate, serve ...",
+        help="run any of these on ranks: launch -n 2 train, --hostfile F train",
         options="config.launch",
     ),
 )

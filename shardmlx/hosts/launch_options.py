@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config import chat, doctor, export, generate, profile, serve, train
+from shardmlx.config import chat, doctor, evaluate, export, generate, profile, serve, train
 from shardmlx.config.command_line import CommandParser, load_given_options
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
 from shardmlx.config.train import TrainConfig
@@ -25,6 +25,7 @@ from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 _COMMANDS: dict[str, tuple[type[Any], Callable[[], CommandParser]]] = {
     "train": (train.TrainConfig, train.build_parser),
     "profile": (profile.ProfileOptions, profile.build_parser),
+    "evaluate": (evaluate.EvaluateConfig, evaluate.build_parser),
     "export": (export.ExportOptions, export.build_parser),
     "generate": (generate.GenerateConfig, generate.build_parser),
     "chat": (chat.ChatConfig, chat.build_parser),

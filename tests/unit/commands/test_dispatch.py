@@ -61,7 +61,8 @@ def test_every_command_has_help_and_version_under_its_name(
 
 
 def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
-    assert OF_RANKS == ("train", "export", "generate", "chat", "serve", "doctor", "profile")
+    use = ("generate", "chat", "serve", "evaluate")
+    assert ("train", "export", *use, "doctor", "profile") == OF_RANKS
 
 
 def test_only_the_module_of_the_command_is_imported() -> None:

@@ -1,0 +1,94 @@
+"""The options of ``shardmlx evaluate``. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from shardmlx.config import command_line
+from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
+from shardmlx.config.options import flag_of, option
+from shardmlx.errors import UserError
+
+_WHAT = "what is evaluated"
+
+_REFUSED = {
+    **REFUSED,
+    "--output-dir": "name the file: --output results.json",
+    "--max-length": "it is called --max-seq-length",
+}
+"""Options of mlx_lm.evaluate that are not here, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig(InferenceConfig):
+    """The texts or tasks to evaluate a model on. Raises ``OptionError``, a ``UserError``."""
+
+    data: str | None = option(
+        None,
+        "directory with test.jsonl, .csv or .parquet, in any format that train reads: its "
+        "perplexity is measured",
+        metavar="DIR",
+        group=_WHAT,
+    )
+    tasks: Sequence[str] = option(
+        [], "tasks of lm-evaluation-harness, by name", metavar="TASK", group=_WHAT
+    )
+    include_path: str | None = option(
+        None, "directory with tasks of your own, as YAML", metavar="DIR", group=_WHAT
+    )
+    num_shots: int | None = option(
+        None,
+        "examples before each question",
+        metavar="N",
+        unset="as the task says",
+        minimum=0,
+        group=_WHAT,
+    )
+    limit: int | None = option(
+        None, "questions of each task, or texts", metavar="N", unset="all", minimum=1, group=_WHAT
+    )
+    max_seq_length: int = option(
+        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2, group=_WHAT
+    )
+    mask_prompt: bool = option(False, "leave prompts out of the perplexity", group=_WHAT)
+    output: str | None = option(
+        None, "JSON file for the results", metavar="FILE", unset="none", group=_WHAT
+    )
+
+    def check_together(self) -> None:
+        """Raise ``UserError`` unless the options go together; other ranks than 0 have none yet."""
+        if (self.data is None) == (not self.tasks):
+            found = "are both given" if self.tasks else "are both missing"
+            raise UserError(f"--data and --tasks {found}", "give one of them")
+        if self.data is not None:
+            for name in ("include_path", "num_shots"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{flag_of(name)} is for --tasks", "leave it out")
+
+
+def build_parser(rank: int = 0) -> CommandParser:
+    """Build the command line of ``shardmlx evaluate``; help is printed on rank 0 only."""
+    shown = {each.name for each in fields(EvaluateConfig)}
+    sampling = {
+        each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
+    }
+    return command_line.build_parser(
+        EvaluateConfig,
+        "evaluate",
+        "Measure a model through pipeline stages: perplexity of texts, or tasks.",
+        rank=rank,
+        groups=(MODEL, _WHAT),
+        shown=shown - sampling,
+        refused=_REFUSED,
+    )
+
+
+def load_config(argv: Sequence[str], rank: int = 0) -> EvaluateConfig:
+    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
+    with status 0 after ``--help`` and ``--version``."""
+    config = load_options(EvaluateConfig, build_parser(rank), argv, rank)
+    if rank == 0:
+        config.check_together()
+    return config

@@ -1,0 +1,1 @@
+"""Measures a model through the pipeline: perplexity of texts, and tasks."""

@@ -1,0 +1,110 @@
+"""The command ``shardmlx evaluate`` on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.formatting import plural
+from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import Sample
+from shardmlx.evaluation.perplexity import perplexity_of, read_texts
+from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
+from shardmlx.evaluation.tasks import check_tasks, rows_of, run_tasks
+from shardmlx.inference.pipeline import FirstStage
+from shardmlx.inference.plan import Load
+from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.setup import Prepared, prepare, report_memory
+from shardmlx.loading.rank_setup import SETUP_SECONDS
+
+Request = Sequences | str | None
+"""A request of rank 0: sequences to score, ``GENERATE``, or None at the end."""
+
+GENERATE = "generate"
+
+
+def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
+    """Evaluate as ``config`` says, which is the same on all ranks. All ranks must call it.
+
+    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
+    """
+    reporter = Reporter(quiet=transport.rank != 0)
+    reporter.say(str(blas))
+    texts: list[Sample] = []
+
+    def read(reader: PromptReader, most_positions: int | None) -> Load:
+        if config.output is not None:
+            check_writable(Path(config.output), "--output")
+        if config.data is None:
+            check_tasks(config)
+            longest = min(config.max_seq_length, most_positions or config.max_seq_length)
+            return Load(config.batch_size, longest, 1, longest)
+        texts.extend(read_texts(config, reader.tokenizer, most_positions))
+        longest = max(len(tokens) for tokens, _ in texts)
+        return Load(min(config.batch_size, len(texts)), longest, 1, longest)
+
+    prepared = prepare(config, transport, reporter, read)
+    scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.chunk)
+    transport.activity.begin("evaluating")
+    if prepared.reader is None:
+        _follow(prepared, scorer)
+    else:
+        results = _lead(prepared, scorer, prepared.reader, texts, reporter)
+        transport.broadcast(None, what="requests")
+        if config.output is not None:
+            Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
+    report_memory(prepared, reporter)
+
+
+def _follow(prepared: Prepared, scorer: Scorer) -> None:
+    """Do what rank 0 asks for, until it asks for no more."""
+    # Between two requests rank 0 may compute for long: a metric of its own, or a prompt.
+    with prepared.transport.longer_timeout(SETUP_SECONDS):
+        while (request := prepared.transport.broadcast(None, what="requests")) is not None:
+            if request == GENERATE:
+                prepared.later_stage().run()
+            else:
+                scorer.score(request)
+
+
+def _lead(
+    prepared: Prepared,
+    scorer: Scorer,
+    reader: PromptReader,
+    texts: Sequence[Sample],
+    reporter: Reporter,
+) -> Mapping[str, Any]:
+    """Measure on rank 0, and show the results."""
+    config, transport = prepared.config, prepared.transport
+    if not isinstance(config, EvaluateConfig):
+        raise TypeError("options of another command")
+
+    def score(sequences: Sequences) -> list[Scores]:
+        transport.broadcast(sequences, what="requests")
+        return scorer.score(sequences)
+
+    def begin_to_generate() -> FirstStage:
+        transport.broadcast(GENERATE, what="requests")
+        return prepared.first_stage()
+
+    if config.data is None:
+        results = run_tasks(config, reader, score, begin_to_generate)
+        reporter.table(("task", "metric", "value", "standard error"), rows_of(results))
+        return results
+    found = perplexity_of(texts, score([[*map(int, tokens)] for tokens, _ in texts]))
+    reporter.say(
+        f"{config.data}: perplexity {found.perplexity:.4f} +/- {found.error:.4f}, loss "
+        f"{found.loss:.4f}, {found.tokens} tokens of {plural(len(texts), 'text')}"
+    )
+    return {
+        "perplexity": found.perplexity,
+        "standard_error": found.error,
+        "loss": found.loss,
+        "tokens": found.tokens,
+        "texts": len(texts),
+    }

@@ -1,0 +1,75 @@
+"""The perplexity of a data set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.specs import DataOptions
+from shardmlx.engine.batches import Sample
+from shardmlx.errors import UserError
+from shardmlx.evaluation.scoring import Scores
+from shardmlx.training.datasets import read_data
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """The perplexity of some texts: e to the ``loss``, the mean of the negative log-probabilities
+    of their ``tokens``. ``error`` is the standard error of the perplexity."""
+
+    loss: float
+    tokens: int
+    error: float
+
+    @property
+    def perplexity(self) -> float:
+        """The number of tokens among which the model is as unsure as in the mean."""
+        return math.exp(self.loss)
+
+
+def read_texts(
+    config: EvaluateConfig, tokenizer: TokenizerWrapper, max_positions: int | None
+) -> list[Sample]:
+    """Read and tokenise ``--data``, and cut what is too long. Raises ``UserError``."""
+    options = DataOptions(
+        train=False,
+        test=True,
+        data=str(config.data),
+        data_cache="none",
+        hf_dataset=None,
+        prompt_feature="prompt",
+        completion_feature="completion",
+        chat_feature="messages",
+        text_feature="text",
+        max_seq_length=config.max_seq_length,
+        long_sequences="cut",
+        mask_prompt=config.mask_prompt,
+        trust_remote_code=config.trust_remote_code,
+        batch_size=1,
+    )
+    samples = list(read_data(options, lambda: tokenizer, max_positions).test)[: config.limit]
+    cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
+    scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]
+    if not scored:
+        raise UserError(
+            f"--data {config.data} has no token to predict", "name a set of longer texts"
+        )
+    return scored
+
+
+def perplexity_of(samples: Sequence[Sample], scores: Sequence[Scores]) -> Perplexity:
+    """Return the perplexity of samples: of all tokens after the first, from their start on."""
+    losses = -np.concatenate(
+        [
+            score.logprobs[max(start, 1) - 1 :].astype(np.float64)
+            for (_, start), score in zip(samples, scores, strict=True)
+        ]
+    )
+    loss = float(losses.mean())
+    spread = float(losses.std(ddof=1)) if losses.size > 1 else 0.0
+    return Perplexity(loss, losses.size, math.exp(loss) * spread / math.sqrt(losses.size))

@@ -1,0 +1,118 @@
+"""Log-probabilities of given tokens, through the stages of all ranks.
+
+Rank 0 gives sequences to all; each batch goes through the stages, the next one right behind it, and
+the last rank sends back what it found of every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from shardmlx.distributed.messages import Handle, new_buffer
+from shardmlx.distributed.transport import Transport
+from shardmlx.inference.stage import HIDDEN_TAG, UNSENT, Outbox
+from shardmlx.models.slice import Slice
+
+Sequences = Sequence[Sequence[int]]
+"""Token ids of each sequence, two at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The natural logarithm of the probability of each token after the first of a sequence, given
+    those before it; and whether it is the likeliest. Shape (T - 1,)."""
+
+    logprobs: np.ndarray
+    is_likeliest: np.ndarray
+
+
+class Scorer:
+    """A rank's part in scoring: rank i has stage i. ``rows`` sequences are computed at a time, and
+    ``chunk`` positions of their attention and logits."""
+
+    def __init__(self, transport: Transport, part: Slice, rows: int, chunk: int) -> None:
+        self._transport = transport
+        self._part = part
+        self._rows, self._chunk = rows, chunk
+        self._outbox = Outbox(transport)
+
+    def score(self, sequences: Sequences) -> list[Scores]:
+        """Return the scores of sequences, in their order, on rank 0; nothing elsewhere.
+
+        All ranks must call it, with the same sequences.
+        """
+        batches = batches_of([len(each) for each in sequences], self._rows)
+        shapes = [
+            (len(batch), max(len(sequences[i]) for i in batch) - 1, self._part.hidden_size)
+            for batch in batches
+        ]
+        mine: list[tuple[np.ndarray, np.ndarray]] = []
+        due = self._receive(shapes[0]) if shapes else None
+        for number, batch in enumerate(batches):
+            tokens = np.zeros((len(batch), shapes[number][1] + 1), np.int32)
+            for row, i in enumerate(batch):
+                tokens[row, : len(sequences[i])] = sequences[i]
+            if due is None:
+                x = mx.array(tokens[:, :-1])
+            else:
+                x, handle = due
+                due = self._receive(shapes[number + 1]) if number + 1 < len(shapes) else None
+                self._transport.wait(handle, lambda n=number: self._what(n))  # type: ignore[misc]
+            hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
+            mx.eval(hidden)
+            if self._part.is_last:
+                mine.append(self._scores(hidden, tokens[:, 1:]))
+            else:
+                peer = self._transport.rank + 1
+                self._outbox.send(hidden, peer, HIDDEN_TAG, f"scoring, batch {number}")
+                self._outbox.drain(UNSENT)
+        self._outbox.drain(0)
+        everyone = self._transport.gather(mine, what="scores")
+        if everyone is None:
+            return []
+        result: dict[int, Scores] = {}
+        for batch, (logprobs, likeliest) in zip(batches, everyone[-1], strict=True):
+            for row, i in enumerate(batch):
+                count = len(sequences[i]) - 1
+                result[i] = Scores(logprobs[row, :count], likeliest[row, :count])
+        return [result[i] for i in range(len(sequences))]
+
+    def _receive(self, shape: tuple[int, ...]) -> tuple[mx.array, Handle] | None:
+        """Begin to receive hidden states; return None on the first stage."""
+        if self._part.is_first:
+            return None
+        buffer = new_buffer(shape, self._part.dtype)
+        return buffer, self._transport.receive(buffer, self._transport.rank - 1, HIDDEN_TAG)
+
+    def _what(self, batch: int) -> str:
+        own, peer = self._transport.rank, self._transport.rank - 1
+        return (
+            f"{self._transport.name(own)}, scoring, batch {batch}, waiting for "
+            f"{self._transport.name(peer)}"
+        )
+
+    def _scores(self, hidden: mx.array, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return log-probabilities (rows, T) of ``targets``, and which are the likeliest."""
+        logprobs, likeliest = [], []
+        wanted = mx.array(targets)
+        positions = max(1, self._chunk // len(targets))  # logits are large
+        for start in range(0, hidden.shape[1], positions):
+            here = slice(start, start + positions)
+            logits = self._part.logits(self._part.norm(hidden[:, here])).astype(mx.float32)
+            own = mx.take_along_axis(nn.log_softmax(logits), wanted[:, here, None], axis=-1)
+            is_own = mx.argmax(logits, axis=-1) == wanted[:, here]
+            mx.eval(own, is_own)
+            logprobs.append(np.array(own[..., 0]))
+            likeliest.append(np.array(is_own))
+        return np.concatenate(logprobs, axis=1), np.concatenate(likeliest, axis=1)
+
+
+def batches_of(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """Return the sequences of each batch of at most ``rows``, of about the same length."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+    return [order[start : start + rows] for start in range(0, len(order), rows)]

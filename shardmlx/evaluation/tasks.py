@@ -1,0 +1,193 @@
+"""Tasks of lm-evaluation-harness, whose questions a model answers through the pipeline.
+
+What a request means is that of ``mlx_lm.evaluate``: log-likelihoods of continuations, of whole
+texts, and greedy answers up to a stop string.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.errors import UserError
+from shardmlx.evaluation.scoring import Scores, Sequences
+from shardmlx.inference.pipeline import FirstStage
+from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.setup import new_detokenizer
+
+Score = Callable[[Sequences], list[Scores]]
+"""Scores sequences on all ranks."""
+
+Begin = Callable[[], FirstStage]
+"""Lets all ranks generate, until the first stage stops."""
+
+SEED = 123
+"""Seed of the choice of examples, as in mlx_lm.evaluate."""
+
+MOST_TOKENS = 256
+"""Tokens of an answer where the task does not say how many."""
+
+
+def check_tasks(config: EvaluateConfig) -> None:
+    """Raise ``UserError`` where lm-evaluation-harness is not here, or does not know a task."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "--tasks needs lm-evaluation-harness, which is not installed", "pip install lm-eval"
+        )
+    _manager(config)
+
+
+def _manager(config: EvaluateConfig) -> Any:
+    """Return what finds the tasks. Raises ``UserError`` for one that it does not find."""
+    from lm_eval.tasks import TaskManager
+
+    if config.include_path is not None:
+        # Those that come with the package are in thousands of files.
+        own = TaskManager(include_path=config.include_path, include_defaults=False)
+        if set(config.tasks) <= set(own.all_tasks):
+            return own
+    every = TaskManager(include_path=config.include_path)
+    for task in config.tasks:
+        if task not in every.all_tasks:
+            raise UserError(
+                f"--tasks {task} is not known to lm-evaluation-harness",
+                "lm_eval ls tasks shows all; name a directory with your own by --include-path",
+            )
+    return every
+
+
+def run_tasks(
+    config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin
+) -> Mapping[str, Any]:
+    """Return the results of each task, as lm-evaluation-harness has them."""
+    # Processes of its own, which it ends by signals, would end this job: they inherit its handlers.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    import lm_eval
+
+    model = _model(config, reader, score, begin)
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=list(config.tasks),
+        task_manager=_manager(config),
+        num_fewshot=config.num_shots,
+        limit=config.limit,
+        apply_chat_template=reader.has_template,
+        random_seed=SEED,
+        numpy_random_seed=SEED,
+        torch_random_seed=SEED,
+        fewshot_random_seed=SEED,
+        log_samples=False,
+    )
+    results: Mapping[str, Any] = found["results"]
+    return results
+
+
+def rows_of(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return task, metric, value and standard error of each result."""
+    return list(_rows(results))
+
+
+def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for task, values in results.items():
+        for name, value in values.items():
+            metric, comma, filtered = name.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            shown = f"{error:.4f}" if isinstance(error, float) else ""
+            yield task, metric, f"{value:.4f}" if isinstance(value, float) else str(value), shown
+
+
+def continuation(
+    encode: Callable[[str], Sequence[int]], context: str, answer: str, most: int
+) -> tuple[list[int], int] | None:
+    """Return tokens of a context with an answer, and how many of them are the answer's.
+
+    What is too long is cut at the beginning of the context; None if nothing of that is left.
+    """
+    whole = list(encode(context + answer))
+    count = len(whole) - len(encode(context))
+    kept = whole[-(most + 1) :]
+    return None if count < 1 or len(kept) <= count else (kept, count)
+
+
+def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin) -> Any:
+    """Return the model as lm-evaluation-harness asks it."""
+    from lm_eval.api.model import LM
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = reader.tokenizer.encode(
+            text, add_special_tokens=not reader.has_template
+        )
+        return tokens
+
+    class Pipeline(LM):
+        tokenizer_name = config.model.replace("/", "__")
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            text: str = reader.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **config.template_arguments,
+            )
+            return text
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            asked = [
+                continuation(encode, context, answer, config.max_seq_length)
+                for context, answer in (request.args for request in requests)
+            ]
+            found = iter(score([tokens for tokens, _ in filter(None, asked)]))
+            results = []
+            for each in asked:
+                if each is None:
+                    results.append((-float("inf"), False))
+                    continue
+                scores, (_, count) = next(found), each
+                likeliest = scores.is_likeliest[-count:].all()
+                results.append((float(scores.logprobs[-count:].sum()), bool(likeliest)))
+            return results
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            texts = [encode(request.args[0]) for request in requests]
+            found = iter(score([tokens for tokens in texts if len(tokens) > 1]))
+            return [
+                float(next(found).logprobs.sum()) if len(tokens) > 1 else 0.0 for tokens in texts
+            ]
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            return list(_answers(reader, [request.args for request in requests], encode, begin))
+
+    return Pipeline()
+
+
+def _answers(
+    reader: PromptReader,
+    asked: Sequence[tuple[str, Mapping[str, Any]]],
+    encode: Callable[[str], Sequence[int]],
+    begin: Begin,
+) -> Iterator[str]:
+    """Yield greedy answers, each up to its first stop string."""
+    stage = begin()
+    answers = []
+    for number, (context, how) in enumerate(asked):
+        until = how.get("until") or ()
+        stops = (until,) if isinstance(until, str) else tuple(until)
+        most = how.get("max_gen_toks", MOST_TOKENS)
+        answers.append(new_detokenizer(reader.tokenizer, most, tuple(filter(None, stops))))
+        stage.add(number, encode(context), SamplingParams(stream=number))
+    while not stage.is_idle:
+        for number, sampled in stage.step():
+            answers[number].take(sampled.token)
+            if answers[number].finish_reason is not None:
+                stage.finish(number)
+    stage.stop()
+    yield from (answer.text for answer in answers)
