@@ -275,7 +275,8 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
 
 
 def _width(embedding: Any) -> int:
-    """Return the width of what an embedding gives, packed or not."""
+    """Return the width of what an embedding gives, packed or not, with adapters or without."""
+    embedding = getattr(embedding, "embedding", embedding)
     dims = getattr(embedding, "dims", None)
     return int(embedding.weight.shape[-1] if dims is None else dims)
 

@@ -135,6 +135,12 @@ def logits_of(part: Slice, x: mx.array, **how: Any) -> mx.array:
     return part.logits(part.norm(part(x, **how)))
 
 
+def mean_loss(model: nn.Module, batch: MicroBatch) -> mx.array:
+    """Return the mean loss, in one process: of mlx-lm's model, as the engine computes it."""
+    logits = model(mx.array(batch.tokens[:, :-1]))
+    return token_loss(logits, *all_answers(batch)) / batch.valid_tokens
+
+
 def reference(
     model: nn.Module, microbatches: Sequence[MicroBatch], scale: float
 ) -> tuple[list[float], Gradients]:

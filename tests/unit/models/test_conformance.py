@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import Savings
@@ -43,6 +42,7 @@ from tests.helpers.models_and_batches import (
     build,
     largest_difference,
     logits_of,
+    mean_loss,
     random_batch,
     run_engine,
     through_stages,
@@ -84,11 +84,9 @@ def model_of(family: str, adapters: str = "full", bits: int | None = None) -> nn
 
 @cache
 def reference(family: str, adapters: str) -> tuple[float, Gradients]:
-    """Loss and gradients in mlx-lm, of one process."""
+    """Loss and gradients of mlx-lm's model, in one process."""
     model = model_of(family, adapters)
-    (loss, _), gradients = nn.value_and_grad(model, default_loss)(
-        model, mx.array(BATCH.tokens), mx.array(BATCH.spans)
-    )
+    loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
     return loss.item(), {name: np.array(array) for name, array in tree_flatten(gradients)}
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.inspect import InspectOptions
@@ -35,6 +34,7 @@ from tests.helpers.models_and_batches import (
     build,
     largest_difference,
     logits_of,
+    mean_loss,
     random_batch,
     save_model_directory,
     through_stages,
@@ -93,9 +93,7 @@ def test_gradients_of_stages_are_those_of_the_whole_model(kind: str) -> None:
     model = build(UNDECLARED[kind], seed=3)
     model.freeze()
     linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-    (expected_loss, _), gradients = nn.value_and_grad(model, default_loss)(
-        model, mx.array(BATCH.tokens), mx.array(BATCH.spans)
-    )
+    expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
     expected = {name: np.array(array) for name, array in tree_flatten(gradients)}
     (loss,), found = through_stages(model, CUTS, [BATCH], scale=1 / BATCH.valid_tokens)
     assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
