@@ -38,6 +38,7 @@ class SameOptions(Spec):
     mask_prompt: bool
     max_grad_norm: float | None
     master_weights: bool
+    sum_dtype: str
     dtype: str | None
     seed: int
 

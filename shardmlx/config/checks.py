@@ -52,8 +52,8 @@ FINE_TUNE_TYPES = ("lora", "dora", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """An optimizer of mlx_lm.lora: its class in mlx.optimizers, the settings that it takes, and
-    the copies of trained weights that it needs in memory.
+    """An optimizer: its class in mlx.optimizers or ``engine.large_batch``, the settings that it
+    takes, and the copies of trained weights that it needs in memory.
 
     ``states`` are the copies that it keeps: Adafactor's rows and columns are few and count for
     none, but with a beta_1 it keeps one copy too. ``passing`` are the copies of a layer's weights
@@ -109,9 +109,26 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             states=0,
             passing=3,
         ),
+        "lamb": OptimizerFacts(
+            class_name="LAMB",
+            settings={"betas": _BETAS, "eps": _NUMBER, "weight_decay": _NUMBER},
+            states=2,
+            passing=5,
+        ),
+        "lars": OptimizerFacts(
+            class_name="LARS",
+            settings={
+                "momentum": _NUMBER,
+                "weight_decay": _NUMBER,
+                "trust_coefficient": _NUMBER,
+                "eps": _NUMBER,
+            },
+            states=1,
+            passing=4,
+        ),
     }
 )
-"""The optimizers of mlx_lm.lora."""
+"""The optimizers of mlx_lm.lora, and our own."""
 
 LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -44,6 +44,10 @@ class MachineOptions(Spec):
     profile: str | None = None
 
 
+SUM_DTYPES = ("float32", "bfloat16")
+"""Types in which replicas send gradients that are summed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTune(Spec):
     """The part of a model that is trained, and the optimizer. Where ``train`` is False nothing is
@@ -61,6 +65,7 @@ class FineTune(Spec):
     lr_schedule: Mapping[str, Any] | None
     zero: int | None = None
     master_weights: bool = False
+    sum_dtype: str = SUM_DTYPES[0]
 
     @property
     def divides_optimizer(self) -> bool:

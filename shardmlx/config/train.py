@@ -38,7 +38,7 @@ from shardmlx.config.common_options import (
 )
 from shardmlx.config.data import DataConfig
 from shardmlx.config.options import OptionError, option
-from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE
+from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE, SUM_DTYPES
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -132,7 +132,9 @@ class TrainConfig(DataConfig):
         "adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower, group=_TRAINING
     )
     optimizer_config: Mapping[str, Any] = option(
-        {name: {} for name in OPTIMIZERS}, "settings of each optimizer", flag=False
+        {name: {} for name in ("adam", "adamw", "muon", "sgd", "adafactor")},
+        "settings of each optimizer",
+        flag=False,
     )
     grad_accumulation_steps: int = option(
         1,
@@ -265,7 +267,7 @@ class TrainConfig(DataConfig):
     )
     zero: int | None = option(
         None,
-        "1: replicas divide the optimizer's state, with the same results (ZeRO-1)",
+        "1: replicas divide the optimizer's state (ZeRO-1)",
         metavar="{0,1}",
         unset="1 in full fine-tunes",
         minimum=0,
@@ -274,9 +276,15 @@ class TrainConfig(DataConfig):
     master_weights: bool = option(
         False, "update float32 copies of trained 16-bit weights", group=_PIPELINE
     )
+    sum_dtype: str = option(
+        SUM_DTYPES[0],
+        "type in which replicas exchange gradients",
+        choices=SUM_DTYPES,
+        group=_PIPELINE,
+    )
     loss_scale: float | str | None = option(
         None,
-        "factor of the loss against underflow: auto, none, or a power of two",
+        "factor of the loss: auto, none, or a power of two",
         metavar="{auto,none,N}",
         unset="auto for float16",
         parse=parse_loss_scale,

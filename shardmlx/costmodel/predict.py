@@ -8,7 +8,7 @@ from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.layer_memory import FLOAT32
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.simulate import Simulation, simulate
 
@@ -149,12 +149,13 @@ def _reduce_seconds(
     times = []
     for rank in range(mesh.pp):
         gradients = sum(stages[index].gradients for index in stage_map.stages_of(rank))
-        back = gradients
+        sent = gradients * DTYPE_BYTES[tune.sum_dtype] // FLOAT32
+        back = sent
         if tune.divides_optimizer and tune.is_full:
             back = gradients // FLOAT32 * workload.dtype_bytes
         ring = mesh.replicas_of(rank)
         slowest_link = max(
-            cluster.link_seconds(a, b, gradients + back)
+            cluster.link_seconds(a, b, sent + back)
             for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
         )
         times.append((mesh.dp - 1) / mesh.dp * slowest_link)

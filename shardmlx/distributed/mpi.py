@@ -138,7 +138,7 @@ class MPITransport(Transport):
         self.shutdown = self._watch
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
-        with self._lock:
+        with self._lock, self._naming(peer):
             requests = [
                 self._world.Isend([part, MPI.BYTE], peer, tag)
                 for part in parts_of(array, PART_BYTES)
@@ -146,7 +146,7 @@ class MPITransport(Transport):
         return self._started(_Message(array, requests, peer, False))
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
-        with self._lock:
+        with self._lock, self._naming(peer):
             requests = [
                 self._world.Irecv([part, MPI.BYTE], peer, tag)
                 for part in parts_of(array, PART_BYTES)
@@ -187,6 +187,14 @@ class MPITransport(Transport):
                 if self._ends(message):
                     self._pending.remove(message)
                     return
+
+    @contextlib.contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """Let an error of MPI inside say which peer it is that is gone."""
+        try:
+            yield
+        except MPI.Exception as error:
+            raise PeerLost(self._broken(peer)) from error
 
     def _broken(self, peer: int) -> str:
         """Return what it means that MPI cannot end a message."""

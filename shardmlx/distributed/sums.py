@@ -46,10 +46,10 @@ from shardmlx.distributed.messages import (
 )
 from shardmlx.distributed.transport import Transport
 
-AHEAD = 4
+AHEAD = 8
 """Chunks whose contributions are on their way at a time."""
 
-MOST_CHUNK_BYTES = 1 << 20
+MOST_CHUNK_BYTES = 1 << 19
 """Size of a chunk, where that many of all members fit into the buffer."""
 
 SECONDS_TO_LOOK_HARD = 0.02
@@ -90,10 +90,15 @@ class _Step:
 
 class Sums:
     """The exchanges of one rank. ``room`` is the buffer, float32, for what others contribute; it is
-    of one size on all ranks, and the chunks of larger groups are smaller."""
+    of one size on all ranks, and the chunks of larger groups are smaller.
 
-    def __init__(self, transport: Transport, room: mx.array) -> None:
+    With ``rounds`` contributions and sums travel in bfloat16. A rank rounds its own as well, so
+    that the bits depend on nobody's part.
+    """
+
+    def __init__(self, transport: Transport, room: mx.array, *, rounds: bool = False) -> None:
         self._transport = transport
+        self._rounds = rounds
         self._room = np.frombuffer(buffer_of(room), np.float32)
         self._queue: deque[Exchange] = deque()
         self._lock = threading.Lock()
@@ -244,20 +249,26 @@ class Sums:
         for place, peer in enumerate(self._others(exchange)):
             if mine is not None:
                 start = self._room.size // AHEAD * self._turn + room * place
-                inbox = self._room[start : start + mine.size]
+                inbox: np.ndarray = self._room[start : start + mine.size]
+                if self._rounds:
+                    inbox = inbox.view(np.uint16)[: mine.size]
                 handle = self._transport.receive(inbox, peer, SCATTER_TAG)
                 step.receives[peer] = handle, inbox
-            self._send(step, peer, step.pieces[exchange.group.index(peer)], SCATTER_TAG)
+            piece = step.pieces[exchange.group.index(peer)]
+            self._send(step, peer, piece, SCATTER_TAG)
 
     def _add(self, step: _Step) -> None:
         """Add what has come to this rank's own, in the order of the group."""
         mine = step.pieces[self._member(step.exchange)]
+        short = mine if self._rounds and step.exchange.scatters else None
+        if short is not None:
+            short[:] = widened(rounded(short))
         total: np.ndarray | None = None
         for rank in step.exchange.group:
             if rank in step.receives:
                 handle, inbox = step.receives.pop(rank)
                 self._await(handle, rank)
-                each = inbox
+                each = inbox if short is None else widened(inbox)
             elif rank == self._transport.rank and step.exchange.scatters and mine is not None:
                 each = mine
             else:
@@ -265,6 +276,8 @@ class Sums:
             # Into this rank's own where that is one of the two, so that it ends there.
             into = mine if each is mine else total
             total = each if total is None else np.add(total, each, out=into)
+        if short is not None:
+            short[:] = widened(rounded(short))
         self._end_sends(step)
 
     def _return(self, step: _Step) -> None:
@@ -276,13 +289,18 @@ class Sums:
         for peer in self._others(exchange):
             piece = step.pieces[exchange.group.index(peer)]
             if piece is not None:
-                step.receives[peer] = self._transport.receive(piece, peer, GATHER_TAG), piece
+                rounds = self._rounds and exchange.scatters
+                inbox = np.empty(piece.size, np.uint16) if rounds else piece
+                step.receives[peer] = self._transport.receive(inbox, peer, GATHER_TAG), inbox
             self._send(step, peer, mine, GATHER_TAG)
 
     def _finish(self, step: _Step) -> None:
         """End what ``_return`` began, and with its last chunk the exchange."""
-        for peer, (handle, _) in step.receives.items():
+        for peer, (handle, inbox) in step.receives.items():
             self._await(handle, peer)
+            piece = step.pieces[step.exchange.group.index(peer)]
+            if piece is not None and inbox is not piece:
+                piece[:] = widened(inbox)
         self._end_sends(step)
         step.exchange.left -= 1
         if step.exchange.left == 0:
@@ -290,6 +308,8 @@ class Sums:
 
     def _send(self, step: _Step, peer: int, piece: np.ndarray | None, tag: int) -> None:
         if piece is not None:
+            if self._rounds and step.exchange.scatters:
+                piece = rounded(piece)
             step.sends.append((peer, self._transport.send(piece, peer, tag)))
 
     def _end_sends(self, step: _Step) -> None:
@@ -339,6 +359,22 @@ def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
     time = (members - 2 + len(own)) / sum(own)
     shares = [max(0.0, time * speed - 1) / (members - 2) for speed in speeds]
     return [min(size, round(size * end / sum(shares))) for end in accumulate(shares, initial=0.0)]
+
+
+def rounded(numbers: np.ndarray) -> np.ndarray:
+    """Return the bits, uint16, of float32 numbers as bfloat16: to the nearest, ties to even."""
+    bits = numbers.view(np.uint32)
+    up = (bits >> 16) & 1
+    up += 0x7FFF
+    up += bits
+    short = (up >> 16).astype(np.uint16)
+    short[np.isnan(numbers)] = 0x7FC0  # adding may have carried over
+    return short
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Return the float32 numbers of which these are the ``rounded`` bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _pieces(part: Sequence[np.ndarray], size: int) -> list[np.ndarray]:

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.config.specs import SUM_DTYPES
 from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Handle,
@@ -79,8 +80,8 @@ class Engine:
 
     ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. Where it
     ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates.
-    ``links`` are the speeds of all world ranks' links, in any unit, where they are known. All ranks
-    must build their engine, and call its methods alike.
+    ``links`` are the speeds of all world ranks' links, in any unit, where they are known; gradients
+    travel as ``sum_dtype``. All ranks must build their engine, and call its methods alike.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Engine:
         *,
         divides_optimizer: bool = False,
         links: Sequence[float] | None = None,
+        sum_dtype: str = SUM_DTYPES[0],
     ) -> None:
         self.plan = plan
         self.transport = transport
@@ -101,7 +103,7 @@ class Engine:
         replicas = plan.mesh.replicas_of(self.pipeline_rank)
         tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
-        sums = Sums(transport, new_buffer((room // 4,), mx.float32))
+        sums = Sums(transport, new_buffer((room // 4,), mx.float32), rounds=sum_dtype == "bfloat16")
         self.shards = Shards(transport, replicas, stages, sums, divides=divides_optimizer)
         self.reducer = GradientReducer(plan, transport, stages, sums, self.shards, links)
         transport.barrier("start of the engine")

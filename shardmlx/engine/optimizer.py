@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.engine import large_batch
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
@@ -25,7 +26,7 @@ def build_optimizer(
     lr_schedule: Mapping[str, Any] | None,
     config: Mapping[str, Any],
 ) -> optim.Optimizer:
-    """Build the optimizer that ``mlx_lm.lora`` would build from the same options.
+    """Build the optimizer that ``mlx_lm.lora`` would build from the same options, or one of ours.
 
     Raises ``UserError`` for options that make none.
     """
@@ -37,9 +38,9 @@ def build_optimizer(
             "mlx.optimizers.schedulers and its arguments"
         ) from None
     try:
-        made: optim.Optimizer = getattr(optim, OPTIMIZERS[name].class_name)(
-            learning_rate=rate, **config
-        )
+        class_name = OPTIMIZERS[name].class_name
+        home = optim if hasattr(optim, class_name) else large_batch
+        made: optim.Optimizer = getattr(home, class_name)(learning_rate=rate, **config)
         return made
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config {name}: {error}") from None

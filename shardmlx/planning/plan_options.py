@@ -22,7 +22,7 @@ _SHOWN = (
     *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "partitioner"),
     *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "recompute", "pack"),
-    *("attention_chunk", "loss_chunk", "zero"),
+    *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
     *("memory_limit", "dtype"),
 )
 """The options that ``--help`` lists: of a training run, those that change the plan."""

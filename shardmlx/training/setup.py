@@ -105,6 +105,7 @@ def _load_run(
             stages,
             divides_optimizer=tune.divides_optimizer,
             links=planned.inputs.cluster.links,
+            sum_dtype=tune.sum_dtype,
         ),
         optimizer=planned.optimizer,
         data=planned.data,

@@ -182,6 +182,32 @@ def check_it_does_not_matter_who_owns_what(transport: Transport) -> None:
         assert np.array(array).tobytes() == in_order(world).tobytes(), bounds
 
 
+def check_sums_that_travel_in_bfloat16_are_of_rounded_numbers(transport: Transport) -> None:
+    """The same on all ranks, whoever owns what; zeros, overflows and what is no number too."""
+    world = tuple(range(transport.size))
+    sums = Sums(transport, full(0, (6000,)), rounds=True)
+
+    def short(array: np.ndarray) -> np.ndarray:
+        return np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
+
+    def mine(rank: int) -> np.ndarray:
+        numbers = contribution(rank)
+        numbers[:4] = 0.0, 3.4e38, np.inf, np.nan
+        return numbers
+
+    expected = short(mine(0))
+    for rank in world[1:]:
+        expected = expected + short(mine(rank))
+    for bounds in (None, [0, 0, *[100_001] * (transport.size - 1)]):
+        array = mx.array(mine(transport.rank))
+        mx.eval(array)
+        sums.wait(sums.all_reduce(array, world, bounds), lambda: "a sum")
+        assert np.array_equal(np.array(array), short(expected), equal_nan=True)
+    copies = [[full(rank + 1 / 3 if rank == transport.rank else 0)] for rank in world]
+    sums.wait(sums.all_gather(copies, world), lambda: "a gather")
+    assert all(mx.all(copies[rank][0] == rank + 1 / 3).item() for rank in world), "as they are"
+
+
 def check_a_scatter_leaves_each_its_part(transport: Transport) -> None:
     world, sums = tuple(range(transport.size)), summing(transport)
     bounds = [0, *range(50_000, 49_999 + transport.size), 100_001]

@@ -82,6 +82,17 @@ def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(
         assert resumed.saved("optimizer") == whole.saved("optimizer")
 
 
+def test_gradients_that_travel_in_bfloat16_hardly_change_the_losses(
+    small_tied: Path, pirate: Path, tmp_path: Path
+) -> None:
+    without = Run(tmp_path / "32", small_tied, pirate, "2 x 2")
+    short = Run(tmp_path / "16", small_tied, pirate, "2 x 2", "--sum-dtype", "bfloat16")
+    assert short.weights != without.weights
+    for step, (loss, norm) in short.steps.items():
+        assert loss == pytest.approx(without.steps[step][0], rel=1e-3)
+        assert norm == pytest.approx(without.steps[step][1], rel=1e-2)
+
+
 def test_a_factor_of_the_loss_changes_no_bit_of_float32(
     small_tied: Path, pirate: Path, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ OTHER = {
     "mask_prompt": True,
     "max_grad_norm": 1.5,
     "master_weights": True,
+    "sum_dtype": "bfloat16",
     "dtype": "float32",
     "seed": 9,
 }

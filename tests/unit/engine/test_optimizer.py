@@ -24,6 +24,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "muon": {},
     "sgd": {"momentum": 0.9, "nesterov": True, "dampening": 0.0},
     "adafactor": {"scale_parameter": False, "relative_step": False},
+    "lamb": {"weight_decay": 0.1},
+    "lars": {"trust_coefficient": 0.01},
 }
 COSINE = {"name": "cosine_decay", "arguments": [1e-2, 10], "warmup": 3}
 

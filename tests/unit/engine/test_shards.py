@@ -30,14 +30,20 @@ class Trained(NamedTuple):
 
 
 def train(
-    layout: Layout, optimizer: str, *, tied: bool = False, divides: bool, **settings: Any
+    layout: Layout,
+    optimizer: str,
+    *,
+    tied: bool = False,
+    divides: bool,
+    sum_dtype: str = "float32",
+    **settings: Any,
 ) -> list[Trained]:
     plan = layout.plan(LAYERS, 2)
     models = [tiny_model(tied=tied, layers=LAYERS) for _ in range(layout.ranks)]
 
     def work(transport: LocalTransport) -> Trained:
         stages = stages_of(transport, plan, models[transport.rank])
-        engine = Engine(plan, transport, stages, divides_optimizer=divides)
+        engine = Engine(plan, transport, stages, divides_optimizer=divides, sum_dtype=sum_dtype)
         made = build_optimizer(optimizer, 1e-2, None, settings)
         updater = Updater(made, stages, engine.shards)
         norms = []
@@ -79,6 +85,14 @@ def check_same(layout: Layout, optimizer: str, *, tied: bool = False, **settings
 def test_every_optimizer(optimizer: str) -> None:
     settings = {"relative_step": False} if optimizer == "adafactor" else {}
     check_same(TWO, optimizer, **settings)
+
+
+def test_gradients_that_travel_in_bfloat16() -> None:
+    check_same(Layout("1f1b", 1, 1, 3), "adam", sum_dtype="bfloat16")
+    short = train(TWO, "sgd", divides=True, sum_dtype="bfloat16")[0].norms
+    whole = train(TWO, "sgd", divides=True)[0].norms
+    assert short != whole
+    assert short == pytest.approx(whole, rel=1e-2)
 
 
 @pytest.mark.parametrize(

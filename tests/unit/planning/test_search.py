@@ -215,8 +215,13 @@ def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
 def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
     """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums."""
     stage_map = StageMap(Partition.from_sizes((32,)), (0,))
-    for zero, nbytes in ((0, 4), (1, (4 + 2) / 2)):
-        workload = work(model, fine_tune_type="full", zero=zero)
+    ways = (
+        ({"zero": 0}, 4),
+        ({"zero": 1}, (4 + 2) / 2),
+        ({"zero": 0, "sum_dtype": "bfloat16"}, 2),
+    )
+    for options, nbytes in ways:
+        workload = work(model, fine_tune_type="full", **options)
         plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
         prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
         parameters = 32 * workload.shape.layer(0).parameters
