@@ -7,7 +7,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.helpers.jobs import PROGRAMS
 from tests.helpers.mpirun import mlx_lm, mpirun
 
 LAUNCH = [sys.executable, "-m", "shardmlx", "launch"]
@@ -23,19 +22,6 @@ def test_a_prompt_is_piped_through(small: Path) -> None:
     assert printed.startswith("$ ")
     assert "-m shardmlx.generate --model" in printed
     assert answer.strip() == mlx_lm(*words, "--prompt", "Tell me of ships").strip()
-
-
-def test_a_conversation_in_the_terminal_ends_with_ctrl_c(small: Path) -> None:
-    talk = [
-        [">> ", "Hello\n"],
-        ["tokens-per-sec]", ""],  # the answer has come
-        [">> ", "\x03"],
-    ]
-    words = ["-n", "2", "chat", "--model", str(small), "--max-tokens", "8"]
-    terminal = [sys.executable, str(PROGRAMS / "in_terminal.py"), json.dumps(talk)]
-    job = mpirun(2, command=[*terminal, *LAUNCH, *words])
-    assert job.returncode == 130, job.output
-    assert "8 generated" in job.stdout
 
 
 def test_doctor_is_launched(tmp_path: Path) -> None:
