@@ -14,7 +14,9 @@ from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.mpirun import mpirun
 
 
-def run_until(lab: Lab, event: Callable[[dict[int, int]], None]) -> tuple[Job, float]:
+def run_until(
+    lab: Lab, event: Callable[[dict[int, int]], None], phase: str = "training"
+) -> tuple[Job, float]:
     """A rank on each host; ``event`` is given their process ids. The job, and how long it lasted
     after that. ``mpirun`` fails the test if anything is left on any host."""
     happened = 0.0
@@ -29,7 +31,7 @@ def run_until(lab: Lab, event: Callable[[dict[int, int]], None]) -> tuple[Job, f
         happened = time.monotonic()
 
     count = len(lab.hosts)
-    command = lab.mpirun(count, PROGRAMS / "until_stopped.py", "training", ".")
+    command = lab.mpirun(count, PROGRAMS / "until_stopped.py", phase, ".")
     job = mpirun(count, command=command, meanwhile=meanwhile, timeout=80.0)
     return job, time.monotonic() - happened
 
@@ -42,6 +44,15 @@ def test_a_cut_link_ends_both_sides(lab: Lab) -> None:
     assert seconds < 3 + 10
     (line,) = job.error_lines
     assert line.startswith("shardmlx: failed: rank 0 on mac1, step ")
+    assert "rank 1 on mac2" in line
+
+
+def test_a_link_that_is_cut_in_the_middle_of_sums(lab: Lab) -> None:
+    job, seconds = run_until(lab, lambda ranks: lab.cut(), "summing")
+    assert job.returncode == 1
+    assert seconds < 3 + 10
+    (line,) = job.error_lines
+    assert line.startswith("shardmlx: failed: rank 0 on mac1, ")
     assert "rank 1 on mac2" in line
 
 

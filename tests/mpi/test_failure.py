@@ -85,8 +85,7 @@ def test_a_rank_that_is_killed(
     ), line
 
 
-@pytest.mark.parametrize("when", ["scatter", "gather"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "when"), [(0, "scatter"), (2, "gather")])
 def test_a_replica_that_is_killed_in_the_middle_of_a_sum(
     rank: int, when: str, arguments: list[str | Path]
 ) -> None:

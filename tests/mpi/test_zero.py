@@ -73,7 +73,8 @@ def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(
     assert has_copies == bool(more)
     replicas = {path.stem.rpartition("-")[2] for path in directory.glob("optimizer-*-*")}
     assert replicas == {"00", "01"}
-    for name, before, flags in (("a", whole, ("--zero", "1")), ("b", parts, ("--zero", "0"))):
+    ways = (("a", whole, ("--zero", "1")), ("b", parts, ("--zero", "0")))
+    for name, before, flags in ways if more else ways[1:]:
         place = tmp_path / name / "checkpoints" / "step-0000003"
         shutil.copytree(before.checkpoints / place.name, place)
         resumed = Run(tmp_path / name, small_tied, pirate, layout, *flags, *more)
@@ -82,22 +83,17 @@ def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(
         assert resumed.saved("optimizer") == whole.saved("optimizer")
 
 
-def test_gradients_that_travel_in_bfloat16_hardly_change_the_losses(
+def test_how_gradients_travel_and_are_scaled(
     small_tied: Path, pirate: Path, tmp_path: Path
 ) -> None:
-    without = Run(tmp_path / "32", small_tied, pirate, "2 x 2")
-    short = Run(tmp_path / "16", small_tied, pirate, "2 x 2", "--sum-dtype", "bfloat16")
-    assert short.weights != without.weights
-    for step, (loss, norm) in short.steps.items():
-        assert loss == pytest.approx(without.steps[step][0], rel=1e-3)
-        assert norm == pytest.approx(without.steps[step][1], rel=1e-2)
-
-
-def test_a_factor_of_the_loss_changes_no_bit_of_float32(
-    small_tied: Path, pirate: Path, tmp_path: Path
-) -> None:
-    without = Run(tmp_path / "1", small_tied, pirate, "2 x 1")
+    """A power of two changes no bit of float32; bfloat16 hardly changes the losses."""
+    without = Run(tmp_path / "32", small_tied, pirate, "2 x 1")
     scaled = Run(tmp_path / "4096", small_tied, pirate, "2 x 1", "--loss-scale", "4096")
     assert scaled.steps == without.steps
     assert scaled.weights == without.weights
     assert scaled.saved("optimizer") == without.saved("optimizer")
+    short = Run(tmp_path / "16", small_tied, pirate, "2 x 1", "--sum-dtype", "bfloat16")
+    assert short.weights != without.weights
+    for step, (loss, norm) in short.steps.items():
+        assert loss == pytest.approx(without.steps[step][0], rel=1e-3)
+        assert norm == pytest.approx(without.steps[step][1], rel=1e-2)

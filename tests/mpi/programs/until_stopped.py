@@ -1,8 +1,8 @@
-"""``until_stopped.py {training,loading} DIRECTORY``: ranks that work until a signal comes, and then
-save for a second.
+"""``until_stopped.py {training,loading,summing} DIRECTORY``: ranks that work until a signal comes,
+and then save for a second.
 
-While ``loading`` nobody asks for signals. Every rank that is at work writes its process id to
-DIRECTORY/RANK.
+While ``loading`` or ``summing`` nobody asks for signals. Every rank that is at work writes its
+process id to DIRECTORY/RANK.
 """
 
 import os
@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 from shardmlx.common.environment import Blas
+from shardmlx.distributed.messages import new_buffer
 from shardmlx.distributed.run_ranks import run_ranks
+from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import Stopped
 
@@ -20,6 +22,10 @@ phase, directory = sys.argv[1:]
 
 
 def work(options: None, transport: Transport, blas: Blas) -> None:
+    import mlx.core as mx
+
+    sums = Sums(transport, new_buffer((1 << 20,), mx.float32))
+    numbers = new_buffer((10_000_000,), mx.float32)
     transport.barrier()
     for step in range(1, 600):
         transport.activity.begin(f"step {step}")
@@ -29,6 +35,10 @@ def work(options: None, transport: Transport, blas: Blas) -> None:
             time.sleep(1.0)
             transport.barrier("saving")
             raise Stopped(number, f"stopped by {signal.Signals(number).name}: saved")
+        if phase == "summing":
+            for _ in range(10):
+                exchange = sums.all_reduce(numbers, range(transport.size))
+                sums.wait(exchange, lambda: f"{transport.name(transport.rank)}, summing")
         if step == 5:
             Path(directory, f"{transport.rank}.new").write_text(str(os.getpid()))
             Path(directory, f"{transport.rank}.new").rename(Path(directory, str(transport.rank)))
