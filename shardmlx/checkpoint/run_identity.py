@@ -45,6 +45,9 @@ class SameOptions(Spec):
 
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
+_OF_OLDER = {"master_weights": False, "sum_dtype": "float32"}
+"""Options that older checkpoints do not name, as their runs had them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SameOptions):
@@ -111,10 +114,11 @@ def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: st
                 f"{_optimizer(ours['optimizer'])}",
                 f"resume with that, {_ANEW}",
             )
+        options = _OF_OLDER | theirs["options"]
         for name, value in ours["options"].items():
-            if theirs["options"][name] != value:
+            if options[name] != value:
                 raise UserError(
-                    f"{where} was made with {name} {theirs['options'][name]}, not {value}",
+                    f"{where} was made with {name} {options[name]}, not {value}",
                     f"resume with that, {_ANEW}",
                 )
     except (KeyError, TypeError, AttributeError):

@@ -260,6 +260,13 @@ def test_what_does_not_say_whose_it_is_is_refused(model: Path, theirs: dict[str,
     )
 
 
+def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: Path) -> None:
+    older = identity(model)
+    for name in ("master_weights", "sum_dtype"):
+        del older["options"][name]
+    check_identity(identity(model), older, WHERE)
+
+
 @pytest.mark.parametrize("part", ["model", "data", "optimizer", "options"])
 def test_a_part_that_is_missing_is_refused(model: Path, part: str) -> None:
     theirs = identity(model)
