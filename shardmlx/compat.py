@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import threading
 from contextlib import contextmanager
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -124,6 +125,9 @@ def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> Non
     rebind(body, name, factors)
 
 
+_WATCHING = threading.Lock()
+
+
 @contextmanager
 def watch_loads() -> Iterator[dict[str, mx.array]]:
     """Give out, as it fills, what ``mlx.core.load`` returns in the block: lazy arrays by name.
@@ -133,18 +137,20 @@ def watch_loads() -> Iterator[dict[str, mx.array]]:
     """
     import mlx.core as mx
 
-    load, seen = mx.load, {}
+    # One thread at a time: the second would put back what the first has put in.
+    with _WATCHING:
+        load, seen = mx.load, {}
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        loaded = load(*args, **kwargs)
-        seen.update(loaded if isinstance(loaded, dict) else {})
-        return loaded
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loaded = load(*args, **kwargs)
+            seen.update(loaded if isinstance(loaded, dict) else {})
+            return loaded
 
-    mx.load = watched
-    try:
-        yield seen
-    finally:
-        mx.load = load
+        mx.load = watched
+        try:
+            yield seen
+        finally:
+            mx.load = load
 
 
 _EDGE = re.compile(r'"?([^"\s]+)"? -> "?([^"\s]+)"?')

@@ -11,6 +11,7 @@ import inspect
 import io
 import re
 import subprocess
+import threading
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -208,6 +209,21 @@ def test_mlx_lm_reads_a_model_with_load(tmp_path: Path) -> None:
             model, _ = load_model(tmp_path, lazy=True)
         assert {name for name, _ in tree_flatten(model.parameters())} == seen.keys()
         assert mx.load is load
+
+
+def test_threads_that_watch_loads_leave_mlx_as_it_was() -> None:
+    load, inside = mx.load, threading.Event()
+
+    def watch() -> None:
+        with compat.watch_loads():
+            inside.set()
+
+    with compat.watch_loads():
+        other = threading.Thread(target=watch)
+        other.start()
+        assert not inside.wait(0.1)
+    other.join()
+    assert mx.load is load
 
 
 def test_a_lazy_array_tells_what_it_is_computed_from() -> None:
