@@ -11,8 +11,8 @@ import inspect
 import io
 import re
 import subprocess
-import threading
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
