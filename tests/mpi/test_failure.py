@@ -27,7 +27,7 @@ def message(stage: int | str) -> str:
 
 @pytest.fixture
 def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
-    """Three stages, steps of four micro-batches."""
+    """A stage a rank, steps of four micro-batches."""
     return [
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--micro-batch-size", "1"),
         *("--adapter-path", tmp_path / "adapters", "--timeout", "3"),
@@ -35,12 +35,12 @@ def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def fail(rank: int, when: str, how: str, arguments: list[str | Path]) -> tuple[Job, str]:
+def fail(
+    ranks: int, rank: int, when: str, how: str, arguments: list[str | Path]
+) -> tuple[Job, str]:
     """The job, which has ended without leaving a process behind, and its one error line."""
-    batches = "4" if when == "validation" else "0"
-    job = mpirun(
-        3, PROGRAMS / "failing_rank.py", str(rank), when, how, *arguments, "--val-batches", batches
-    )
+    program = PROGRAMS / "failing_rank.py"
+    job = mpirun(ranks, program, str(rank), when, how, *arguments, "--val-batches", "0")
     assert "Traceback" not in job.output
     assert len(job.error_lines) == 1, job.output
     (line,) = job.error_lines
@@ -52,12 +52,11 @@ def fail(rank: int, when: str, how: str, arguments: list[str | Path]) -> tuple[J
     [
         ("loading", ": "),
         ("step", r", stage 1, forward of micro-batch 1 \(1F1\): "),
-        ("validation", r", stage 1, forward of micro-batch 1 \(1F1\): "),
     ],
 )
 def test_an_error(when: str, where: str, arguments: list[str | Path]) -> None:
     """A RuntimeError is what MLX raises where memory does not suffice."""
-    job, line = fail(1, when, "raise", arguments)
+    job, line = fail(2, 1, when, "raise", arguments)
     assert job.returncode == 1, job.output
     assert re.fullmatch(
         rf"shardmlx: failed: rank 1 on {HOST}{where}RuntimeError: Insufficient Memory", line
@@ -65,18 +64,13 @@ def test_an_error(when: str, where: str, arguments: list[str | Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "when", "reporter", "where"),
-    [
-        (1, "loading", "0", LOADING),
-        (1, "step", "0", message(0)),
-        (0, "step", "[12]", message("[12]")),
-    ],
+    ("rank", "reporter", "where"), [(1, "0", message(0)), (0, "[12]", message("[12]"))]
 )
 def test_a_rank_that_is_killed(
-    rank: int, when: str, reporter: str, where: str, arguments: list[str | Path]
+    rank: int, reporter: str, where: str, arguments: list[str | Path]
 ) -> None:
     """Rank 0 watches all others, and all others watch rank 0: either may be the first to say so."""
-    job, line = fail(rank, when, "kill", arguments)
+    job, line = fail(3, rank, "step", "kill", arguments)
     assert job.returncode in AFTER_A_KILL, job.output
     assert re.fullmatch(
         rf"shardmlx: failed: rank {reporter} on {HOST}, {where}: "
@@ -91,7 +85,7 @@ def test_a_replica_that_is_killed_in_the_middle_of_a_sum(
 ) -> None:
     """Also where another still computes: it is named all the same."""
     full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "6"]
-    job, line = fail(rank, when, "kill", [*arguments, *full])
+    job, line = fail(3, rank, when, "kill", [*arguments, *full])
     assert job.returncode in AFTER_A_KILL, job.output
     where = rf"rank \d on {HOST}, .+: rank {rank} on {HOST} {DIED}"
     assert re.fullmatch(f"shardmlx: failed: {where}", line), line
@@ -99,25 +93,25 @@ def test_a_replica_that_is_killed_in_the_middle_of_a_sum(
 
 def test_a_replica_that_never_comes_to_a_sum(arguments: list[str | Path]) -> None:
     """Its process gives signs of life."""
-    full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "6"]
-    job, line = fail(1, "gather", "hang", [*arguments, *full])
+    full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "4"]
+    job, line = fail(2, 1, "gather", "hang", [*arguments, *full])
     assert job.returncode == 1, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank [02] on {HOST}, gathering updated weights, waiting for rank 1 on "
+        rf"shardmlx: failed: rank 0 on {HOST}, gathering updated weights, waiting for rank 1 on "
         rf"{HOST}: nothing came for 3 s \(see --timeout\)",
         line,
     ), line
 
 
 @pytest.mark.parametrize(
-    ("rank", "when", "reporter", "where"),
-    [(1, "loading", "0", LOADING), (0, "step", "[12]", message("[12]"))],
+    ("ranks", "rank", "when", "reporter", "where"),
+    [(2, 1, "loading", "0", LOADING), (3, 0, "step", "[12]", message("[12]"))],
 )
 def test_a_rank_that_is_stopped(
-    rank: int, when: str, reporter: str, where: str, arguments: list[str | Path]
+    ranks: int, rank: int, when: str, reporter: str, where: str, arguments: list[str | Path]
 ) -> None:
     """It is named a second before others may give up, where that is more than three seconds."""
-    job, line = fail(rank, when, "stop", [*arguments, "--timeout", "5"])
+    job, line = fail(ranks, rank, when, "stop", [*arguments, "--timeout", "5"])
     assert job.returncode == 1, job.output
     assert re.fullmatch(
         rf"shardmlx: failed: rank {reporter} on {HOST}, {where}: "
@@ -127,7 +121,7 @@ def test_a_rank_that_is_stopped(
 
 
 def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
-    job, line = fail(1, "start", "stop", arguments)
+    job, line = fail(2, 1, "start", "stop", arguments)
     assert job.returncode == 1, job.output
     assert re.fullmatch(
         rf"shardmlx: failed: rank 0 on {HOST}: starting MPI: not all ranks came within 3 s "
@@ -138,11 +132,11 @@ def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> 
 
 def test_a_stage_that_computes_for_ever(arguments: list[str | Path]) -> None:
     """Its process gives signs of life: those that wait for it give up."""
-    job, line = fail(1, "step", "hang", arguments)
+    job, line = fail(2, 1, "step", "hang", arguments)
     assert job.returncode == 1, job.output
     assert re.fullmatch(
-        rf"shardmlx: failed: rank [02] on {HOST}, stage [02], waiting for the (gradient|hidden "
-        rf"states) of micro-batch \d from rank 1 on {HOST} \((0RECV_B|2RECV_F)\d\): nothing came "
-        r"for 3 s \(see --timeout\)",
+        rf"shardmlx: failed: rank 0 on {HOST}, stage 0, waiting for the gradient of "
+        rf"micro-batch \d from rank 1 on {HOST} \(0RECV_B\d\): nothing came for 3 s "
+        r"\(see --timeout\)",
         line,
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import PROGRAMS, Job
+from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.mpirun import events, mpirun, train, train_well
 from tests.helpers.rank_pool import run_in_pool
 
 
@@ -65,21 +65,48 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
     assert summary["skipped"] == 1
 
 
+SCALED = (
+    *("--pipeline-stages", "1", "--loss-scale", "auto", "--checkpoint-every", "2"),
+    *("--fine-tune-type", "full", "--keep-checkpoints", "9"),
+)
+
+
+def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list[float]]]:
+    """Of each step, and of each checkpoint."""
+    losses = {each["step"]: each["loss"] for each in events(directory / "metrics.jsonl", "train")}
+    manifests = sorted((directory / "checkpoints").glob("step-*/checkpoint.json"))
+    states = [json.loads(path.read_text()) for path in manifests]
+    return losses, {each["step"]: each["state"]["loss_scale"] for each in states}
+
+
 def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
     flags: list[str | Path], tmp_path: Path
 ) -> None:
-    """The step is left out, and the run goes on: also from a checkpoint, with the same scale."""
-    layout = ["--pipeline-stages", "1", "--loss-scale", "auto", "--checkpoint-every", "2"]
-    job = overflow(2, flags, *layout)
+    """The step is left out, and the run goes on. So it does after a replica was killed in the very
+    step: from the checkpoint before, to the bit."""
+    job = overflow(2, flags, *SCALED)
     assert job.returncode == 0, job.output
     assert "is not finite on rank" in job.stdout
     assert ": the loss is scaled by 32768 from now on" in job.stdout
-    reports = events(tmp_path / "metrics.jsonl", "train")
-    assert [report["step"] for report in reports] == [1, 2, 4, 5]
-    for step, scale in ((4, [32768.0, 1]), (5, [32768.0, 2])):
-        directory = tmp_path / "checkpoints" / f"step-{step:07d}"
-        manifest = json.loads((directory / "checkpoint.json").read_text())
-        assert manifest["state"]["loss_scale"] == scale
+    losses, scales = losses_and_scales(tmp_path)
+    assert list(losses) == [1, 2, 4, 5]
+    assert scales == {2: [65536.0, 2], 4: [32768.0, 1], 5: [32768.0, 2]}
+    weights = load_weights(tmp_path / "out")
+
+    (tmp_path / "metrics.jsonl").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    job = mpirun(2, PROGRAMS / "nonfinite_rank.py", "3:kill", *flags, *SCALED, "--timeout", "5")
+    assert job.returncode in AFTER_A_KILL, job.output
+    (line,) = job.error_lines
+    assert re.search(r"failed: rank 0 on .+: rank 1 on \S+ died \(was it killed", line)
+    before, scales_before = losses_and_scales(tmp_path)
+    assert (list(before), scales_before) == ([1, 2], {2: [65536.0, 2]})
+    job = overflow(2, flags, *SCALED, step=1)
+    assert job.returncode == 0, job.output
+    assert "step-0000002: 3 of 5 steps are left" in job.stdout
+    assert losses_and_scales(tmp_path) == (losses, scales)
+    resumed = load_weights(tmp_path / "out")
+    assert all(np.array_equal(resumed[name], weights[name]) for name in weights)
 
 
 def test_a_loss_that_is_not_finite_names_its_micro_batch(

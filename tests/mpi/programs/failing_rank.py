@@ -1,8 +1,8 @@
 """``failing_rank.py RANK WHEN HOW ARGUMENTS``: ``shardmlx.train`` with a rank that fails.
 
-WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``validation``, ``scatter``
-(before it adds what others sent) or ``gather`` (before it sends what it updated). HOW is ``raise``,
-``hang``, ``kill`` or ``stop``: the signals that no process can handle.
+WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``scatter`` (before it adds
+what others sent) or ``gather`` (before it sends what it updated). HOW is ``raise``, ``hang``,
+``kill`` or ``stop``: the signals that no process can handle.
 """
 
 import shardmlx.common.prepared
@@ -60,6 +60,4 @@ if launched_rank() == int(rank):
             Sums._add = failing_at(1, Sums._add)  # type: ignore[method-assign]
         case "gather":
             Sums.all_gather = failing_at(3, Sums.all_gather)  # type: ignore[method-assign]
-        case "validation":
-            Stage.evaluate = failing_at(2, Stage.evaluate)  # type: ignore[method-assign]
 sys.exit(main(arguments))

@@ -81,10 +81,17 @@ def batch(seed: int, length: int = 20) -> MicroBatch:
     return MicroBatch(tokens.astype(np.int32), np.array([[0, length + 1]] * 2, np.int32), 0)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("how", ["full", "lora", "dora"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("where", "how", "checkpoint", "dtype"),
+    [
+        *((where, "full", False, mx.float32) for where in WHERE),
+        *((where, "lora", True, mx.bfloat16) for where in WHERE),
+        ("middle", "dora", False, mx.float32),
+        ("middle", "full", True, mx.float32),
+        ("last", "full", False, mx.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_same_to_the_bit_as_uncompiled(
     where: str, how: str, checkpoint: bool, dtype: mx.Dtype
 ) -> None:

@@ -77,11 +77,11 @@ class _Run:
 
 
 CASES = [
-    *((name, None, {}) for name in OPTIMIZERS),
-    *((name, COSINE, {}) for name in OPTIMIZERS),
-    ("sgd", None, {"momentum": 0.0, "nesterov": False}),
-    ("adafactor", None, {"relative_step": True, "scale_parameter": True}),
-    ("adafactor", None, {"beta_1": 0.9}),
+    *((name, None, {}, 1) for name in OPTIMIZERS),
+    *(("adamw", COSINE, {}, done) for done in (0, 1, 4)),
+    ("sgd", None, {"momentum": 0.0, "nesterov": False}, 1),
+    ("adafactor", None, {"relative_step": True, "scale_parameter": True}, 4),
+    ("adafactor", None, {"beta_1": 0.9}, 0),
 ]
 
 
@@ -89,8 +89,7 @@ def learning_rate(run: _Run) -> float:
     return float(run.updater.optimizer.learning_rate.item())
 
 
-@pytest.mark.parametrize("done", [0, 1, 4])
-@pytest.mark.parametrize(("name", "schedule", "settings"), CASES)
+@pytest.mark.parametrize(("name", "schedule", "settings", "done"), CASES)
 def test_a_restored_optimizer_goes_on_to_the_bit(
     name: str, schedule: Any, settings: dict[str, Any], done: int
 ) -> None:

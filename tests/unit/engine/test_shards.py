@@ -15,8 +15,7 @@ from shardmlx.engine.shards import owners
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
 
-LAYERS = 4
-STEPS = 3
+STEPS = 2
 
 
 class Trained(NamedTuple):
@@ -36,10 +35,12 @@ def train(
     tied: bool = False,
     divides: bool,
     sum_dtype: str = "float32",
+    loss_scale: float = 1.0,
     **settings: Any,
 ) -> list[Trained]:
-    plan = layout.plan(LAYERS, 2)
-    models = [tiny_model(tied=tied, layers=LAYERS) for _ in range(layout.ranks)]
+    layers = layout.pp * layout.virtual
+    plan = layout.plan(layers, 2)
+    models = [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
 
     def work(transport: LocalTransport) -> Trained:
         stages = stages_of(transport, plan, models[transport.rank])
@@ -48,11 +49,11 @@ def train(
         updater = Updater(made, stages, engine.shards)
         norms = []
         for step in range(STEPS):
-            batch = random_batch(2 * layout.dp, step)
+            batch = random_batch(2 * layout.dp, step, longest=30)
             microbatches = split(batch, layout.dp, engine.replica, 1)
-            engine.train_step(microbatches, scale=1 / batch.valid_tokens)
-            norms.append(engine.gradient_norm())
-            updater.apply(1 / norms[-1])
+            engine.train_step(microbatches, scale=loss_scale / batch.valid_tokens)
+            norms.append(engine.gradient_norm() / loss_scale)
+            updater.apply(1 / norms[-1] / loss_scale)
         weights = {name: stage.part[name] for stage in stages for name in stage.names}
         mine = [weights[name].size for name in weights if updater.updates(name)]
         everything = sum(weight.size for weight in weights.values())
@@ -93,6 +94,12 @@ def test_gradients_that_travel_in_bfloat16() -> None:
     whole = train(TWO, "sgd", divides=True)[0].norms
     assert short != whole
     assert short == pytest.approx(whole, rel=1e-2)
+
+
+def test_a_loss_that_is_scaled_by_a_power_of_two_changes_no_bit() -> None:
+    usual = train(TWO, "adam", divides=True)
+    for one, other in zip(usual, train(TWO, "adam", divides=True, loss_scale=4096.0), strict=True):
+        assert other == one
 
 
 @pytest.mark.parametrize(
