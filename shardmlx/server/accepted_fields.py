@@ -7,7 +7,7 @@ counts as one that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from shardmlx.server.openai_errors import refused, shown
@@ -145,14 +145,21 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are not supported, with the values that change nothing: these are let pass."""
 
 
-def refuse_unknown(extra: Mapping[str, Any] | None, prefix: str = "") -> None:
+def refuse_unknown(
+    extra: Mapping[str, Any] | None,
+    prefix: str = "",
+    *,
+    ignored: Container[str] = IGNORED,
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> None:
     """Raise ``ApiError`` for a field of ``extra`` that might change the answer.
 
-    ``prefix`` is what stands before a field's name in an error message.
+    ``prefix`` is what stands before a field's name in an error message. Fields that are ``ignored``
+    pass whatever they say, others with a value that is ``neutral``.
     """
     for name, value in (extra or {}).items():
         where = f"{prefix}{name}"
-        if value is None or where in IGNORED or value in NEUTRAL.get(where, ()):
+        if value is None or where in ignored or value in neutral.get(where, ()):
             continue
         raise refused(
             f"{shown(where)[1:-1]} is not supported by this server: leave it out",

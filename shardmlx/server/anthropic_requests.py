@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from shardmlx.server.openai_bodies import explained
+from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 
 Json = dict[str, Any]
@@ -41,21 +42,12 @@ def as_chat(body: bytes, *, counts: bool = False) -> bytes:
 
     One that only ``counts`` tokens names no ``max_tokens``. Raises ``ApiError``.
     """
-    try:
-        asked = MessagesBody.model_validate_json(body)
-    except ValidationError as error:
-        raise explained(error) from None
+    asked = validated(MessagesBody, body)
     if asked.max_tokens is None and not counts:
         raise refused("max_tokens is missing", "max_tokens")
     extra = asked.model_extra or {}
     chat: Json = {name: extra[name] for name in SAME if name in extra}
-    for name, value in extra.items():
-        if name not in SAME and name not in HARMLESS and value is not None:
-            raise refused(
-                f"{shown(name)[1:-1]} is not supported by this server: leave it out",
-                name[:200],
-                "unsupported_parameter",
-            )
+    refuse_unknown(extra, ignored=HARMLESS.union(SAME), neutral={})
     chat["max_tokens"] = asked.max_tokens
     chat["stop"] = asked.stop_sequences or None
     chat["messages"] = list(_messages(asked))

@@ -155,7 +155,16 @@ class CompletionBody(RequestBody):
 
 # From bytes to a model.
 
+_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
+
+
+def validated(kind: type[_AnyModel], body: bytes) -> _AnyModel:
+    """Read the JSON of a body of this ``kind``. Raises ``ApiError`` for what is no such body."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
 
 
 def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
@@ -163,10 +172,7 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
 
     Raises ``ApiError`` for what is no such body, and for parameters that are not supported.
     """
-    try:
-        parsed = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise explained(error) from None
+    parsed = validated(kind, body)
     names.check(parsed.model)
     refuse_unknown(parsed.model_extra)
     if parsed.stream_options is not None:
@@ -176,7 +182,7 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
     return parsed
 
 
-def explained(error: ValidationError) -> ApiError:
+def _explained(error: ValidationError) -> ApiError:
     """Return the error for a body that pydantic refuses."""
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")

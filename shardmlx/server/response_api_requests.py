@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from shardmlx.server.openai_bodies import explained
+from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused, shown
 
 Json = dict[str, Any]
@@ -60,19 +61,9 @@ class ResponseBody(BaseModel):
 
 def as_chat(body: bytes) -> bytes:
     """Return the body of a chat that asks for the same. Raises ``ApiError``."""
-    try:
-        asked = ResponseBody.model_validate_json(body)
-    except ValidationError as error:
-        raise explained(error) from None
+    asked = validated(ResponseBody, body)
     extra = asked.model_extra or {}
-    for name, value in extra.items():
-        known = name in SAME or name in HARMLESS or value in NEUTRAL.get(name, ())
-        if not known and value is not None:
-            raise refused(
-                f"{shown(name)[1:-1]} is not supported by this server: leave it out",
-                name[:200],
-                "unsupported_parameter",
-            )
+    refuse_unknown(extra, ignored=HARMLESS.union(SAME), neutral=NEUTRAL)
     chat: Json = {name: extra[name] for name in SAME if name in extra}
     chat["max_tokens"] = asked.max_output_tokens
     chat["reasoning_effort"] = (asked.reasoning or {}).get("effort")

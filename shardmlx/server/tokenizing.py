@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from shardmlx.errors import UserError
 from shardmlx.server.accepted_fields import refuse_unknown
 from shardmlx.server.anthropic_requests import as_chat
-from shardmlx.server.openai_bodies import explained
+from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import Reader, ServedModel, check_vocabulary, read_chat
 
@@ -36,7 +36,7 @@ class TokensBody(_Body):
 
 def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /tokenize. Raises ``ApiError``."""
-    asked = _read(TextBody, body)
+    asked = validated(TextBody, body)
     if (asked.prompt is None) == (asked.messages is None):
         raise refused("give either a prompt or messages", "prompt")
     if asked.prompt is None:
@@ -60,7 +60,7 @@ def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any
 
 def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /detokenize. Raises ``ApiError``."""
-    asked = _read(TokensBody, body)
+    asked = validated(TokensBody, body)
     served.names.check(asked.model)
     refuse_unknown(asked.model_extra)
     check_vocabulary(asked.tokens, "tokens", served)
@@ -71,10 +71,3 @@ def counted(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
     (request,) = read_chat(as_chat(body, counts=True), reader, served).requests
     return {"input_tokens": len(request.tokens)}
-
-
-def _read(kind: type[Any], body: bytes) -> Any:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise explained(error) from None
