@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from copy import copy
 from typing import Any, ClassVar
 
-from shardmlx.inference.answer_format import AnswerFormat
-from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, Part, Said, Thought
 from shardmlx.server.anthropic_requests import error_body
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
@@ -27,7 +25,7 @@ class MessageReply:
         self.request = request
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
-        self._parts = copy(request.parts) if request.parts else AnswerParts(AnswerFormat())
+        self._parts = request.new_parts()
         self._content: list[Body] = []
         self._reason: str | None = None
         self._stop: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -118,6 +119,10 @@ class ApiRequest:
     include_usage: bool
     logprobs: int | None
     parts: AnswerParts | None = None
+
+    def new_parts(self) -> AnswerParts:
+        """Return the parts of an answer of which nothing has come."""
+        return AnswerParts(AnswerFormat()) if self.parts is None else copy(self.parts)
 
 
 def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:

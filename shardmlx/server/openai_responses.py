@@ -8,7 +8,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -161,8 +160,10 @@ class ChatReply(Reply):
 
     def __post_init__(self) -> None:
         Reply.__post_init__(self)
-        parts = self.request.parts
-        self.parts = [] if parts is None else [copy(parts) for _ in self.texts]
+        if self.request.parts is None:
+            self.parts = []
+        else:
+            self.parts = [self.request.new_parts() for _ in self.texts]
 
     def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
         if not self.parts:

@@ -6,11 +6,9 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from copy import copy
 from typing import Any, ClassVar
 
-from shardmlx.inference.answer_format import AnswerFormat
-from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
@@ -27,7 +25,7 @@ class ResponseReply:
 
     def __init__(self, request: ApiRequest, model: str) -> None:
         self.request = request
-        self._parts = copy(request.parts) if request.parts else AnswerParts(AnswerFormat())
+        self._parts = request.new_parts()
         self._items: list[Body] = []
         self._status = "in_progress"
         self._events = 0
