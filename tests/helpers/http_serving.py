@@ -21,6 +21,7 @@ from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128
 MODEL = "parrot"
+KEY = "sesame"
 MOST_TOKENS = 1000
 END = "."
 """The last token of a sequence."""

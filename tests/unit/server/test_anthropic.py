@@ -4,7 +4,6 @@ repeats."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 
 from shardmlx.server.anthropic_requests import as_chat
 from shardmlx.server.openai_errors import ApiError
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import KEY, MODEL, Agent, Serving, serving
 
 LOOK = {
     "name": "look",
@@ -22,21 +21,10 @@ LOOK = {
 CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
 
 
-@pytest.fixture(scope="module")
-def agent() -> Agent:
-    return Agent()
-
-
-@pytest.fixture(scope="module")
-def served(agent: Agent) -> Iterator[Serving]:
-    with serving(reader=agent, api_key="sesame") as one:
-        yield one
-
-
 def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Response:
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
     body = {"model": MODEL, "max_tokens": 200, "messages": messages, **more}
-    headers = {"x-api-key": "sesame"}
+    headers = {"x-api-key": KEY}
     return httpx.post(f"{served.address}/v1/messages{path}", json=body, headers=headers)
 
 
@@ -161,7 +149,7 @@ def test_errors_are_anthropics(
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    with serving(reader=Agent(), api_key="sesame") as server:
+    with serving(reader=Agent(), api_key=KEY) as server:
         server.parrot.fails = "a fault"
         text = post(server, "hello.", stream=True).text
     last = text.strip().split("\n\n")[-1]
@@ -178,7 +166,7 @@ def test_thinking_can_be_turned_off() -> None:
 
 def test_by_anthropics_own_package(served: Serving) -> None:
     anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: '.[dev]'")
-    client = anthropic.Anthropic(base_url=served.address, api_key="sesame", max_retries=0)
+    client = anthropic.Anthropic(base_url=served.address, api_key=KEY, max_retries=0)
     asked: Any = {
         "model": MODEL,
         "max_tokens": 200,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,7 +10,7 @@ import openai
 import pytest
 
 from shardmlx.server.response_api_requests import as_chat
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import MODEL, Agent, serving
 
 LOOK: Any = {
     "type": "function",
@@ -21,23 +20,6 @@ LOOK: Any = {
     "strict": True,
 }
 CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
-
-
-@pytest.fixture(scope="module")
-def agent() -> Agent:
-    return Agent()
-
-
-@pytest.fixture(scope="module")
-def served(agent: Agent) -> Iterator[Serving]:
-    with serving(reader=agent) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0) as one:
-        yield one
 
 
 def test_a_text(client: openai.OpenAI, agent: Agent) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import MODEL, Agent, serving
 
 LOOK: Any = {
     "type": "function",
@@ -23,23 +22,6 @@ CALLS = (
     '<think>Two things</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}'
     '</tool_call>\n<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>.'
 )
-
-
-@pytest.fixture(scope="module")
-def agent() -> Agent:
-    return Agent()
-
-
-@pytest.fixture(scope="module")
-def served(agent: Agent) -> Iterator[Serving]:
-    with serving(reader=agent) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0) as one:
-        yield one
 
 
 def ask(client: openai.OpenAI, said: str, **options: Any) -> Any:
