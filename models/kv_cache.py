@@ -1,6 +1,8 @@
-"""Know how mlx-lm's KV caches grow. No MLX, no MPI."""
+"""Know how mlx-lm's KV caches grow, and what they take quantised. No MLX, no MPI."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 STEP = 256
 """Number of tokens by which mlx-lm's caches grow (``mlx_lm.models.cache.KVCache.step``)."""
@@ -9,3 +11,18 @@ STEP = 256
 def held(tokens: int) -> int:
     """Return for how many tokens a cache of ``tokens`` has room."""
     return -(-tokens // STEP) * STEP
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuantisation:
+    """The way in which KV caches are quantised: each element in ``bits`` bits, with a scale and a
+    bias for ``group_size`` of them, from the first step before which a sequence has ``start``
+    tokens, and any."""
+
+    bits: int
+    group_size: int
+    start: int
+
+    def nbytes(self, elements: float, dtype_bytes: int) -> float:
+        """Return the bytes of so many elements, whose scales have ``dtype_bytes`` each."""
+        return elements * (self.bits / 8 + 2 * dtype_bytes / self.group_size)

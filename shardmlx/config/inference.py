@@ -22,30 +22,28 @@ from shardmlx.config.common_options import (
     weights_option,
 )
 from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.models.kv_cache import CacheQuantisation
 
 MODEL = "model"
 SAMPLING = "sampling"
 PIPELINE = "pipeline"
 
 _NO_DRAFT = "there is no speculative decoding here: leave it out"
-_NO_QUANTISED_CACHE = (
-    "KV caches keep the type of the model: a smaller --max-kv-size takes less memory"
-)
 _IS_PIPELINE = "ranks are always a pipeline here: leave it out"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "--draft-model": _NO_DRAFT,
         "--num-draft-tokens": _NO_DRAFT,
-        "--kv-bits": _NO_QUANTISED_CACHE,
-        "--kv-group-size": _NO_QUANTISED_CACHE,
-        "--quantized-kv-start": _NO_QUANTISED_CACHE,
         "--pipeline": _IS_PIPELINE,
         "--use-default-chat-template": "transformers has no default any more: give the model a "
         "chat_template.jinja",
     }
 )
 """Options of mlx_lm's commands that no command has here, and why."""
+
+_CACHE_BITS, _CACHE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""Bits and groups in which MLX quantises."""
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
@@ -163,6 +161,22 @@ class InferenceConfig:
         minimum=8,
         group=PIPELINE,
     )
+    kv_bits: int | None = option(
+        None,
+        "bits of an element in the KV cache, quantised: 2, 3, 4, 5, 6 or 8",
+        unset="not quantised",
+        group=PIPELINE,
+    )
+    kv_group_size: int = option(
+        64, "elements in the KV cache that share a scale: 32, 64 or 128", group=PIPELINE
+    )
+    quantized_kv_start: int = option(
+        5000,
+        "tokens of a sequence from which on --kv-bits quantises its KV cache",
+        metavar="TOKENS",
+        minimum=0,
+        group=PIPELINE,
+    )
     memory_limit: int | None = memory_limit_option(PIPELINE)
     dtype: str | None = dtype_option(PIPELINE)
     timeout: float = timeout_option(PIPELINE)
@@ -182,6 +196,7 @@ class InferenceConfig:
         ):
             if getattr(self, name) > most:
                 raise OptionError(name, f"is {getattr(self, name):g}", f"give {most} or less")
+        self._check_cache()
         if self.chat_template_config is not None:
             try:
                 arguments = json.loads(self.chat_template_config)
@@ -193,6 +208,27 @@ class InferenceConfig:
                     f"is {self.chat_template_config!r}",
                     'give a JSON object, like {"enable_thinking": false}',
                 )
+
+    def _check_cache(self) -> None:
+        for name, known in (("kv_bits", _CACHE_BITS), ("kv_group_size", _CACHE_GROUPS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                *others, last = known
+                choices = f"{', '.join(map(str, others))} or {last}"
+                raise OptionError(name, f"is {value}", f"give {choices}")
+        if self.kv_bits is not None and self.max_kv_size is not None:
+            raise OptionError(
+                "kv_bits",
+                f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
+                "give one of them",
+            )
+
+    @property
+    def cache_quantisation(self) -> CacheQuantisation | None:
+        """The way in which KV caches are quantised, if they are."""
+        if self.kv_bits is None:
+            return None
+        return CacheQuantisation(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
     @property
     def template_arguments(self) -> dict[str, Any]:

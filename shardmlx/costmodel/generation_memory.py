@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.costmodel.layer_memory import BACKENDS
 from shardmlx.models import kv_cache
+from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
 """Arrays of each width that exist at a time while a layer computes a chunk, fitted.
 
-Scores of attention count on a CPU only: Metal's kernel does not keep them. Measured peaks of
+Scores of attention count on a CPU, and where keys are quantised: Metal's kernel does not keep them.
+Measured peaks of
 SmolLM2 on a CPU were 1 to 5% below (docs/generate.md).
 """
 
@@ -37,6 +39,8 @@ class GenerationSetup:
     """Tokens that the KV cache of a sequence keeps at most."""
     cache_tokens: int | None = None
     """Tokens that the KV caches of all sequences together keep at most."""
+    quantisation: CacheQuantisation | None = None
+    """The way in which KV caches are quantised, if they are."""
     backend: str = BACKENDS[0]
 
 
@@ -64,19 +68,36 @@ def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 
     A sliding layer keeps those of its window, if the model chooses its caches. Where
     ``cache_tokens`` are shared by all sequences it is taken to keep all of them: of long sequences
-    it keeps less.
+    it keeps less. A sliding layer's are not quantised.
     """
     shape = setup.shape
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)
-    elements = 0
+    nbytes = 0
     for layer in map(shape.layer, range(start, stop)):
+        window = layer.window if shape.chooses_caches else None
         tokens = setup.cache_tokens
         if tokens is None:
-            window = layer.window if shape.chooses_caches else None
             tokens = setup.sequences * min(limit, window or limit)
-        elements += tokens * layer.heads.cached
-    return setup.dtype_bytes * elements
+        if setup.quantisation is None or window is not None:
+            nbytes += setup.dtype_bytes * layer.heads.cached * tokens
+        else:
+            nbytes += _quantised(setup, setup.quantisation, layer.heads.cached, tokens)
+    return nbytes
+
+
+def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, tokens: int) -> int:
+    """Return the bytes of ``tokens`` in a layer that keeps so many ``elements`` of each.
+
+    A sequence is quantised at the first step after it has come to the length for it. Where
+    ``cache_tokens`` are shared, sequences that have ended shorter are kept as they are.
+    """
+    plain = min(tokens, setup.sequences * (how.start + setup.chunk + kv_cache.STEP))
+    of_plain, packed = setup.dtype_bytes * elements, how.nbytes(elements, setup.dtype_bytes)
+    if setup.cache_tokens is None:
+        return round(max(of_plain * plain, packed * tokens))
+    plain = plain if how.start == 0 else tokens
+    return round(of_plain * plain + packed * (tokens - plain))
 
 
 def _passing(setup: GenerationSetup) -> int:
@@ -90,7 +111,7 @@ def _passing(setup: GenerationSetup) -> int:
             + MLP_ARRAYS * layer.mlp
             + QUERY_ARRAYS * heads.queries * heads.key_dim
         )
-        if setup.backend == "cpu":
+        if setup.backend == "cpu" or setup.quantisation is not None:
             positions = min(setup.context, setup.max_kv_size or setup.context)
             elements += SCORE_ARRAYS * heads.queries * chunk * positions
         most = max(most, elements)

@@ -14,10 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache
 
 from shardmlx.compat import cache_state
+from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
+from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.models.slice import Slice
 
 Caches = list[Any]
 """mlx-lm's cache of each layer."""
@@ -74,7 +79,8 @@ def _cut(cache: Any, length: int) -> None:
     """Trim a cache to its first ``length`` tokens, without room for more: a shared array is copied
     at the next write, with all the room it has."""
     if cache.trim(cache.offset - length):
-        cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
+        arrays = cache.keys, cache.values
+        cache.keys, cache.values = tree_map(lambda array: array[..., :length, :], arrays)
 
 
 @dataclass(slots=True)
@@ -115,10 +121,16 @@ class _BatchedCaches:
 
 
 class KVCaches:
-    """The caches of all sequences on this stage; ``new`` makes those of one new sequence."""
+    """The caches of all sequences on this stage; ``new`` makes those of one new sequence.
 
-    def __init__(self, new: Callable[[], Caches]) -> None:
+    With a ``quantisation`` no group has more than one sequence.
+    """
+
+    def __init__(
+        self, new: Callable[[], Caches], quantisation: CacheQuantisation | None = None
+    ) -> None:
         self._new = new
+        self._quantisation = quantisation
         self._alone: dict[int, Caches] = {}
         self._groups: dict[int, _BatchedCaches] = {}
 
@@ -127,7 +139,7 @@ class KVCaches:
         self.update(item)
         if item.kind is ItemKind.PREFILL or item.group is None:
             (sequence,) = item.sequences
-            return self._alone.setdefault(sequence, self._new())
+            return self._quantised(self._alone.setdefault(sequence, self._new()))
         group = self._groups.setdefault(item.group, _BatchedCaches())
         known = len(group.sequences)
         if group.sequences != item.sequences[:known]:
@@ -137,7 +149,7 @@ class KVCaches:
             )
         if joining := item.sequences[known:]:
             group.join(joining, [self._alone.pop(sequence) for sequence in joining])
-        return group.caches
+        return self._quantised(group.caches)
 
     def update(self, item: Item) -> None:
         """Keep, copy and drop caches as an item says of the sequences that have ended."""
@@ -146,10 +158,20 @@ class KVCaches:
             self._alone |= group.remove(ended, item.kept)
             if not group.sequences:
                 del self._groups[number]
+        for sequence in item.kept:
+            self._quantised(self._alone[sequence])
         if item.prefix is not None:
             self._copy_prefix(item.sequences[0], item.prefix)
         for sequence in item.dropped:
             self._alone.pop(sequence, None)
+
+    def _quantised(self, caches: Caches) -> Caches:
+        """Quantise those of ``caches`` that have come to the length for it, and return all."""
+        if (how := self._quantisation) is not None:
+            for i, cache in enumerate(caches):
+                if _may_be_quantised(cache) and cache.offset >= how.start:
+                    caches[i] = _evaluated(_packed(cache, how))
+        return caches
 
     def _copy_prefix(self, sequence: int, prefix: CachedPrefix) -> None:
         caches = []
@@ -195,3 +217,32 @@ def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
 def _evaluated(cache: Any) -> Any:
     mx.eval(arrays_of(cache))
     return cache
+
+
+def _may_be_quantised(cache: Any) -> bool:
+    """Return whether a cache is of the kind that mlx-lm quantises, and has tokens."""
+    return isinstance(cache, KVCache) and not cache.empty()
+
+
+def _packed(cache: Any, how: CacheQuantisation) -> Any:
+    return cache.to_quantized(group_size=how.group_size, bits=how.bits)
+
+
+def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
+    """Raise ``UserError`` if the layers of ``part`` do not take quantised caches, as mlx-lm has
+    written them. Nothing is computed, and no weight is read."""
+    ids, states = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, part.hidden_size), part.dtype)
+    inputs = ids if part.is_first else states
+    caches = part.new_caches()
+    try:
+        part.extend(inputs, caches)
+        part.extend(
+            inputs,
+            [_packed(cache, how) if _may_be_quantised(cache) else cache for cache in caches],
+        )
+    except Exception as error:  # a model's code may raise whatever it likes
+        raise UserError(
+            f"--kv-bits {how.bits}: layers of {model_type} do not take a quantised KV cache "
+            f"({one_line(error)})",
+            "leave it out",
+        ) from None

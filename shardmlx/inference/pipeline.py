@@ -51,6 +51,7 @@ from shardmlx.inference.stage import (
     InferenceStage,
     ItemGraph,
 )
+from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 
 AHEAD = 2
@@ -96,6 +97,7 @@ class FirstStage(InferenceStage):
         scheduler: Scheduler,
         *,
         max_kv_size: int | None = None,
+        quantisation: CacheQuantisation | None = None,
         random_state: int = 0,
         prefix_cache: PrefixCache | None = None,
         grammars: Grammars | None = None,
@@ -104,6 +106,7 @@ class FirstStage(InferenceStage):
             transport,
             part,
             max_kv_size=max_kv_size,
+            quantisation=quantisation,
             random_state=random_state,
             grammars=grammars,
         )
@@ -298,6 +301,7 @@ class LaterStage(InferenceStage):
         part: Slice,
         *,
         max_kv_size: int | None = None,
+        quantisation: CacheQuantisation | None = None,
         random_state: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
@@ -305,6 +309,7 @@ class LaterStage(InferenceStage):
             transport,
             part,
             max_kv_size=max_kv_size,
+            quantisation=quantisation,
             random_state=random_state,
             grammars=grammars,
         )

@@ -26,6 +26,8 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
+from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
@@ -63,6 +65,7 @@ class InferencePlan:
     most: int
     chunk: int
     max_kv_size: int | None
+    quantisation: CacheQuantisation | None
     model: str
 
     @property
@@ -88,11 +91,15 @@ def plan_inference(
     size = cluster.size
     limit = None if sizes.shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
-    # mlx-lm cannot merge rotating caches, which keep the first tokens of a sequence.
-    is_alone = limit is not None or not sizes.shape.takes_batches
+    quantisation = config.cache_quantisation
+    if quantisation is not None:
+        _check_quantisation(quantisation, sizes.shape)
+    # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
+    # quantised ones.
+    is_alone = limit is not None or quantisation is not None or not sizes.shape.takes_batches
     groups = most if is_alone else min(size, most)
     chunk = config.chunk(size, cluster.backend)
-    memory = _GenerationMemory(sizes, load, most, chunk, limit, cluster.backend)
+    memory = _GenerationMemory(sizes, load, most, chunk, limit, quantisation, cluster.backend)
     is_open = given is None and size > 1
     needing_less = _how_to_need_less(memory, is_open and config.partitioner not in (AUTO, SMALLEST))
     cluster = within(cluster, budgets)
@@ -113,7 +120,20 @@ def plan_inference(
         ranges = stage_map.partition.ranges
         allowed = how_to_allow(budgets, [memory.planned(*layers) for layers in ranges])
         raise UserError(_overfull(stage_map, budgets, memory), allowed + needing_less)
-    return InferencePlan(stage_map, load, groups, most, chunk, limit, model)
+    return InferencePlan(stage_map, load, groups, most, chunk, limit, quantisation, model)
+
+
+def _check_quantisation(how: CacheQuantisation, shape: ModelShape) -> None:
+    """Raise ``UserError`` where keys or values are not divided by groups. Sliding windows are not
+    quantised."""
+    for kind in shape.kinds:
+        for size in (kind.heads.key_dim, kind.heads.value_dim):
+            if size % how.group_size and (kind.window is None or not shape.chooses_caches):
+                raise UserError(
+                    f"--kv-group-size {how.group_size} does not divide the heads of "
+                    f"{shape.model_type}, which have {size} elements",
+                    "give 32" if size % 32 == 0 else "leave --kv-bits out",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,7 @@ class _GenerationMemory:
     most: int
     chunk: int
     max_kv_size: int | None
+    quantisation: CacheQuantisation | None
     backend: str
 
     def planned(self, start: int, stop: int) -> PlannedMemory:
@@ -153,6 +174,7 @@ class _GenerationMemory:
             chunk=chunk,
             max_kv_size=self.max_kv_size,
             cache_tokens=self.load.capacity,
+            quantisation=self.quantisation,
             backend=self.backend,
         )
 
@@ -161,8 +183,20 @@ def planned_memory(
     plan: InferencePlan, sizes: ModelSizes, backend: str
 ) -> tuple[PlannedMemory, ...]:
     """Return the memory that the plan expects of each rank."""
-    memory = _GenerationMemory(sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, backend)
+    memory = _memory(plan, sizes, backend)
     return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
+
+
+def planned_caches(plan: InferencePlan, sizes: ModelSizes, backend: str) -> tuple[int, ...]:
+    """Return the bytes that the plan expects of each rank's KV caches."""
+    memory = _memory(plan, sizes, backend)
+    return tuple(memory.caches(start, stop) for start, stop in plan.stage_map.partition.ranges)
+
+
+def _memory(plan: InferencePlan, sizes: ModelSizes, backend: str) -> _GenerationMemory:
+    return _GenerationMemory(
+        sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, plan.quantisation, backend
+    )
 
 
 def _check_map(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.grammars import Grammars
+from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import (
     InferencePlan,
     Load,
     plan_inference,
+    planned_caches,
     planned_memory,
 )
 from shardmlx.inference.prefix_cache import PrefixCache
@@ -76,6 +78,7 @@ class Prepared:
             self.transport,
             self.part,
             max_kv_size=self.plan.max_kv_size,
+            quantisation=self.plan.quantisation,
             random_state=self.random_state,
             grammars=grammars,
         )
@@ -93,6 +96,7 @@ class Prepared:
             self.part,
             Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
             max_kv_size=self.plan.max_kv_size,
+            quantisation=self.plan.quantisation,
             random_state=self.random_state,
             prefix_cache=prefix_cache,
             grammars=grammars,
@@ -150,6 +154,8 @@ def _prepare(
         partial(_build, config, opened, *plan.stage_map.partition.ranges[transport.rank]),
     )
     reporter.say(_headline(config, plan))
+    if plan.quantisation is not None:
+        reporter.say(_cache_line(plan, inputs.sizes, inputs.cluster.backend))
     if config.max_kv_size is not None and opened.shape.chooses_caches:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
@@ -200,7 +206,10 @@ def _build(
     model = build_to_generate(
         opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
     )
-    return Slice(model, start, stop), random_state()
+    part = Slice(model, start, stop)
+    if (how := config.cache_quantisation) is not None:
+        check_quantised(part, how, opened.shape.model_type)
+    return part, random_state()
 
 
 def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
@@ -209,6 +218,17 @@ def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
     return (
         f"{config.model}: {stages} stage{'s' if stages > 1 else ''} of {sizes} layers, prompts in "
         f"chunks of {plan.chunk} tokens"
+    )
+
+
+def _cache_line(plan: InferencePlan, sizes: ModelSizes, backend: str) -> str:
+    how = plan.quantisation
+    assert how is not None
+    caches = " + ".join(map(gibibytes, planned_caches(plan, sizes, backend)))
+    plain = planned_caches(replace(plan, quantisation=None), sizes, backend)
+    return (
+        f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most {caches}, "
+        f"not {' + '.join(map(gibibytes, plain))}"
     )
 
 

@@ -17,6 +17,7 @@ from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import CacheBackup, KVCaches, arrays_of
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
+from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
@@ -85,7 +86,7 @@ class InferenceStage:
 
     ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
     sample, ``grammars`` those that sequences may have. ``max_kv_size`` limits the tokens that a
-    sequence's cache holds, as in mlx-lm.
+    sequence's cache holds, and ``quantisation`` packs them, as in mlx-lm.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class InferenceStage:
         part: Slice,
         *,
         max_kv_size: int | None = None,
+        quantisation: CacheQuantisation | None = None,
         random_state: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
         self.transport = transport
         self.part = part
         self._stage, self._last = transport.rank, transport.size - 1
-        self._caches = KVCaches(lambda: part.new_caches(max_kv_size))
+        self._caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
         self._sampler = BatchSampler(random_state, grammars)
         self._outbox = Outbox(transport)
         self._item: Item | None = None

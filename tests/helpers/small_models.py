@@ -83,10 +83,12 @@ def small_tied(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def small_quantised(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model directory: the same in 4 bits."""
-    quantisation = {"group_size": 32, "bits": 4}
+    """Model directory: the same in 4 bits, with heads that can be quantised too."""
     return small_directory(
-        tmp_path_factory.mktemp("small") / "quantised", small_tokenizer, quantization=quantisation
+        tmp_path_factory.mktemp("small") / "quantised",
+        small_tokenizer,
+        quantization={"group_size": 32, "bits": 4},
+        head_dim=32,
     )
 
 

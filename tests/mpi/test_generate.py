@@ -54,6 +54,7 @@ def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
         *("--model", small_quantised, "--prompt", PROMPT, "--max-tokens", "20"),
         *("--temp", "0.9", "--top-p", "0.95", "--seed", "3"),
         *("--system-prompt", "Be brief.", "--prefill-response", "Aye"),
+        *("--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "9"),
     )
     assert generate_well(2, *how) == mlx_lm(*how)
 

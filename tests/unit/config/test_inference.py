@@ -43,7 +43,6 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
     ("module", "words", "reason"),
     [
         (generate, "--draft-model small", "there is no speculative decoding here: leave it out"),
-        (generate, "--kv-bits 4", "KV caches keep the type of the model"),
         (generate, "-qa", "layers compute as mlx_lm does without it"),
         (chat, "--pipeline", "ranks are always a pipeline here"),
         (serve, "--log-level INFO", "give --access-log"),
@@ -54,6 +53,24 @@ def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) 
     with pytest.raises(UserError) as error:
         module.load_config(words.split())
     assert str(error.value).startswith(f"{words.split()[0]} of mlx_lm is not here: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--kv-bits 7", "--kv-bits is 7: give 2, 3, 4, 5, 6 or 8"),
+        ("--kv-group-size 48", "--kv-group-size is 48: give 32, 64 or 128"),
+        (
+            "--kv-bits 4 --max-kv-size 64",
+            "--kv-bits is 4, and caches limited by --max-kv-size are not quantised: give one of "
+            "them",
+        ),
+    ],
+)
+def test_quantised_caches(words: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        chat.load_config(words.split())
+    assert str(error.value) == message
 
 
 def test_spellings_of_mlx_lm_mean_the_same() -> None:

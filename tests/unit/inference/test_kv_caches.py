@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from shardmlx.inference.kv_caches import KVCaches
+from shardmlx.costmodel.generation_memory import GenerationSetup, kv_cache_memory
+from shardmlx.errors import UserError
+from shardmlx.inference.kv_caches import KVCaches, check_quantised
+from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
+from shardmlx.models.kv_cache import STEP, CacheQuantisation
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
+from shardmlx.partitioners import LayerCosts
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.models_and_batches import build, tiny_config
 
 LAYERS = 8
 TOKENS = 256
@@ -47,3 +59,76 @@ def test_sequences_that_end_move_layer_by_layer(told: Item, added: int) -> None:
             float(layer.keys.max()) for layer in caches.of(Item(ItemKind.PREFILL, (sequence,)))
         }
         assert row == sequence
+
+
+# Quantised.
+
+PACKED = CacheQuantisation(bits=4, group_size=32, start=100)
+WIDE: dict[str, Any] = {"head_dim": 32, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+def fed(caches: KVCaches, sequence: int, tokens: int) -> list[object]:
+    """The caches of a sequence of which so many more tokens have entered."""
+    layers = caches.of(Item(ItemKind.PREFILL, (sequence,), tokens))
+    for layer in layers:
+        layer.update_and_fetch(*(mx.random.normal((1, 2, tokens, 32)),) * 2)
+    return layers
+
+
+def test_caches_are_quantised_before_the_first_step_after_they_are_long_enough() -> None:
+    caches = KVCaches(lambda: [KVCache(), RotatingKVCache(8)], PACKED)
+    for _ in range(3):
+        full, sliding = fed(caches, 1, 50)
+        assert isinstance(sliding, RotatingKVCache)
+        assert isinstance(full, KVCache) == (full.offset <= PACKED.start)  # type: ignore[attr-defined]
+
+
+def test_one_that_is_kept_is_quantised_and_may_be_cut() -> None:
+    caches = KVCaches(lambda: [KVCache()], PACKED)
+    fed(caches, 1, 150)
+    caches.update(Item(ItemKind.IDLE, kept=(1,)))
+    begin = CachedPrefix(sequence=1, length=30, is_whole=False)
+    (cut,) = caches.of(Item(ItemKind.PREFILL, (2,), prefix=begin))
+    (kept,) = caches.of(Item(ItemKind.PREFILL, (1,)))
+    assert isinstance(kept, QuantizedKVCache)
+    assert (kept.offset, cut.offset) == (150, 30)
+    for array, whole in zip((*cut.keys, *cut.values), (*kept.keys, *kept.values), strict=True):
+        assert mx.array_equal(array, whole[..., :30, :])
+        assert array.shape[2] == 30
+
+
+@pytest.mark.parametrize("tokens", [90, 600])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -> None:
+    """Before they are long enough they are plain, and a sliding window always is."""
+    how = CacheQuantisation(bits=bits, group_size=32, start=100)
+    config = tiny_config("llama", layers=2, sliding_window=STEP, **WIDE)
+    part = Slice(build(config), 0, 2)
+    caches = KVCaches(part.new_caches, how)
+    for start in range(0, tokens, 30):
+        length = min(30, tokens - start)
+        layers = caches.of(Item(ItemKind.PREFILL, (1,), length))
+        part.extend(mx.zeros((1, length), mx.int32), layers)
+    layers = caches.of(Item(ItemKind.DECODE, (1,), group=0))
+    setup = GenerationSetup(
+        shape=ModelShape.from_config(config),
+        weight_sizes=LayerCosts((0, 0), 0, 0),
+        dtype_bytes=4,
+        sequences=1,
+        context=tokens,
+        chunk=30,
+        quantisation=how,
+    )
+    planned = kv_cache_memory(setup, 0, 2)
+    held = sum(layer.nbytes for layer in layers)
+    assert held <= planned <= held + 2 * STEP * 2 * 2 * 32 * 4
+    assert (planned < kv_cache_memory(replace(setup, quantisation=None), 0, 2)) == (tokens == 600)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_layers_that_take_no_quantised_caches_are_found_out_before_weights_are_read(
+    family: str,
+) -> None:
+    part = Slice(build(CONFIGS[family] | {"head_dim": 32}), 0, 4)
+    with pytest.raises(UserError, match=rf"^--kv-bits 4: layers of {family} do not take a quant"):
+        check_quantised(part, PACKED, family)

@@ -23,6 +23,7 @@ from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
+from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
 
@@ -44,6 +45,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantised and tied": ("llama", {"tied": True, "quantization": {"group_size": 32, "bits": 4}}),
     "adapters": ("mistral", {"lora": True}),
 }
+WIDE = "heads that can be quantised"
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    WIDE: ("qwen3", {"head_dim": 32}),
+}
 
 
 ANYWHERE = ("llama", "llama with windows")
@@ -54,7 +59,7 @@ embedding, one between, and a last one with the head."""
 @cache
 def models(variant: str) -> list[nn.Module]:
     """The same model for each rank and for the reference: threads must not share one."""
-    family, how = VARIANTS[variant]
+    family, how = (VARIANTS | OTHERS)[variant]
     made = []
     for _ in range(5):
         options = dict(how)
@@ -88,21 +93,35 @@ def expected(
     *,
     chunk: int = 2048,
     max_kv_size: int | None = None,
+    quantisation: CacheQuantisation | None = None,
 ) -> list[int]:
     """Return what mlx-lm generates in one process."""
-    return list(in_one_process(variant, tuple(tokens), count, chunk, max_kv_size))
+    return list(in_one_process(variant, tuple(tokens), count, chunk, max_kv_size, quantisation))
 
 
 @cache
 def in_one_process(
-    variant: str, tokens: tuple[int, ...], count: int, chunk: int, max_kv_size: int | None
+    variant: str,
+    tokens: tuple[int, ...],
+    count: int,
+    chunk: int,
+    max_kv_size: int | None,
+    quantisation: CacheQuantisation | None,
 ) -> tuple[int, ...]:
+    how: dict[str, Any] = {}
+    if quantisation is not None:
+        how = {
+            "kv_bits": quantisation.bits,
+            "kv_group_size": quantisation.group_size,
+            "quantized_kv_start": quantisation.start,
+        }
     steps = generate_step(
         mx.array(list(tokens)),
         models(variant)[-1],
         max_tokens=count,
         prefill_step_size=chunk,
         max_kv_size=max_kv_size,
+        **how,
     )
     return tuple(token for token, _ in steps)
 
@@ -117,22 +136,22 @@ def generate(
     most: int = 8,
     groups: int | None = None,
     max_kv_size: int | None = None,
+    quantisation: CacheQuantisation | None = None,
     choices: Sequence[SamplingParams] | None = None,
     patience: int | None = None,
 ) -> list[list[int]]:
     """The tokens of each prompt, on as many ranks as ``cut`` has stages."""
     bounds = [sum(cut[:i]) for i in range(len(cut) + 1)]
+    how: dict[str, Any] = {"max_kv_size": max_kv_size, "quantisation": quantisation}
 
     def work(transport: Transport) -> list[list[int]]:
         rank = transport.rank
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
         if rank > 0:
-            LaterStage(transport, part, max_kv_size=max_kv_size, random_state=7).run()
+            LaterStage(transport, part, random_state=7, **how).run()
             return []
         scheduler = Scheduler(groups or len(cut), most, chunk, patience)
-        first_stage = FirstStage(
-            transport, part, scheduler, max_kv_size=max_kv_size, random_state=7
-        )
+        first_stage = FirstStage(transport, part, scheduler, random_state=7, **how)
         texts: list[list[int]] = [[] for _ in prompts]
         for number, tokens in enumerate(prompts):
             first_stage.add(number, tokens, choices[number] if choices else SamplingParams())
@@ -202,6 +221,20 @@ def test_a_cache_of_limited_size(variant: str, cut: list[int]) -> None:
     tokens = prompt(30)
     texts = generate(variant, cut, [tokens], [25], chunk=8, max_kv_size=16)
     assert texts == [expected(variant, tokens, 25, chunk=8, max_kv_size=16)]
+
+
+@pytest.mark.parametrize("start", [0, 12, 25])
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_quantised_caches(cut: list[int], start: int) -> None:
+    """From the first chunk on, from one between, and from an answer's token on."""
+    how = CacheQuantisation(bits=4, group_size=32, start=start)
+    prompts = [prompt(21), prompt(30)]
+    texts = generate(WIDE, cut, prompts, [12, 9], chunk=8, groups=2, quantisation=how)
+    assert texts == [
+        expected(WIDE, tokens, count, chunk=8, quantisation=how)
+        for tokens, count in zip(prompts, [12, 9], strict=True)
+    ]
+    assert texts[0] != expected(WIDE, prompts[0], 12, chunk=8)
 
 
 def serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,11 @@ LAYERS = 8
 MB = 1 << 20
 
 
-def workload(family: str = "llama") -> ModelSizes:
+def workload(family: str = "llama", **shape: Any) -> ModelSizes:
     """Layers of 1 MiB, ends of 2 MiB; keys and values of 128 bytes a token and layer."""
+    config = tiny_config(family, layers=LAYERS, vocab_size=20000, **shape)
     return ModelSizes(
-        shape=ModelShape.from_config(tiny_config(family, layers=LAYERS, vocab_size=20000)),
+        shape=ModelShape.from_config(config),
         weight_sizes=LayerCosts((MB,) * LAYERS, 2 * MB, 2 * MB),
         dtype="float32",
     )
@@ -53,6 +55,7 @@ def plan(load: Load, *memories: int, family: str = "llama", **options: object) -
 
 ONE = Load(sequences=1, prompt=500, answer=100, context=600)
 MANY = Load(sequences=20, prompt=500, answer=100, context=600)
+LONG = Load(sequences=20, prompt=5000, answer=1000, context=6000)
 ROOM = 1 << 30
 
 
@@ -97,6 +100,31 @@ def test_on_a_cpu_chunks_are_small_since_their_scores_are_held(ranks: int) -> No
 def test_limited_caches_are_not_merged() -> None:
     assert plan(MANY, ROOM, ROOM, family="qwen2", max_kv_size=64, batch_size=6).groups == 6
     assert plan(MANY, ROOM, ROOM, max_kv_size=64, batch_size=6).max_kv_size is None
+
+
+PACKED: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
+
+
+def test_quantised_caches_take_less_and_are_not_merged() -> None:
+    """An element takes half a byte, and for 32 of them there are two float32."""
+    work, cpus = workload(head_dim=32), cluster(ROOM)
+    how = GenerateConfig(model="m", batch_size=6, **PACKED)
+    made = plan_inference(how, None, LONG, work, cpus, budgets_of(cpus), "digest")
+    assert made.groups == 6
+    plain = replace(made, quantisation=None)
+    assert made.digest != plain.digest
+    packed, whole = (planned_memory(each, work, "gpu")[0].resident for each in (made, plain))
+    elements = 6 * LAYERS * (6000 + 256) * 2 * 2 * 32
+    assert whole - packed == elements * 4 - elements * (1 / 2 + 2 * 4 / 32)
+
+
+def test_heads_that_cannot_be_quantised_in_such_groups() -> None:
+    with pytest.raises(UserError) as error:
+        plan(ONE, ROOM, **PACKED)
+    assert str(error.value) == (
+        "--kv-group-size 32 does not divide the heads of llama, which have 8 elements: "
+        "leave --kv-bits out"
+    )
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
