@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from shardmlx.inference.call_formats import CallFormat
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI's API describes it."""
@@ -24,8 +26,14 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The marks of a model for ``thought`` and for ``call``, as far as it has them."""
+    """The marks of a model for ``thought`` and for ``call``, as far as it has them.
+
+    ``calls`` say what stands between the marks, where that is known. ``special`` are the texts of
+    control tokens, with their numbers.
+    """
 
     thought: Marks | None = None
     call: Marks | None = None
     parse: ParseCall | None = None
+    calls: CallFormat | None = None
+    special: Mapping[str, int] = field(default_factory=dict)

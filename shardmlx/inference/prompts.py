@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
 KEYS = ("prompt", "messages", "max_tokens")
@@ -67,7 +68,14 @@ class PromptReader:
         if not (known.has_tool_calling and is_told):
             return AnswerFormat(thought)
         call = Marks(known.tool_call_start, known.tool_call_end)
-        return AnswerFormat(thought, call, known.tool_parser)
+        parser = known.tool_parser.__module__.rpartition(".")[2]
+        calls = call_format(parser, template if isinstance(template, str) else "")
+        special = {
+            token.content: number
+            for number, token in known.added_tokens_decoder.items()
+            if token.special
+        }
+        return AnswerFormat(thought, call, known.tool_parser, calls, special)
 
     def opens_thought(self, tokens: Sequence[int]) -> bool:
         """Return whether a chat ends in the mark before a thought: some templates write it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -36,20 +36,28 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool; ``arguments`` are JSON."""
+    """A call of a tool; ``arguments`` are JSON, empty if they follow."""
 
     name: str
     arguments: str
     id: str
 
 
-Part = Thought | Said | Call
+@dataclass(frozen=True, slots=True)
+class MoreArguments:
+    """A piece of the arguments of the call before."""
+
+    text: str
+
+
+Part = Thought | Said | Call | MoreArguments
 
 
 class _State(Enum):
     SAYING = auto()
     THINKING = auto()
     CALLING = auto()
+    ARGUING = auto()
 
 
 @dataclass(slots=True)
@@ -57,8 +65,9 @@ class AnswerParts:
     """The parts of one answer of a model with this ``format``.
 
     It begins with a thought if ``is_thinking``: then its template has written the first mark. Calls
-    are looked for if there are ``tools``; one at most unless they may be ``parallel``. What is no
-    call that can be read counts as said.
+    are looked for if there are ``tools``; one at most unless they may be ``parallel``. Arguments
+    come in pieces, as the model writes them, where the format is known; what else is no call that
+    can be read counts as said.
     """
 
     format: AnswerFormat
@@ -70,6 +79,9 @@ class AnswerParts:
     _state: _State = _State.SAYING
     _bare: bool = True  # nothing has come of this part but space
     _silent: bool = True  # nothing has been said
+    _passed: bool = False  # between these marks a call has been passed on in pieces
+    _is_wanted: bool = True  # the call that comes in pieces is passed on
+    _object: _Object = field(default_factory=lambda: _Object())
 
     def __post_init__(self) -> None:
         if self.is_thinking:
@@ -80,6 +92,12 @@ class AnswerParts:
         one by what follows: until then it is held back."""
         self._text += text
         while True:
+            if self._state is _State.CALLING:
+                yield from self._begin_call()
+            if self._state is _State.ARGUING:
+                yield from self._argue()
+                if self._object.has_ended:
+                    continue
             place, marks = self._next_mark()
             if place is None or marks is None:
                 break
@@ -87,11 +105,11 @@ class AnswerParts:
             yield from self._parts(self._text[:place], ends=True)
             self._text = self._text[place + len(mark) :]
             self._change(marks)
-        if self._state is not _State.CALLING:
+        if self._state in (_State.SAYING, _State.THINKING):
             given = len(self._text) - (0 if is_last else self._held())
             text, self._text = self._text[:given], self._text[given:]
             yield from self._parts(text, ends=is_last)
-        elif is_last:
+        elif is_last and self._state is _State.CALLING:
             yield from self._called(self._text, is_whole=not self._call.end)
             self._text = ""
 
@@ -107,6 +125,8 @@ class AnswerParts:
             return [(thought.end, thought)]
         if self._state is _State.CALLING:
             return [(self._call.end, self._call)] if self._call.end else []
+        if self._state is _State.ARGUING:
+            return []
         return [(each.start, each) for each in (thought, call) if each is not None]
 
     def _next_mark(self) -> tuple[int | None, Marks | None]:
@@ -131,7 +151,32 @@ class AnswerParts:
             longest += len(before) - len(before.rstrip())
         return longest
 
+    def _begin_call(self) -> Iterator[Part]:
+        """Begin to pass on a call whose arguments begin."""
+        known = self.format.calls
+        opening = None if known is None else known.opening.match(self._text)
+        if opening is None:
+            return
+        self._text = self._text[opening.end() :]
+        self._state = _State.ARGUING
+        self._object = _Object()
+        self._passed = True
+        self._is_wanted = self.parallel or not self.calls
+        if self._is_wanted:
+            self.calls += 1
+            yield Call(opening["name"], "", _new_id())
+
+    def _argue(self) -> Iterator[Part]:
+        """Pass on what has come of a call's arguments."""
+        end = self._object.take(self._text)
+        text, self._text = self._text[:end], self._text[end:]
+        if text and self._is_wanted:
+            yield MoreArguments(text)
+        if self._object.has_ended:
+            self._state = _State.CALLING
+
     def _change(self, marks: Marks) -> None:
+        self._passed = False
         if self._state is not _State.SAYING:
             self._bare = True  # what is said after a thought or a call begins with lines of space
             self._state = _State.SAYING
@@ -158,6 +203,11 @@ class AnswerParts:
                 yield Said(text)
 
     def _called(self, text: str, *, is_whole: bool) -> Iterator[Part]:
+        if self._passed and self.format.calls is not None:
+            closing = self.format.calls.closing.match(text)
+            if rest := text[closing.end() if closing else 0 :]:
+                yield Said(rest)
+            return
         calls = self._read(text) if is_whole else None
         if calls is None:
             end = self._call.end if is_whole else ""
@@ -185,7 +235,36 @@ def _call(parsed: Mapping[str, Any]) -> Call:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(json.loads(text), dict):
         raise TypeError("arguments are an object")
-    return Call(parsed["name"], text, "".join(map(secrets.choice, ID_LENGTH * [ID_CHARACTERS])))
+    return Call(parsed["name"], text, _new_id())
+
+
+def _new_id() -> str:
+    return "".join(map(secrets.choice, ID_LENGTH * [ID_CHARACTERS]))
+
+
+@dataclass(slots=True)
+class _Object:
+    """A JSON object that comes in pieces."""
+
+    depth: int = 0
+    is_text: bool = False
+    is_escaped: bool = False
+    has_ended: bool = False
+
+    def take(self, text: str) -> int:
+        """Return how many characters of a further text are of the object."""
+        for place, character in enumerate(text):
+            if self.is_text:
+                self.is_text = self.is_escaped or character != '"'
+                self.is_escaped = character == "\\" and not self.is_escaped
+            elif character == '"':
+                self.is_text = True
+            elif character in "{}":
+                self.depth += 1 if character == "{" else -1
+                if self.depth == 0:
+                    self.has_ended = True
+                    return place + 1
+        return len(text)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -152,9 +152,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> Json:
 
 
 def _choice(choice: Mapping[str, Any]) -> Json:
-    names: Mapping[Any, Any] = {None: None, "auto": "auto", "none": "none", "any": "required"}
+    function = {"type": "function", "function": {"name": choice.get("name")}}
+    names = {"auto": "auto", "none": "none", "any": "required", "tool": function}
     kind = choice.get("type")
-    chat: Json = {"tool_choice": names.get(kind, kind)}
+    chat: Json = {"tool_choice": names.get(str(kind), kind)}
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     return chat

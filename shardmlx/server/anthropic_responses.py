@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from shardmlx.server.answer_parts import Call, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.anthropic_requests import error_body
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
@@ -27,6 +27,7 @@ class MessageReply:
         self._model = model
         self._parts = request.new_parts()
         self._content: list[Body] = []
+        self._arguments = ""
         self._reason: str | None = None
         self._stop: str | None = None
         self._generated = self._cached = 0
@@ -92,9 +93,13 @@ class MessageReply:
         if isinstance(part, Call):
             yield from self._end_block()
             empty = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-            self._content.append({**empty, "input": json.loads(part.arguments)})
+            self._content.append(dict(empty))
+            self._arguments = ""
             yield self._block("start", content_block=empty)
-            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        if isinstance(part, Call | MoreArguments):
+            text = part.arguments if isinstance(part, Call) else part.text
+            self._arguments += text
+            delta = {"type": "input_json_delta", "partial_json": text}
             yield self._block("delta", delta=delta)
             return
         kind, field = ("thinking", "thinking") if isinstance(part, Thought) else ("text", "text")
@@ -107,8 +112,14 @@ class MessageReply:
         yield self._block("delta", delta={"type": f"{kind}_delta", field: part.text})
 
     def _end_block(self) -> Iterator[Body]:
-        if self._content:
-            yield self._block("stop")
+        if not self._content:
+            return
+        if self._content[-1]["type"] == "tool_use":
+            try:
+                self._content[-1]["input"] = json.loads(self._arguments)
+            except ValueError:  # it was cut off: nobody shall take it for a call without arguments
+                self._content[-1] = {"type": "text", "text": self._arguments}
+        yield self._block("stop")
 
     def _block(self, what: str, **more: Any) -> Body:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **more}

@@ -13,6 +13,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerParts
+from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
@@ -23,6 +24,7 @@ from shardmlx.server.openai_bodies import (
 )
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.request_queue import GenerationRequest
+from shardmlx.server.structure import grammar_of
 
 COLDEST = 1e-3
 """Lower temperatures count as 0: logits divided by them would leave float16's range."""
@@ -145,9 +147,13 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     thought = reader.answer_format.thought
     end = thought.end if thought is not None and reader.opens_thought(tokens) else None
-    grammar = _grammar(chat, end, served)
-    if grammar is not None and tools:
+    forced = _forced(chat, tools)
+    asked = chat.grammar(end)
+    if asked is not None and tools:
         raise refused("response_format and tools: an answer is one of them, give one", "tools")
+    if forced:
+        asked = _call_grammar(chat, forced, end, reader.answer_format)
+    grammar = _checked(asked, served)
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
     return replace(request, parts=_parts(chat, tools, tokens, reader))
 
@@ -155,13 +161,6 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
 def _tools(chat: ChatBody, reader: Reader) -> list[Tool]:
     """Return the tools that the model may call. Raises ``ApiError``."""
     knows_tools = reader.answer_format.call is not None
-    if chat.tool_choice not in (None, "auto", "none"):
-        raise refused(
-            f"tool_choice {shown(chat.tool_choice)} is not supported by this server: give 'auto' "
-            "or 'none'",
-            "tool_choice",
-            "unsupported_parameter",
-        )
     if not knows_tools and (chat.tools or any(each.is_of_tools for each in chat.messages)):
         raise refused(
             "this model knows no tools: leave tools, calls of tools and their results out",
@@ -169,6 +168,47 @@ def _tools(chat: ChatBody, reader: Reader) -> list[Tool]:
             "unsupported_parameter",
         )
     return [] if chat.tool_choice == "none" else [tool.for_template for tool in chat.tools or ()]
+
+
+def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
+    """Return the tools of which the answer must call one; none if it need not. Raises
+    ``ApiError``."""
+    param, choice = "tool_choice", chat.tool_choice
+    if choice in (None, "auto", "none"):
+        return []
+    if choice == "required":
+        if not tools:
+            raise refused("tool_choice is 'required', and there are no tools", param)
+        return list(tools)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or choice.get("type") != "function":
+        raise refused(
+            f"tool_choice {shown(choice)} is not supported by this server: give 'auto', 'none', "
+            "'required' or a function",
+            param,
+            "unsupported_parameter",
+        )
+    named = [tool for tool in tools if tool["function"]["name"] == function.get("name")]
+    if not named:
+        raise refused(f"tool_choice: {shown(function.get('name'))} is none of the tools", param)
+    return named[:1]
+
+
+def _call_grammar(
+    chat: ChatBody, tools: Sequence[Tool], thought_end: str | None, known: AnswerFormat
+) -> tuple[str, str]:
+    """Return the grammar of an answer that calls one of these tools, and the field that asks for
+    it. Raises ``ApiError``."""
+    if known.calls is None:
+        raise refused(
+            f"tool_choice {shown(chat.tool_choice)}: this model writes arguments of calls in a "
+            "format that cannot be asked for: give 'auto'",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
+    rules = call_rules(tools, known.calls, known.special, parallel=parallel)
+    return grammar_of(rules, thought_end), "tool_choice"
 
 
 def _parts(
@@ -201,13 +241,12 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
             tokens = prompt
             check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
-    grammar = _grammar(completion, None, served)
+    grammar = _checked(completion.grammar(), served)
     return _api_request(completion, prompts, None, completion.logprobs, served, grammar)
 
 
-def _grammar(body: RequestBody, thought_end: str | None, served: ServedModel) -> str | None:
-    """Return the grammar that a request asks for. Raises ``ApiError``."""
-    asked = body.grammar(thought_end)
+def _checked(asked: tuple[str, str] | None, served: ServedModel) -> str | None:
+    """Return the grammar that a field asks for. Raises ``ApiError`` where it cannot be had."""
     if asked is None:
         return None
     grammar, param = asked

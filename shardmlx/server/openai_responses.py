@@ -8,11 +8,11 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
@@ -189,8 +189,14 @@ class ChatReply(Reply):
         if isinstance(part, Said):
             text.text += part.text
             return {"content": part.text}
-        text.calls.append(part)
-        return {"tool_calls": [{"index": len(text.calls) - 1, **_call(part)}]}
+        if isinstance(part, MoreArguments):
+            called = text.calls.pop()
+            text.calls.append(replace(called, arguments=called.arguments + part.text))
+            said: Body = {"function": {"arguments": part.text}}
+        else:
+            text.calls.append(part)
+            said = _call(part)
+        return {"tool_calls": [{"index": len(text.calls) - 1, **said}]}
 
     def _finish(self, index: int, reason: FinishReason | None) -> str | None:
         is_called = reason == "stop" and self.texts[index].calls

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from shardmlx.server.answer_parts import Call, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
@@ -102,7 +102,13 @@ class ResponseReply:
 
     def _take(self, part: Part) -> Iterator[Body]:
         if isinstance(part, Call):
-            yield from self._called(part)
+            yield from self._end_item()
+            yield self._begin_item("function_call", call_id=part.id, name=part.name, arguments="")
+        if isinstance(part, Call | MoreArguments):
+            text = part.arguments if isinstance(part, Call) else part.text
+            self._items[-1]["arguments"] += text
+            if text:
+                yield self._of_item("response.function_call_arguments.delta", delta=text)
             return
         kind = "message" if isinstance(part, Said) else "reasoning"
         if not self._items or self._items[-1]["type"] != kind:
@@ -121,14 +127,6 @@ class ResponseReply:
         more = {"logprobs": []} if isinstance(part, Said) else {}
         yield self._of_content(f"response.{content['type']}.delta", delta=part.text, **more)
 
-    def _called(self, call: Call) -> Iterator[Body]:
-        yield from self._end_item()
-        yield self._begin_item("function_call", call_id=call.id, name=call.name, arguments="")
-        self._items[-1]["arguments"] = call.arguments
-        yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._of_item("response.function_call_arguments.done", **done)
-
     def _begin_item(self, kind: str, **more: Any) -> Body:
         item = {
             "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}",
@@ -145,6 +143,9 @@ class ResponseReply:
             return
         item = self._items[-1]
         item["status"] = "completed"
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_item("response.function_call_arguments.done", **done)
         for content in item.get("content", []):
             more: Body = {"logprobs": []} if content["type"] == "output_text" else {}
             kind = f"response.{content['type']}.done"

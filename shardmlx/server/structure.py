@@ -7,6 +7,7 @@ is llguidance's Lark.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -75,11 +76,7 @@ class StructuredBody(_Body):
                     param,
                 )
             return value, param
-        rules = [f"body: {_body(kind, value, param)}"]
-        if thought_end is None:
-            return "\n".join(["start: body", *rules]), param
-        rules.append(f"thought[suffix={_quoted(thought_end)}]: /(.|\\n)*/")
-        return "\n".join(["start: thought body", *rules]), param
+        return grammar_of([f"body: {_body(kind, value, param)}"], thought_end), param
 
     def _asked(self) -> list[tuple[str, str, Any]]:
         """Return field, kind and value of each structure that is asked for."""
@@ -114,17 +111,32 @@ def _body(kind: str, value: Any, param: str) -> str:
     if kind == "choice":
         if not value or not all(value):
             raise refused(f"{param}: give texts to choose from", param)
-        return " | ".join(map(_quoted, value))
+        return " | ".join(map(quoted, value))
     try:
         schema = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise refused(f"{param} is no JSON schema: it is no JSON", param) from None
     if not isinstance(schema, dict):
         raise refused(f"{param} is no JSON schema: it is no object", param)
+    return json_term(schema)
+
+
+def grammar_of(rules: Sequence[str], thought_end: str | None) -> str:
+    """Return the grammar of an answer that is the ``body`` of ``rules``, after a thought that ends
+    with ``thought_end`` if that is given."""
+    if thought_end is None:
+        return "\n".join(["start: body", *rules])
+    thought = f"thought[suffix={quoted(thought_end)}]: /(.|\\n)*/"
+    return "\n".join(["start: thought body", *rules, thought])
+
+
+def json_term(schema: Mapping[str, Any]) -> str:
+    """Return the term of a grammar for JSON of a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACE}})}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return the term of a grammar for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 

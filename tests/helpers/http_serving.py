@@ -13,6 +13,7 @@ from typing import Any
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
@@ -61,6 +62,7 @@ class Agent(Letters):
         Marks("<think>", "</think>"),
         Marks("<tool_call>", "</tool_call>"),
         lambda text, tools: json.loads(text),
+        call_format("json_tools", ""),
     )
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import pytest
 from mlx_lm.tokenizer_utils import load
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.inference.grammars import Grammars, share_grammars
+from shardmlx.inference.answer_format import AnswerFormat, Marks
+from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.grammars import Grammars, Vocabulary, share_grammars
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.structure import StructuredBody
+from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments
+from shardmlx.server.forced_calls import call_rules
+from shardmlx.server.structure import StructuredBody, grammar_of
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
 
@@ -146,6 +151,48 @@ def test_a_thought_comes_first_and_is_free(reader: PromptReader, grammars: Gramm
     asked = StructuredBody(guided_choice=["aye"]).grammar("e")
     assert asked is not None
     assert re.fullmatch(r"[^e]*eaye", answer(reader, grammars, asked[0]), re.DOTALL)
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": closed(at=SHORT)}}
+WAIT = {"type": "function", "function": {"name": "wait", "parameters": closed(days=NUMBER)}}
+MARKS = ["[TOOL_CALLS]", "[ARGS]", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"]
+
+
+@pytest.mark.parametrize("tools", [[LOOK], [LOOK, WAIT]], ids=["named", "required"])
+@pytest.mark.parametrize(
+    ("parser", "template"),
+    [("json_tools", ""), ("mistral", ""), ("mistral", "[ARGS]"), ("kimi_k2", "")],
+)
+def test_calls_that_are_asked_for(
+    parser: str, template: str, tools: list[Any], small_tokenizer: Path
+) -> None:
+    """In the words of the model's own format, some of which are control tokens."""
+    tokenizer = load(small_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    reader = PromptReader(tokenizer=tokenizer)
+    special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+    written = call_format(parser, template)
+    assert written is not None
+    rules = call_rules(tools, written, special, parallel=len(tools) > 1)
+    grammar = grammar_of(rules, None)
+    vocabulary = Vocabulary(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    marks = Marks(module.tool_call_start, module.tool_call_end)
+    known = AnswerFormat(None, marks, module.parse_tool_call, written)
+    numbers = set()
+    for seed in range(3):
+        text = answer(reader, Grammars(vocabulary), grammar, seed)
+        calls, arguments = [], []
+        for part in AnswerParts(known, tools).take(text, is_last=True):
+            assert isinstance(part, Call | MoreArguments), text
+            if isinstance(part, Call):
+                calls.append(part.name)
+            else:
+                arguments.append(json.loads(part.text))
+        for name, value in zip(calls, arguments, strict=True):
+            assert is_short(value["at"]) if name == "look" else is_number(value["days"])
+        numbers.add(len(calls))
+    assert numbers == {1} if len(tools) == 1 else max(numbers) >= 1
 
 
 def test_sequences_of_a_batch_have_each_their_own(reader: PromptReader, grammars: Grammars) -> None:

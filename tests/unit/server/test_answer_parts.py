@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks
-from shardmlx.server.answer_parts import AnswerParts, Call, Part, Said, Thought
+from shardmlx.inference.call_formats import call_format
+from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part, Said, Thought
 
 THINK = Marks("<think>", "</think>")
 CALLS = Marks("<tool_call>", "</tool_call>")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-JSON = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
+WHOLE = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
+"""Of calls nothing is known but that they can be read once they are whole."""
+JSON = replace(WHOLE, calls=call_format("json_tools", ""))
 
 
 def parts_of(text: str, size: int, known: AnswerFormat = JSON, **options: Any) -> list[Part]:
@@ -30,6 +34,8 @@ def parts_of(text: str, size: int, known: AnswerFormat = JSON, **options: Any) -
                 joined[-1] = Said(last.text + part.text)
             elif isinstance(part, Thought) and isinstance(last, Thought):
                 joined[-1] = Thought(last.text + part.text)
+            elif isinstance(part, MoreArguments) and isinstance(last, Call):
+                joined[-1] = replace(last, arguments=last.arguments + part.text)
             else:
                 joined.append(part)
     return joined
@@ -50,7 +56,8 @@ LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
 HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("known", [JSON, WHOLE], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -68,8 +75,26 @@ HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
         ("<think>for ever", [Thought("for ever")]),
     ],
 )
-def test_parts(text: str, size: int, parts: list[Part]) -> None:
-    assert told(parts_of(text, size)) == parts
+def test_parts(text: str, size: int, parts: list[Part], known: AnswerFormat) -> None:
+    assert told(parts_of(text, size, known)) == parts
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    """What stands in a text of theirs is no mark and no brace."""
+    arguments = r'{"at": "a } \" </tool_call> \\", "in": {"x": [1]}}'
+    parts = AnswerParts(JSON, [TOOL])
+    begun = [
+        *parts.take(f'<tool_call>{{"name": "look", "arguments": {arguments[:9]}', is_last=False)
+    ]
+    assert begun[1:] == [MoreArguments(arguments[:9])]
+    for character in arguments[9:]:
+        assert [*parts.take(character, is_last=False)] == [MoreArguments(character)]
+    assert [*parts.take("}</tool_call>\nSo", is_last=True)] == [Said("So")]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
+    assert told(parts_of(LOOK[:-17], size)) == [Call("look", '{"at": "se', "")]
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -114,16 +139,23 @@ FORMATS = {
     "<longcat_arg_value>sea</longcat_arg_value></longcat_tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">sea</parameter>'
     "\n</invoke>\n</minimax:tool_call>",
+    "mistral with marks": '[TOOL_CALLS]look[ARGS]{"at": "sea"}',
     "gemma4": '<|tool_call>call:look{at:<|"|>sea<|"|>}<tool_call|>',
 }
+
+
+def format_of(name: str) -> AnswerFormat:
+    """The format that a model has whose calls look like that."""
+    module = name.partition(" ")[0]
+    parser = import_module(f"mlx_lm.tool_parsers.{module}")
+    marks = Marks(parser.tool_call_start, parser.tool_call_end)
+    return AnswerFormat(None, marks, parser.parse_tool_call, call_format(module, FORMATS[name]))
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_that_mlx_lm_reads(name: str, size: int) -> None:
-    parser = import_module(f"mlx_lm.tool_parsers.{name}")
-    marks = Marks(parser.tool_call_start, parser.tool_call_end)
-    known = AnswerFormat(None, marks, parser.parse_tool_call)
+    known = format_of(name)
     assert told(parts_of("So.\n" + FORMATS[name], size, known)) == [
         Said("So.\n"),
         call("look", at="sea"),

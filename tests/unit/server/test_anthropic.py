@@ -135,7 +135,8 @@ def test_stop_sequences(served: Serving) -> None:
          "invalid_request_error", "messages.0.role is 'tool': give user or assistant"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400,
          "invalid_request_error", "tools.0: tools of type 'bash_20250124' run on Anthropic's own"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice 'required'"),
+        ({"tool_choice": {"type": "any"}}, 400,
+         "invalid_request_error", "tool_choice is 'required', and there are no tools"),
     ],
 )  # fmt: skip
 def test_errors_are_anthropics(
@@ -146,6 +147,19 @@ def test_errors_are_anthropics(
     said = answer.json()
     assert (said["type"], said["error"]["type"]) == ("error", kind)
     assert said["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
+def test_a_call_may_be_asked_for(served: Serving, choice: dict[str, str]) -> None:
+    assert post(served, CALL, tools=[LOOK], tool_choice=choice).status_code == 200
+    assert "look" in str(served.parrot.added[-1].sampling.grammar)
+
+
+def test_a_call_that_is_cut_off_is_text(served: Serving) -> None:
+    """Nobody shall take it for a call without arguments."""
+    message = post(served, CALL, tools=[LOOK], max_tokens=CALL.index('a"}')).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][-1] == {"type": "text", "text": '{"at": "se'}
 
 
 def test_a_stream_that_fails_says_so() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from tests.helpers.http_serving import MODEL, Agent, serving
+from tests.helpers.http_serving import MODEL, Agent, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -88,16 +89,75 @@ def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
     assert agent.tools == []
     (choice,) = ask(client, CALLS, tools=[LOOK], parallel_tool_calls=False).choices
     assert len(choice.message.tool_calls) == 1
-    for one in ("required", {"type": "function", "function": {"name": "look"}}):
-        with pytest.raises(openai.BadRequestError, match=r"tool_choice .* is not supported by"):
-            ask(client, "?", tools=[LOOK], tool_choice=one)
 
 
-def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
-    (choice,) = ask(client, CALLS, tools=[LOOK], max_tokens=60).choices
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "options", "most"),
+    [("required", {}, 2), ("required", {"parallel_tool_calls": False}, 1), (NAMED, {}, 1)],
+)
+def test_a_call_may_be_asked_for(
+    client: openai.OpenAI, served: Serving, choice: Any, options: dict[str, Any], most: int
+) -> None:
+    """By a grammar; what it makes of noise is told by test_grammars."""
+    (answer,) = ask(client, CALLS, tools=[LOOK], tool_choice=choice, **options).choices
+    grammar = str(served.parrot.added[-1].sampling.grammar)
+    assert ("(" in grammar.partition("\n")[2].partition("\n")[0]) == (most > 1)
+    assert '\\"look\\"' in grammar
+    assert len(answer.message.tool_calls) == (1 if options else 2)  # of one that keeps to none
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("require", "tool_choice 'require' is not supported by this server"),
+        ({"type": "custom"}, "tool_choice .* is not supported by this server"),
+        (
+            {"type": "function", "function": {"name": "hear"}},
+            "tool_choice: 'hear' is none of the tools",
+        ),
+    ],
+)
+def test_choices_that_are_none(client: openai.OpenAI, choice: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, "?", tools=[LOOK], tool_choice=choice)
+
+
+def test_formats_that_cannot_be_asked_for(agent: Agent) -> None:
+    other = Agent()
+    other.answer_format = replace(agent.answer_format, calls=None)
+    with serving(reader=other) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="in a format that cannot be asked for"):
+            ask(client, "?", tools=[LOOK], tool_choice="required")
+
+
+def test_arguments_are_streamed_as_they_come(client: openai.OpenAI) -> None:
+    pieces: list[list[str]] = []
+    for chunk in ask(client, CALLS, tools=[LOOK], stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            if call.id:
+                assert call.function.name == "look"
+                pieces.append([])
+            pieces[call.index].append(call.function.arguments)
+    assert [("".join(each), len(each)) for each in pieces] == [
+        ('{"at": "sea"}', 14),
+        ('{"at": "sky"}', 14),
+    ]
+
+
+@pytest.mark.parametrize("length", [60, CALLS.index('ea"}')])
+def test_a_call_that_is_cut_off(client: openai.OpenAI, length: int) -> None:
+    """Before its arguments it is text, within them it has those that came, as OpenAI's have."""
+    (choice,) = ask(client, CALLS, tools=[LOOK], max_tokens=length).choices
     assert choice.finish_reason == "length"
-    assert choice.message.tool_calls is None
-    assert choice.message.content == CALLS[25:60]
+    if length == 60:
+        assert choice.message.tool_calls is None
+        assert choice.message.content == CALLS[25:60]
+    else:
+        assert choice.message.tool_calls[0].function.arguments == '{"at": "s'
 
 
 def test_thoughts(client: openai.OpenAI) -> None:
