@@ -71,15 +71,14 @@ _KIMI = CallFormat(
 )
 
 _BY_PARSER: Mapping[str, CallFormat] = {
-    "json_tools": _JSON,
-    "mistral": _MISTRAL,
-    "kimi_k2": _KIMI,
+    "mlx_lm.tool_parsers.json_tools": _JSON,
+    "mlx_lm.tool_parsers.mistral": _MISTRAL,
+    "mlx_lm.tool_parsers.kimi_k2": _KIMI,
 }
 
 
 def call_format(parser: str, template: str) -> CallFormat | None:
-    """Return the format of a parser of mlx-lm, by the name of its module, for a model with this
+    """Return the format of a parser of mlx-lm, by its module, for a model with this
     chat template; None if its arguments are no JSON."""
-    if parser == "mistral" and "[ARGS]" in template:
-        return _MISTRAL_WITH_MARKS
-    return _BY_PARSER.get(parser)
+    known = _BY_PARSER.get(parser)
+    return _MISTRAL_WITH_MARKS if known is _MISTRAL and "[ARGS]" in template else known

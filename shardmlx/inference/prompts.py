@@ -68,8 +68,9 @@ class PromptReader:
         if not (known.has_tool_calling and is_told):
             return AnswerFormat(thought)
         call = Marks(known.tool_call_start, known.tool_call_end)
-        parser = known.tool_parser.__module__.rpartition(".")[2]
-        calls = call_format(parser, template if isinstance(template, str) else "")
+        calls = call_format(
+            known.tool_parser.__module__, template if isinstance(template, str) else ""
+        )
         special = {
             token.content: number
             for number, token in known.added_tokens_decoder.items()

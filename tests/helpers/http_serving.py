@@ -62,7 +62,7 @@ class Agent(Letters):
         Marks("<think>", "</think>"),
         Marks("<tool_call>", "</tool_call>"),
         lambda text, tools: json.loads(text),
-        call_format("json_tools", ""),
+        call_format("mlx_lm.tool_parsers.json_tools", ""),
     )
 
     def __init__(self) -> None:

@@ -171,12 +171,12 @@ def test_calls_that_are_asked_for(
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     reader = PromptReader(tokenizer=tokenizer)
     special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
-    written = call_format(parser, template)
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    written = call_format(module.__name__, template)
     assert written is not None
     rules = call_rules(tools, written, special, parallel=len(tools) > 1)
     grammar = grammar_of(rules, None)
     vocabulary = Vocabulary(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
     marks = Marks(module.tool_call_start, module.tool_call_end)
     known = AnswerFormat(None, marks, module.parse_tool_call, written)
     numbers = set()

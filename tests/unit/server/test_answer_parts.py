@@ -19,7 +19,7 @@ CALLS = Marks("<tool_call>", "</tool_call>")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 WHOLE = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
 """Of calls nothing is known but that they can be read once they are whole."""
-JSON = replace(WHOLE, calls=call_format("json_tools", ""))
+JSON = replace(WHOLE, calls=call_format("mlx_lm.tool_parsers.json_tools", ""))
 
 
 def parts_of(text: str, size: int, known: AnswerFormat = JSON, **options: Any) -> list[Part]:
@@ -146,10 +146,11 @@ FORMATS = {
 
 def format_of(name: str) -> AnswerFormat:
     """The format that a model has whose calls look like that."""
-    module = name.partition(" ")[0]
-    parser = import_module(f"mlx_lm.tool_parsers.{module}")
+    parser = import_module(f"mlx_lm.tool_parsers.{name.partition(' ')[0]}")
     marks = Marks(parser.tool_call_start, parser.tool_call_end)
-    return AnswerFormat(None, marks, parser.parse_tool_call, call_format(module, FORMATS[name]))
+    return AnswerFormat(
+        None, marks, parser.parse_tool_call, call_format(parser.__name__, FORMATS[name])
+    )
 
 
 @pytest.mark.parametrize("size", [1, 1000])
