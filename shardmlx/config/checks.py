@@ -214,6 +214,17 @@ def checked_chunk(name: str, value: Chunk) -> Chunk:
     raise OptionError(name, f"is {value!r}", "give a number of tokens from 1, auto or off")
 
 
+def check_replica_rows(value: str) -> None:
+    """Raise ``OptionError`` unless it is auto or numbers from 1 with commas between."""
+    if value == AUTO:
+        return
+    numbers = value.split(",")
+    if not all(each.strip().isdecimal() and int(each) > 0 for each in numbers):
+        raise OptionError(
+            "replica_rows", f"is {value}", "give auto, or the rows of each replica, like 5,3"
+        )
+
+
 def parse_loss_scale(text: str) -> float | str:
     """Return the number that ``text`` is; words stay words."""
     try:

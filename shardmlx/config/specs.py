@@ -133,6 +133,14 @@ class BatchOptions(Spec):
     recompute: str | None
     attention_chunk: Chunk = AUTO
     loss_chunk: Chunk = AUTO
+    replica_rows: str | None = None
+
+    @property
+    def given_rows(self) -> tuple[int, ...]:
+        """Rows of each replica, as numbers that are given; empty where none are."""
+        if self.replica_rows in (None, AUTO):
+            return ()
+        return tuple(map(int, str(self.replica_rows).split(",")))
 
     @property
     def first(self) -> Self:

@@ -16,6 +16,7 @@ from shardmlx.config.checks import (
     check_loss_scale,
     check_lr_schedule,
     check_optimizer_config,
+    check_replica_rows,
     checked_chunk,
     filled_lr_schedule,
     parse_loss_scale,
@@ -86,7 +87,7 @@ class TrainConfig(DataConfig):
     iters: int = option(1000, "steps to train for", metavar="STEPS", minimum=1, group=_TRAINING)
     epochs: float | None = option(
         None,
-        "passes over the training set to train for, instead of --iters",
+        "passes over the training set, instead of --iters",
         metavar="N",
         unset="as many as --iters makes",
         above=0,
@@ -168,7 +169,7 @@ class TrainConfig(DataConfig):
     )
     lora_dropout: float | None = option(
         None,
-        "share of the adapters' inputs that is dropped",
+        "share of the adapters' inputs dropped",
         metavar="SHARE",
         unset="0, or as in lora_parameters",
         minimum=0,
@@ -213,9 +214,16 @@ class TrainConfig(DataConfig):
     )
     data_parallel: int | None = option(
         None,
-        "replicas: pipelines that each take a part of the batch; instead of --pipeline-stages",
+        "replicas, each with a part of the batch; instead of --pipeline-stages",
         unset="what --pipeline-stages leaves of the ranks",
         minimum=1,
+        group=_PIPELINE,
+    )
+    replica_rows: str | None = option(
+        None,
+        "rows of each replica, like 5,3; auto: by the speed of its machines",
+        metavar="{auto,N,N}",
+        unset="equal",
         group=_PIPELINE,
     )
     hostfile: str | None = hostfile_option(_PIPELINE)
@@ -234,8 +242,7 @@ class TrainConfig(DataConfig):
     )
     schedule: str = option(
         AUTO,
-        "order of forward and backward; auto: the one that is predicted to be the fastest of those "
-        "that fit",
+        "order of forward and backward; auto: of those that fit the one predicted to be fastest",
         choices=(AUTO, *SCHEDULES),
         group=_PIPELINE,
     )
@@ -246,15 +253,13 @@ class TrainConfig(DataConfig):
     stage_map: str | None = stage_map_option(_PIPELINE)
     pack: bool | None = option(
         None,
-        "sequences of a micro-batch one after the other in one row, none padded; the loss is the "
-        "same",
+        "sequences of a micro-batch in one row, none padded; the loss is the same",
         unset="chosen: on where that is predicted to be faster",
         group=_PIPELINE,
     )
     recompute: str | None = option(
         None,
-        "what backward computes again, to save memory: selective, norms and activations; full, "
-        "all of a layer",
+        "what backward computes again: selective, norms and activations; full, all of a layer",
         choices=RECOMPUTE,
         unset="chosen: the least that fits",
         group=_PIPELINE,
@@ -278,7 +283,7 @@ class TrainConfig(DataConfig):
     )
     sum_dtype: str = option(
         SUM_DTYPES[0],
-        "type in which replicas exchange gradients",
+        "type of gradients between replicas",
         choices=SUM_DTYPES,
         group=_PIPELINE,
     )
@@ -405,6 +410,8 @@ class TrainConfig(DataConfig):
         check_optimizer_config(self.optimizer_config)
         if self.epochs is None:
             self._fill_lr_schedule()
+        if self.replica_rows is not None:
+            check_replica_rows(self.replica_rows)
         if self.loss_scale is not None:
             check_loss_scale(self.loss_scale)
         if self.zero is not None and self.zero > 1:

@@ -99,29 +99,45 @@ class Cluster:
 
 
 def pipeline_seconds(
-    workload: Workload, cluster: Cluster, mesh: Mesh, rows: int, length: int, *, recompute: str
+    workload: Workload,
+    cluster: Cluster,
+    mesh: Mesh,
+    rows: int,
+    length: int,
+    *,
+    recompute: str,
+    replica: int | None = None,
 ) -> list[ModelSeconds]:
     """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
-    Of replicas that run the same stages those of the slowest: the others wait for it.
+    Of replicas that run the same stages those of the slowest, for which the others wait; or those
+    of one ``replica``.
     """
     clocks = [cluster.clock(rank, workload, recompute) for rank in range(mesh.size)]
     shape = workload.micro_batch(rows, length)
     seconds = {clock: clock.seconds(*shape) for clock in dict.fromkeys(clocks)}
     return [
         max(
-            (seconds[clocks[each]] for each in mesh.replicas_of(rank)),
+            (seconds[clocks[each]] for each in mesh.replicas_of(rank)[_only(replica)]),
             key=lambda times: times.stage(0, len(times.layers)).microbatch,
         )
         for rank in range(mesh.pp)
     ]
 
 
-def between_ranks(mesh: Mesh, time: Callable[[int, int], float]) -> tuple[tuple[float, ...], ...]:
-    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas."""
+def _only(replica: int | None) -> slice:
+    """Return which of the replicas count: all, or one."""
+    return slice(None) if replica is None else slice(replica, replica + 1)
+
+
+def between_ranks(
+    mesh: Mesh, time: Callable[[int, int], float], replica: int | None = None
+) -> tuple[tuple[float, ...], ...]:
+    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas, or that
+    in one."""
 
     def longest(a: int, b: int) -> float:
-        pairs = zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True)
+        pairs = list(zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True))[_only(replica)]
         return max(time(x, y) for x, y in pairs)
 
     return tuple(tuple(longest(a, b) for b in range(mesh.pp)) for a in range(mesh.pp))

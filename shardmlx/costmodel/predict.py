@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.layer_memory import FLOAT32
@@ -77,27 +77,65 @@ def predict_memory(
     return peaks, stages
 
 
-def predict(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str = "none"
-) -> Prediction:
-    """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
-    mesh, stage_map, rows = plan.mesh, plan.stage_map, plan.micro_batch_size
-    peaks, memories = predict_memory(
-        plan, workload, length, recompute=recompute, backend=cluster.backend
+@dataclass(frozen=True, slots=True)
+class _Pipeline:
+    """A step of the ranks of a replica; ``stages`` are the times of a micro-batch."""
+
+    stages: list[Seconds]
+    simulation: Simulation
+
+
+def _pipeline(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    length: int,
+    *,
+    recompute: str,
+    message: int,
+    replica: int | None,
+) -> _Pipeline:
+    """Return what one ``replica`` does, or the slowest of all where they have equal rows."""
+    mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
+    models = pipeline_seconds(
+        workload, cluster, mesh, size, length, recompute=recompute, replica=replica
     )
-    models = pipeline_seconds(workload, cluster, mesh, rows, length, recompute=recompute)
     stages = [
         models[rank].stage(*ends)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
-    message = max(each.message for each in memories.values())
+    if replica is not None:
+        # Its last micro-batch may have few rows.
+        full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
+        stages = [replace(each.scaled(full), update=each.update) for each in stages]
     simulation = simulate(
-        plan.actions,
+        plan.actions_of(replica or 0),
         stage_map.placement,
         [each.costs for each in stages],
-        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message)),
-        latency=between_ranks(mesh, cluster.latency),
+        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message), replica),
+        latency=between_ranks(mesh, cluster.latency, replica),
     )
+    return _Pipeline(stages, simulation)
+
+
+def predict(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str = "none"
+) -> Prediction:
+    """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
+    mesh, stage_map = plan.mesh, plan.stage_map
+    peaks, memories = predict_memory(
+        plan, workload, length, recompute=recompute, backend=cluster.backend
+    )
+    message = max(each.message for each in memories.values())
+    replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
+    pipelines = [
+        _pipeline(
+            plan, workload, cluster, length, recompute=recompute, message=message, replica=each
+        )
+        for each in replicas
+    ]
+    slowest = max(pipelines, key=lambda each: each.simulation.makespan)
+    stages, simulation = slowest.stages, slowest.simulation
     of_rank = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
         for rank in range(mesh.pp)
@@ -125,7 +163,7 @@ def predict(
         simulation=simulation,
         reduce_seconds=_reduce_seconds(cluster, plan, workload, memories) / accumulated,
         update_seconds=max(each.update for each in of_rank) / accumulated / updaters,
-        tokens=plan.rows * mesh.dp * length,
+        tokens=sum(plan.shares) * length,
     )
 
 

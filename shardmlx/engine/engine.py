@@ -126,7 +126,7 @@ class Engine:
         micro-batch; nothing elsewhere. Raises ``EngineError`` or ``TransportError``, which name
         rank, stage and action.
         """
-        actions = self.plan.actions[self.pipeline_rank]
+        actions = self.plan.actions_of(self.replica)[self.pipeline_rank]
         run = self._new_run(actions, microbatches, train=True)
         run.scale, run.key, run.reduce = scale, key, reduce
         losses = self._run(actions, run)

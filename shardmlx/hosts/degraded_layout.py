@@ -58,7 +58,11 @@ def plan_again(
         return DegradedLayout(
             ranks, tuple(options), f"layout for {ranks} {_ranks(ranks)}: as given"
         )
-    cleared = replaced(options, stage_map=None, pipeline_stages=None, data_parallel=None)
+    cleared = replaced(
+        options, stage_map=None, pipeline_stages=None, data_parallel=None, replica_rows=None
+    )
+    if run.batch.given_rows:
+        run = replace(run, batch=replace(run.batch, replica_rows=None))
     if stage_map is not None and cleared == tuple(options):
         raise UserError(
             f"{file}: stage_map does not suit the {ranks} {_ranks(ranks)} left",

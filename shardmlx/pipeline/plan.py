@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from shardmlx.common.digests import json_digest
 from shardmlx.errors import UserError
@@ -21,8 +22,9 @@ class Plan:
 
     ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
     replica, in micro-batches of ``micro_batch_size``, the last one taking what is left; with
-    ``pack`` each micro-batch is one row, of about as many tokens as the others. ``model``
-    identifies the model's configuration. Raises ``UserError`` if the schedule cannot run so.
+    ``pack`` each micro-batch is one row, of about as many tokens as the others. Where replicas have
+    unequal rows, ``replica_rows`` are those of each, and ``rows`` the most. ``model`` identifies
+    the model's configuration. Raises ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -33,28 +35,66 @@ class Plan:
     trainable: tuple[bool, ...]
     model: str = ""
     pack: bool = False
+    replica_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.trainable) != self.stage_map.num_stages:
             raise ValueError(f"{len(self.trainable)} flags for {self.stage_map.num_stages} stages")
         if self.mesh.pp != self.stage_map.pp:
             raise ValueError(f"{self.mesh.pp} pipeline ranks, {self.stage_map.pp} in the map")
-        validate(self.actions, self.stage_map.placement, self.trainable)
+        if self.replica_rows:
+            self._check_replica_rows()
+        for count in {self.microbatches_of(replica) for replica in range(self.mesh.dp)}:
+            validate(self._actions(count), self.stage_map.placement, self.trainable)
+
+    def _check_replica_rows(self) -> None:
+        rows = self.replica_rows
+        if len(rows) != self.mesh.dp or max(rows) != self.rows or min(rows) < 1:
+            raise ValueError(f"{rows} rows for {self.mesh.dp} replicas, {self.rows} at most")
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of one replica in one step."""
+        """Number of micro-batches of one replica in one step; the most that one has."""
         return -(-self.rows // self.micro_batch_size)
 
-    @cached_property
+    @property
     def actions(self) -> Grid:
-        """Lowered actions of one training step, by pipeline rank."""
-        virtual = self.stage_map.virtual
-        schedule = get_schedule(self.schedule)
-        grid = compute_actions(self.schedule, self.mesh.pp, self.microbatches, virtual)
-        order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-        placed = tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
-        return lower(placed, self.stage_map.placement, self.trainable)
+        """Lowered actions of one training step, by pipeline rank, of a replica with the most
+        rows."""
+        return self._actions(self.microbatches)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Rows of each replica."""
+        return self.replica_rows or (self.rows,) * self.mesh.dp
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First row of each replica in the global batch, and at the end the rows of all."""
+        return tuple(accumulate(self.shares, initial=0))
+
+    def microbatches_of(self, replica: int) -> int:
+        """Return the number of micro-batches of a replica in one step."""
+        return -(-self.shares[replica] // self.micro_batch_size)
+
+    def actions_of(self, replica: int) -> Grid:
+        """Return the lowered actions of one training step of a replica, by pipeline rank."""
+        return self._actions(self.microbatches_of(replica))
+
+    def _actions(self, microbatches: int) -> Grid:
+        known = self._grids
+        if microbatches not in known:
+            virtual = self.stage_map.virtual
+            schedule = get_schedule(self.schedule)
+            grid = compute_actions(self.schedule, self.mesh.pp, microbatches, virtual)
+            order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
+            placed = tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
+            known[microbatches] = lower(placed, self.stage_map.placement, self.trainable)
+        return known[microbatches]
+
+    @cached_property
+    def _grids(self) -> dict[int, Grid]:
+        return {}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a world rank runs, ascending."""
@@ -65,7 +105,7 @@ class Plan:
     def digest(self) -> str:
         """Digest that is equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        rows = (self.rows, self.micro_batch_size, self.pack)
+        rows = (self.rows, self.micro_batch_size, self.pack, self.replica_rows)
         return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
 
 

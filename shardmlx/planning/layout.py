@@ -63,6 +63,7 @@ def settled(layout: LayoutOptions, batch: BatchOptions) -> Limits:
         micro_batch_size=batch.micro_batch_size,
         recompute=batch.recompute,
         partitioner=None if layout.partitioner == AUTO else layout.partitioner,
+        replica_rows=batch.replica_rows,
     )
 
 
@@ -91,13 +92,24 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
-    """Return (rows of a replica, rows of a micro-batch); ``UserError`` where they do not divide."""
-    if batch.batch_size % mesh.dp:
+    """Return (rows of a replica, rows of a micro-batch); ``UserError`` where they do not divide.
+
+    Where replicas have unequal rows, those of the one with the most that is given, or the mean.
+    """
+    rows = -(-batch.batch_size // mesh.dp)
+    if mesh.dp > 1 and batch.given_rows:
+        _check_given(batch, mesh.dp)
+        rows = max(batch.given_rows)
+    elif batch.batch_size % mesh.dp and batch.replica_rows is None:
         raise UserError(
             f"--batch-size {batch.batch_size} cannot be divided among {mesh.dp} replicas",
-            f"use a multiple of {mesh.dp}",
+            f"use a multiple of {mesh.dp}, or --replica-rows auto",
         )
-    rows = batch.batch_size // mesh.dp
+    elif batch.batch_size < mesh.dp:
+        raise UserError(
+            f"--batch-size {batch.batch_size} leaves some of {mesh.dp} replicas without a row",
+            f"use {mesh.dp} or more",
+        )
     if batch.micro_batch_size is None:
         size = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
         return rows, size
@@ -108,3 +120,13 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
             f"use at most {rows}",
         )
     return rows, batch.micro_batch_size
+
+
+def _check_given(batch: BatchOptions, replicas: int) -> None:
+    rows = batch.given_rows
+    if len(rows) != replicas or sum(rows) != batch.batch_size:
+        raise UserError(
+            f"--replica-rows {batch.replica_rows} are {sum(rows)} rows of {len(rows)} replicas, "
+            f"and there are {replicas} for --batch-size {batch.batch_size}",
+            "give the rows of each replica, or auto",
+        )

@@ -20,8 +20,9 @@ _OUTPUT = "output"
 _SHOWN = (
     *("model", "revision", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
     *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
-    *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "partitioner"),
-    *("stage_map", "schedule", "virtual_stages", "micro_batch_size", "recompute", "pack"),
+    *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
+    *("partitioner", "stage_map", "schedule", "virtual_stages", "micro_batch_size"),
+    *("recompute", "pack"),
     *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
     *("memory_limit", "dtype"),
 )
@@ -29,7 +30,7 @@ _SHOWN = (
 
 _DECIDED = (
     *("stage_map", "partitioner", "pipeline_stages", "virtual_stages", "micro_batch_size"),
-    *("data_parallel", "schedule", "grad_checkpoint", "recompute", "hostfile"),
+    *("data_parallel", "replica_rows", "schedule", "grad_checkpoint", "recompute", "hostfile"),
 )
 """The options of training that the plan itself gives."""
 

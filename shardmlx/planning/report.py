@@ -57,7 +57,10 @@ def _headline(choice: ChosenPlan, limits: Limits) -> str:
     stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
     if plan.stage_map.num_stages > plan.mesh.pp:
         stages += f" with {plan.stage_map.virtual} stages each"
-    again = ", packed" * plan.pack + f", with --recompute {way.recompute}" * (way.recompute != NONE)
+    again = ", packed" * plan.pack
+    if plan.replica_rows:
+        again += f", rows {' + '.join(map(str, plan.replica_rows))}"
+    again += f", with --recompute {way.recompute}" * (way.recompute != NONE)
     return (
         f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
         f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
@@ -161,6 +164,8 @@ def _how_to_run(
     words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
     words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
+    if plan.replica_rows:
+        words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
     words += ["--recompute", choice.candidate.recompute] * (choice.candidate.recompute != NONE)
     command = shlex.join(words)
     if stage_map is None:
@@ -184,6 +189,7 @@ def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,
+        "rows": plan.shares,
         "recompute": choice.candidate.recompute,
         "step_seconds": prediction.step_seconds,
         "update_seconds": prediction.update_seconds,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import gibibytes
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import RECOMPUTE
 from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
@@ -21,6 +22,7 @@ from shardmlx.pipeline.plan import suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
+from shardmlx.planning.replica_rows import with_replica_rows
 
 CLOSE = 0.01
 """Relative difference of steps below which the plan with less memory is better."""
@@ -39,6 +41,15 @@ class Limits:
     recompute: str | None = None
     partitioner: str | None = None
     stage_map: StageMap | None = None
+    replica_rows: str | None = None
+
+    def divides_among(self, replicas: int) -> bool:
+        """Tell whether the batch can be divided among so many."""
+        if self.replica_rows is None or replicas == 1:
+            return not self.batch_size % replicas
+        if self.replica_rows == AUTO:
+            return self.batch_size >= replicas
+        return self.replica_rows.count(",") + 1 == replicas
 
     def __post_init__(self) -> None:
         for what, value in (("batch size", self.batch_size), ("sequence length", self.length)):
@@ -70,7 +81,7 @@ def candidates(limits: Limits, ranks: int, num_layers: int) -> list[Candidate]:
             f"use one of {', '.join(map(str, _divisors(ranks)))}",
         )
     replicas = _divisors(ranks) if limits.data_parallel is None else [limits.data_parallel]
-    fitting = [dp for dp in replicas if not limits.batch_size % dp]
+    fitting = [dp for dp in replicas if limits.divides_among(dp)]
     if not fitting:
         raise UserError(
             f"--batch-size {limits.batch_size} cannot be divided among {replicas[0]} replicas",
@@ -100,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
-    rows = limits.batch_size // mesh.dp
+    rows = -(-limits.batch_size // mesh.dp)
     if limits.micro_batch_size is not None:
         sizes = [min(rows, limits.micro_batch_size)]
     else:
@@ -244,7 +255,7 @@ def predict_candidate(
 def _predict(
     way: Candidate, stage_map: StageMap, workload: Workload, cluster: Cluster, limits: Limits
 ) -> Prediction:
-    plan = plan_of(way, stage_map, workload)
+    plan = with_replica_rows(plan_of(way, stage_map, workload), workload, cluster, limits.length)
     return predict(plan, workload, cluster, limits.length, recompute=way.recompute)
 
 

@@ -157,11 +157,13 @@ def compute_of_ranks(
     for rank in range(plan.mesh.size):
         clock = cluster.clock(rank, workload, recompute)
         model = clock.seconds(*workload.micro_batch(plan.micro_batch_size, length))
-        _, pipeline_rank = plan.mesh.coordinates(rank)
+        replica, pipeline_rank = plan.mesh.coordinates(rank)
         ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
         total = sum((model.stage(*ends) for ends in ranges), Seconds())
         # The last micro-batch may have fewer rows, but packed they are alike.
-        count = plan.microbatches if plan.pack else plan.rows / plan.micro_batch_size
+        count = plan.shares[replica] / plan.micro_batch_size
+        if plan.pack:
+            count = plan.microbatches_of(replica)
         update = total.update / workload.batch.grad_accumulation_steps
         computed.append(count * total.microbatch + update)
     return computed

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
@@ -111,9 +112,9 @@ class BatchFeed:
 
     def _send(self, batch: Batch) -> None:
         """Send each rank what it needs of its replica's rows."""
-        rows, mesh = self._plan.rows, self._plan.mesh
-        for replica in range(mesh.dp):
-            part = batch.rows(replica * rows, (replica + 1) * rows)
+        mesh = self._plan.mesh
+        for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
+            part = batch.rows(start, stop)
             if replica == self._replica:
                 self._own.append(self._share(part, batch.valid_tokens))
             width = part.tokens.shape[1]
@@ -137,19 +138,20 @@ class BatchFeed:
         return own
 
     def _receive_share(self) -> Share:
-        rows = self._plan.rows
+        rows = self._plan.shares[self._replica]
         outline = self._come(np.empty(2 + 2 * rows, np.int64))
         valid_tokens, width = outline[:2].tolist()
         spans = outline[2:].reshape(rows, 2).astype(np.int32)
         tokens = np.empty((rows, width), np.int32 if self._takes_tokens else NO_TOKENS)
         if self._takes_tokens:
             self._come(tokens)
-        return self._share(MicroBatch(tokens, spans, self._replica * rows), valid_tokens)
+        first_row = self._plan.starts[self._replica]
+        return self._share(MicroBatch(tokens, spans, first_row), valid_tokens)
 
     def _share(self, part: MicroBatch, valid_tokens: int) -> Share:
         plan = self._plan
         if plan.pack:
-            return Share(pack(part, plan.microbatches), valid_tokens)
+            return Share(pack(part, plan.microbatches_of(self._replica)), valid_tokens)
         return Share(split(part, 1, 0, plan.micro_batch_size), valid_tokens)
 
     def _post(self, array: Array, peer: int) -> None:

@@ -249,7 +249,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "num_layers": list(plan.stage_map.partition.sizes),
         "placement": list(plan.stage_map.placement),
-        "rows": plan.rows,
+        "rows": list(plan.shares),
         "micro_batch_size": plan.micro_batch_size,
         "digest": plan.digest,
     }

@@ -16,6 +16,7 @@ from shardmlx.config.specs import NONE, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import Workload
 from shardmlx.engine.batches import Sample, padded_width
 from shardmlx.errors import UserError
@@ -24,6 +25,7 @@ from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map
 from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.planning.replica_rows import with_replica_rows
 from shardmlx.training.predicted import planned_memory
 
 WORTH_IT = 0.99
@@ -185,7 +187,7 @@ def lay_out(run: RunSpec, workload: Workload, given: StageMap | None, cluster: C
     stage_map = make_stage_map(run.model, run.layout, given, workload, cluster)
     mesh = make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
     rows, micro_batch_size = divide_batch(run.batch, mesh)
-    return Plan(
+    plan = Plan(
         mesh=mesh,
         stage_map=stage_map,
         schedule=run.layout.schedule,
@@ -194,3 +196,5 @@ def lay_out(run: RunSpec, workload: Workload, given: StageMap | None, cluster: C
         trainable=trainable_stages(workload, stage_map),
         pack=bool(run.batch.pack),
     )
+    length = min(workload.batch.max_seq_length, TYPICAL_LENGTH)
+    return with_replica_rows(plan, workload, cluster, length)

@@ -144,8 +144,15 @@ def headline(run: RunSpec, plan: Plan) -> str:
     return (
         f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
         f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
-        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica"
+        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{_rows_of(plan)}"
     )
+
+
+def _rows_of(plan: Plan) -> str:
+    """Return the rows of each replica, where they differ."""
+    if not plan.replica_rows:
+        return ""
+    return f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
 
 
 PLANNED = ("planned peak", "limit", "which is")

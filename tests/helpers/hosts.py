@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cgroups import MemoryCgroup
+from tests.helpers.cgroups import Cgroup
 from tests.helpers.jobs import ROOT
 
 NETWORK = "10.77.0"
@@ -91,7 +91,7 @@ class Lab:
         directory: Path,
         holders: dict[str, subprocess.Popen[str]],
         slots: int,
-        cgroups: Mapping[str, MemoryCgroup],
+        cgroups: Mapping[str, Cgroup],
     ) -> None:
         self._directory = directory
         self._holders = holders
@@ -177,7 +177,7 @@ def hosts(
     *,
     slots: int = 1,
     rate: str | None = None,
-    cgroups: Mapping[str, MemoryCgroup] | None = None,
+    cgroups: Mapping[str, Cgroup] | None = None,
 ) -> Iterator[Lab]:
     """Yield a lab of ``count`` hosts on one switch, running; skip the test where there can be none.
 

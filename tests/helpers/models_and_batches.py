@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -282,12 +283,11 @@ def run_engine(
     replica, _ = plan.mesh.coordinates(transport.rank)
     stages = stages_of(transport, plan, model, savings=savings)
     engine = Engine(plan, transport, stages)
+    part = batch.rows(*plan.starts[replica : replica + 2])
     if plan.pack:
-        microbatches = pack(
-            batch.rows(replica * plan.rows, (replica + 1) * plan.rows), plan.microbatches
-        )
+        microbatches = pack(part, plan.microbatches_of(replica))
     else:
-        microbatches = split(batch, plan.mesh.dp, replica, plan.micro_batch_size)
+        microbatches = split(part, 1, 0, plan.micro_batch_size)
     losses = engine.train_step(microbatches, scale=1 / batch.valid_tokens)
     norm = engine.gradient_norm()
     gradients = {
@@ -310,17 +310,18 @@ class Expected:
 
     def for_plan(self, plan: Plan) -> Expected:
         """Return the same for a plan that cuts the batch into the same micro-batches."""
-        cut = plan.mesh.dp, plan.rows, plan.micro_batch_size
-        assert cut == (self.plan.mesh.dp, self.plan.rows, self.plan.micro_batch_size)
+        cut = plan.starts, plan.micro_batch_size
+        assert cut == (self.plan.starts, self.plan.micro_batch_size)
         other = replace(self, plan=plan)
         vars(other)["_run"] = self._run  # computed once for all of them
         return other
 
     @cached_property
     def _run(self) -> tuple[list[float], Gradients]:
-        dp, size = self.plan.mesh.dp, self.plan.micro_batch_size
         microbatches = [
-            each for replica in range(dp) for each in split(self.batch, dp, replica, size)
+            each
+            for ends in pairwise(self.plan.starts)
+            for each in split(self.batch.rows(*ends), 1, 0, self.plan.micro_batch_size)
         ]
         scale, pieces = 1 / self.batch.valid_tokens, self.savings
         if pieces.recompute == FULL:
@@ -336,8 +337,9 @@ class Expected:
 
     def losses(self, replica: int) -> dict[int, float]:
         """Return the losses of one replica, by micro-batch."""
-        count = self.plan.microbatches
-        return dict(enumerate(self._run[0][replica * count : (replica + 1) * count]))
+        plan = self.plan
+        start = sum(plan.microbatches_of(before) for before in range(replica))
+        return dict(enumerate(self._run[0][start : start + plan.microbatches_of(replica)]))
 
     @property
     def norm(self) -> float:

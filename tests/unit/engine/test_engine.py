@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_tied_embeddings_sum_over_first_and_last_stage(schedule: str, pp: int, d
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-v", 2, 2, 2)], ids=str)
 def test_the_last_microbatch_may_be_smaller(layout: Layout) -> None:
     check(layout, rows=5, size=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [(Layout("1f1b", 1, 1, 3), (1, 4, 2)), (Layout("zb-v", 2, 2, 2), (5, 2))]
+)
+def test_replicas_may_have_unequal_rows(layout: Layout, rows: tuple[int, ...]) -> None:
+    """Of a batch that does not divide, too: loss and gradients are those of one process."""
+    equal = layout.plan(LAYERS, max(rows), 2)
+    plan = replace(equal, replica_rows=rows)
+    expected = Expected(plan, tiny_model(layers=LAYERS), random_batch(sum(rows)))
+    outcomes = LocalNetwork(layout.ranks).run(
+        lambda each: run_engine(each, plan, models(False)[each.rank], expected.batch)
+    )
+    for rank, outcome in enumerate(outcomes):
+        check_outcome(outcome, expected, rank)
 
 
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-h1", 4, 1, 2)], ids=str)

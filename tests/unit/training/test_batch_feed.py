@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,23 @@ def test_packed_all_ranks_of_a_pipeline_put_the_same_texts_together() -> None:
                 assert np.array_equal(part.places.rows, same.places.rows)
     counted = [sum(part.valid_tokens for part in own[1].microbatches) for own in shares[::3]]
     assert sum(counted) == batches[1].valid_tokens
+
+
+def test_replicas_of_unequal_rows_get_theirs() -> None:
+    layout, rows = Layout("1f1b", 2, dp=2), (5, 3)
+    plan = replace(layout.plan(layers=8, rows=5, micro_batch_size=2), replica_rows=rows)
+    batch = random_batch(8)
+
+    def body(transport: LocalTransport) -> Share:
+        source = iter([batch]) if transport.rank == 0 else None
+        return BatchFeed(plan, transport, source, 1).take()[0]
+
+    first, _, second, _ = LocalNetwork(layout.ranks).run(body)
+    assert [part.first_row for part in first.microbatches] == [0, 2, 4]
+    assert describe(second) == [
+        batch.valid_tokens,
+        *describe(Share(split(batch.rows(5, 8), 1, 0, 2), 0))[1:],
+    ]
 
 
 def test_a_rank_in_the_middle_is_sent_an_outline(monkeypatch: pytest.MonkeyPatch) -> None:

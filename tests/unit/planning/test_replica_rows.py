@@ -1,0 +1,110 @@
+"""The rows of replicas that are not alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardmlx.config.options import OptionError
+from shardmlx.config.specs import BatchOptions, FineTune, RunSpec
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.schedules import SCHEDULES
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.replica_rows import rows_by_speed
+from shardmlx.training.choice import lay_out
+from tests.helpers.fake_models import MISTRAL_7B
+
+BALANCED = {"partitioner": "balanced", "schedule": "1f1b", "pack": False, "num_layers": -1}
+
+
+def test_rows_go_to_whom_they_make_last_the_shortest() -> None:
+    assert rows_by_speed(12, [1.0, 2.0]) == (8, 4)
+    assert rows_by_speed(7, [1.0, 1.0]) == (4, 3)
+    assert rows_by_speed(4, [1.0, 100.0]) == (3, 1), "each has one"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mistral")
+    (path / "config.json").write_text(json.dumps(MISTRAL_7B))
+    return path
+
+
+def macs(*tera: float) -> Cluster:
+    machines = (Machine(host=f"mac{i}", flops=each * 1e12) for i, each in enumerate(tera))
+    return Cluster(machines=tuple(machines))
+
+
+def laid_out(model: Path, cluster: Cluster, **options: object) -> tuple[Plan, Workload]:
+    config = TrainConfig(model=str(model), **{**BALANCED, **options})  # type: ignore[arg-type]
+    files = open_model(str(model))
+    workload = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
+    return lay_out(RunSpec.of(config), workload, None, cluster), workload
+
+
+def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows(model: Path) -> None:
+    cluster = macs(20, 10)
+    auto, workload = laid_out(model, cluster, batch_size=12, pipeline_stages=1, replica_rows="auto")
+    assert (auto.replica_rows, auto.micro_batch_size) == ((8, 4), 8)
+    equal, _ = laid_out(model, cluster, batch_size=12, pipeline_stages=1)
+    seconds = [predict(plan, workload, cluster, 512).step_seconds for plan in (auto, equal)]
+    assert seconds[1] / seconds[0] == pytest.approx(1.5, rel=1e-3)  # (s1 + s2) / (2 s2)
+
+
+def test_of_a_pipeline_its_busiest_rank_counts_and_micro_batches_stay(model: Path) -> None:
+    slow_at_its_end = macs(20, 20, 20, 2)
+    plan, _ = laid_out(
+        model, slow_at_its_end, batch_size=11, pipeline_stages=2, replica_rows="auto",
+        partitioner="uniform",
+    )  # fmt: skip
+    assert plan.replica_rows == (10, 1)
+    assert [plan.microbatches_of(replica) for replica in (0, 1)] == [10, 1]
+
+
+def test_replicas_alike_have_equal_rows(model: Path) -> None:
+    plan, _ = laid_out(model, macs(10, 10), batch_size=8, pipeline_stages=1, replica_rows="auto")
+    assert (plan.replica_rows, plan.shares) == ((), (4, 4))
+
+
+def test_rows_may_be_given(model: Path) -> None:
+    cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
+    plan, _ = laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,2")
+    assert plan.starts == (0, 5, 7)
+    wrong = r"--replica-rows 5,3 are 8 rows of 2 replicas, and there are 2 for --batch-size 7: give"
+    with pytest.raises(UserError, match=wrong):
+        laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,3")
+    with pytest.raises(UserError, match="it is not known how fast a is: write flops="):
+        laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="auto")
+    with pytest.raises(OptionError, match="replica_rows is 5,x: give auto, or"):
+        laid_out(model, cluster, replica_rows="5,x")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_start_in_the_same_order_however_many_micro_batches_there_are(name: str) -> None:
+    """A replica starts the sum of a stage after its last W: with other rows in the same order."""
+    for pp in (1, 2, 3, 4):
+        for virtual in SCHEDULES[name].virtual_choices or (1, 2, 3):
+            placement = SCHEDULES[name].placement(pp, virtual)
+            stage_map = StageMap.from_sizes([1] * len(placement), placement)
+            orders = set()
+            for rows in range(1, 10):
+                plan = Plan(Mesh(1, pp), stage_map, name, rows, 1, (True,) * len(placement))
+                orders.add(tuple(map(ended, plan.actions)))
+            assert len(orders) == 1, (pp, virtual)
+
+
+def ended(actions: Sequence[Action]) -> tuple[int, ...]:
+    """A rank's stages, in the order of their last W."""
+    return tuple(dict.fromkeys(each.stage for each in reversed(actions) if each.kind is Kind.W))
