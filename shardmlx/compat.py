@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from tempfile import NamedTemporaryFile
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -128,29 +129,46 @@ def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> Non
 _WATCHING = threading.Lock()
 
 
-@contextmanager
-def watch_loads() -> Iterator[dict[str, mx.array]]:
-    """Give out, as it fills, what ``mlx.core.load`` returns in the block: lazy arrays by name.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Lazy arrays that were read in a block, by name, and those that were stacked in it, each with
+    its parts."""
 
-    mlx-lm 0.32.2: ``load_model`` calls ``mx.load`` for each file and hands out no array as it was
-    read, only what it made of them. When it breaks: see what ``load_model`` calls instead.
+    read: dict[str, mx.array] = field(default_factory=dict)
+    stacks: list[tuple[mx.array, list[mx.array]]] = field(default_factory=list)
+
+
+@contextmanager
+def watch_loads() -> Iterator[Loaded]:
+    """Give out, as it fills, what ``mlx.core.load`` and ``mlx.core.stack`` return in the block.
+
+    mlx-lm 0.32.2: ``load_model`` calls ``mx.load`` for each file, and families call ``mx.stack``
+    for their experts; neither hands out an array as it was read, only what it made of them. When
+    it breaks: see what they call instead.
     """
     import mlx.core as mx
 
     # One thread at a time: the second would put back what the first has put in.
     with _WATCHING:
-        load, seen = mx.load, {}
+        load, stack, seen = mx.load, mx.stack, Loaded()
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched_load(*args: Any, **kwargs: Any) -> Any:
             loaded = load(*args, **kwargs)
-            seen.update(loaded if isinstance(loaded, dict) else {})
+            seen.read.update(loaded if isinstance(loaded, dict) else {})
             return loaded
 
-        mx.load = watched
+        def watched_stack(arrays: Any, axis: int = 0, **kwargs: Any) -> Any:
+            arrays = list(arrays)
+            stacked = stack(arrays, axis, **kwargs)
+            if axis == 0:
+                seen.stacks.append((stacked, arrays))
+            return stacked
+
+        mx.load, mx.stack = watched_load, watched_stack  # type: ignore[assignment]
         try:
             yield seen
         finally:
-            mx.load = load
+            mx.load, mx.stack = load, stack
 
 
 _EDGE = re.compile(r'"?([^"\s]+)"? -> "?([^"\s]+)"?')

@@ -17,7 +17,7 @@ from shardmlx.conversion.output import OutputDirectory
 from shardmlx.conversion.ranks import export_on_ranks
 from shardmlx.conversion.shards import Shards, plan_shards, specs_of
 from shardmlx.conversion.sources import Source, open_source
-from shardmlx.conversion.steps import SMALL_FILES, announce, identity_of, not_written, write_files
+from shardmlx.conversion.steps import SMALL_FILES, announce, complete, identity_of, write_files
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
@@ -66,7 +66,7 @@ def _write(
     reporter: Reporter,
 ) -> None:
     """Write all of the model into the working directory; nothing of it where that is refused."""
-    model = build_lazily(source.path, trained, options)
+    model = build_lazily(source.path, trained, options, has_files=source.has_files)
     gc.collect()  # modules hold weights that were not used, in cycles
     shards: Shards
     if options.gguf:
@@ -82,7 +82,7 @@ def _write(
     output.begin(identity)
     announce(options, model, shards, reporter)
     texts = {} if options.gguf else texts_of(model, shards, source.path, source.repository)
-    source.watch(model.weights, model.read)
+    source.watch(model)
     model.read.clear()
     write_files(
         output,
@@ -95,10 +95,7 @@ def _write(
         goes_on=goes_on,
         may_stop=True,
     )
-    try:
-        output.complete(texts)
-    except OSError as error:
-        raise not_written(output, error, sum(map(len, texts.values()))) from None
+    complete(output, texts)
 
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:

@@ -82,9 +82,16 @@ def as_gguf(model: LazyModel) -> LazyModel:
             array = permute_weights(array, heads, heads)
         elif name.endswith("self_attn.k_proj.weight"):
             array = permute_weights(array, heads, kv_heads)
-        dtype = mx.float32 if "norm" in name else mx.float16
-        weights[_name(name)] = array.astype(mx.float32).astype(dtype)
-    return replace(model, weights=weights)
+        own, array = _written(name, array)
+        weights[own] = array
+    by_path = {each.path: replace(each, written=_written) for each in model.experts.values()}
+    experts = {_name(name): by_path[each.path] for name, each in model.experts.items()}
+    return replace(model, weights=weights, stored={}, experts=experts)
+
+
+def _written(name: str, array: mx.array) -> tuple[str, mx.array]:
+    dtype = mx.float32 if "norm" in name else mx.float16
+    return _name(name), array.astype(mx.float32).astype(dtype)
 
 
 def _name(name: str) -> str:

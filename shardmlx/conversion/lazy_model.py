@@ -7,9 +7,10 @@ quantised. Whoever evaluates one reads what that one needs, and nothing else.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mlx_lm.utils import (
 
 from shardmlx.compat import watch_loads
 from shardmlx.config.export import ExportOptions, Packing
+from shardmlx.conversion.experts import Experts, Stored, by_tensor, find_experts, stored_arrays
 from shardmlx.conversion.trained import Trained
 from shardmlx.errors import UserError, one_line
 
@@ -35,47 +37,85 @@ from shardmlx.errors import UserError, one_line
 @dataclass(frozen=True, slots=True)
 class LazyModel:
     """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` what the files
-    of the model hold, before anything was made of it."""
+    of the model hold, before anything was made of it.
+
+    ``stored`` are weights that are in a file as they shall be, ``experts`` those that can be
+    computed expert by expert, both by name."""
 
     weights: dict[str, mx.array]
     read: dict[str, mx.array]
+    stored: dict[str, Stored]
+    experts: dict[str, Experts]
     config: dict[str, Any]
     parameters: int
     bits_per_weight: float
     keeps_vision: bool
 
 
-def build_lazily(path: Path, trained: Trained | None, options: ExportOptions) -> LazyModel:
-    """Build what ``mlx_lm.fuse`` and then ``mlx_lm.convert`` would make of a model.
+def build_lazily(
+    path: Path, trained: Trained | None, options: ExportOptions, *, has_files: bool = True
+) -> LazyModel:
+    """Build what ``mlx_lm.fuse`` and then ``mlx_lm.convert`` would make of a model; its tensors
+    are in ``path`` if it ``has_files``.
 
     Raises ``UserError`` where mlx-lm cannot build, fuse or quantise it.
     """
-    with _refusing(f"{path}: mlx-lm cannot build this model"), watch_loads() as read:
+    with _refusing(f"{path}: mlx-lm cannot build this model"), watch_loads() as loaded:
         model, config = load_model(path, lazy=True)
-    read = dict(read)
     if trained is not None:
         with _refusing(f"--adapter-path {trained.name} holds nothing for this model"):
             _add(model, trained)
-        with _refusing(f"mlx-lm cannot fuse {trained.name} into this model"):
-            _fuse(model, options.dequantize)
-    else:
-        _cast(model, config, options.dtype)
+    stored = stored_arrays(path, loaded.read) if has_files else {}
+    finish = partial(
+        _finish,
+        options=options,
+        trained=trained,
+        dtype=_dtype(config, options.dtype),
+        is_cast=getattr(model, "cast_predicate", lambda _: True),
+    )
+    experts = find_experts(model, loaded.stacks, stored, finish)
+    finish(model, lambda name: name)
     if options.dequantize:
-        dequantize_model(model)
         config.pop("quantization", None)
         config.pop("quantization_config", None)
-    if options.quantize is not None or options.dtype is not None:
-        _cast(model, config, options.dtype)
     if options.packing is not None:
         model, config = _quantise(model, config, options.packing)
+    weights = dict(tree_flatten(model.parameters()))
     return LazyModel(
-        weights=dict(tree_flatten(model.parameters())),
-        read=read,
+        weights=weights,
+        read=dict(loaded.read),
+        stored={name: stored[id(each)] for name, each in weights.items() if id(each) in stored},
+        experts=by_tensor(experts, model, weights),
         config=config,
         parameters=get_total_parameters(model),
         bits_per_weight=compute_bits_per_weight(model),
         keeps_vision="vision_tower" in getattr(model, "model", {}),
     )
+
+
+def _finish(
+    model: nn.Module,
+    name_of: Callable[[str], str],
+    *,
+    options: ExportOptions,
+    trained: Trained | None,
+    dtype: str | None,
+    is_cast: Callable[[str], bool],
+) -> None:
+    """Do all but quantise; ``name_of`` returns the name of a parameter in the whole model."""
+
+    def cast() -> None:
+        _cast(model, dtype, lambda name: is_cast(name_of(name)))
+
+    if trained is not None:
+        with _refusing(f"mlx-lm cannot fuse {trained.name} into this model"):
+            _fuse(model, options.dequantize)
+    else:
+        cast()
+    if options.dequantize:
+        dequantize_model(model)
+    if options.quantize is not None or options.dtype is not None:
+        cast()
 
 
 @contextmanager
@@ -128,18 +168,23 @@ def _fuse(model: nn.Module, dequantize: bool) -> None:
             )
 
 
-def _cast(model: nn.Module, config: Mapping[str, Any], asked: str | None) -> None:
-    """Cast weights as ``mlx_lm.convert``: to what is asked for, or what config.json says."""
+def _dtype(config: Mapping[str, Any], asked: str | None) -> str | None:
+    """Return the type of weights as ``mlx_lm.convert``: what is asked for, or config.json says."""
     name: Any = asked or config.get("torch_dtype")
     if name is None and (text_config := config.get("text_config")):
         name = text_config.get("dtype")
-    if name not in MODEL_CONVERSION_DTYPES:
+    return name if name in MODEL_CONVERSION_DTYPES else None
+
+
+def _cast(model: nn.Module, dtype: str | None, is_cast: Callable[[str], bool]) -> None:
+    """Cast weights as ``mlx_lm.convert``; those of the type stay the same arrays."""
+    if dtype is None:
         return
-    is_cast = getattr(model, "cast_predicate", lambda _: True)
+    to = getattr(mx, dtype)
 
     def cast(path: str, array: mx.array) -> mx.array:
-        floats = is_cast(path) and mx.issubdtype(array.dtype, mx.floating)
-        return array.astype(getattr(mx, name)) if floats else array
+        floats = mx.issubdtype(array.dtype, mx.floating) and array.dtype != to
+        return array.astype(to) if floats and is_cast(path) else array
 
     model.update(tree_map_with_path(cast, model.parameters()))
 

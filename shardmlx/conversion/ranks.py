@@ -7,7 +7,7 @@ brings them to rank 0, once they are complete, or each machine keeps its own.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,14 @@ from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
 from shardmlx.conversion.output import OutputDirectory
 from shardmlx.conversion.shards import Shards, plan_shards, specs_of
-from shardmlx.conversion.steps import SMALL_FILES, announce, identity_of, not_written, write_files
+from shardmlx.conversion.steps import (
+    SMALL_FILES,
+    announce,
+    complete,
+    identity_of,
+    not_written,
+    write_files,
+)
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
@@ -121,8 +128,8 @@ def _write(
         _gather(output, shards, disks, transport)
     # Whoever has the rest says last that all is there.
     is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
-    on_all_ranks(transport, _WHAT, lambda: _complete(output, {}) if is_kept else None)
-    on_rank_0(transport, _WHAT, lambda: _complete(output, texts or {}))
+    on_all_ranks(transport, _WHAT, lambda: complete(output, {}) if is_kept else None)
+    on_rank_0(transport, _WHAT, lambda: complete(output, texts or {}))
 
 
 def _find_trained(
@@ -238,13 +245,6 @@ def _check_room(
         output.check_room(shards, ranks, SMALL_FILES)
 
     on_all_ranks(transport, _WHAT, check)
-
-
-def _complete(output: OutputDirectory, texts: Mapping[str, bytes]) -> None:
-    try:
-        output.complete(texts)
-    except OSError as error:
-        raise not_written(output, error, sum(map(len, texts.values()))) from None
 
 
 def _gather(output: OutputDirectory, shards: Shards, disks: Disks, transport: Transport) -> None:

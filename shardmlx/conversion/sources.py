@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +10,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from shardmlx.compat import sources_of
+from shardmlx.conversion.experts import part_name
+from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.errors import UserError
 from shardmlx.loading.discovery import fetch_small_files, manifest_of
 from shardmlx.loading.hub_download import (
@@ -28,20 +30,23 @@ from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_model_file
 
 
 class Source(Protocol):
-    """A model to build from ``path``. ``identity`` names its content, ``repository`` its name on
-    the hub; ``largest`` are the bytes that it takes on the disk meanwhile."""
+    """A model to build from ``path``, which ``has_files`` with all of its tensors, or only what
+    was brought. ``identity`` names its content, ``repository`` its name on the hub; ``largest`` are
+    the bytes that it takes on the disk meanwhile."""
 
     path: Path
+    has_files: bool
     identity: str
     repository: str | None
     largest: int
 
-    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
-        """Learn what each of the lazy ``weights`` is computed from."""
+    def watch(self, model: LazyModel) -> None:
+        """Learn what each weight of the model is computed from."""
         ...
 
     def bring(self, name: str) -> None:
-        """Return once all that a weight is computed from can be read. Raises ``UserError``."""
+        """Return once all that a weight, or an expert, is computed from can be read. Raises
+        ``UserError``."""
         ...
 
     def drop_page_cache(self) -> None:
@@ -52,6 +57,7 @@ class Source(Protocol):
 class InDirectory:
     """A model that is here."""
 
+    has_files = True
     largest = 0
 
     def __init__(self, path: Path, repository: str | None = None) -> None:
@@ -60,7 +66,7 @@ class InDirectory:
         self.identity = fingerprint(path, files)
         self.repository = repository
 
-    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
+    def watch(self, model: LazyModel) -> None:
         """Do nothing: all of it can be read."""
 
     def bring(self, name: str) -> None:
@@ -74,6 +80,8 @@ class InDirectory:
 class OnHub:
     """A model of which one tensor at a time is on the disk, in files that are holes else."""
 
+    has_files = False
+
     def __init__(self, repository: Repository, manifest: ModelManifest, path: Path) -> None:
         self.path = path
         self.identity = manifest.key
@@ -86,15 +94,14 @@ class OnHub:
         self._needed: dict[str, list[str]] = {}
         self._unread: dict[str, mx.array] = {}
 
-    def watch(self, weights: Mapping[str, mx.array], read: Mapping[str, mx.array]) -> None:
-        """Learn what each of the lazy ``weights`` is computed from."""
-        self._unread = {name: array for name, array in read.items() if name in self._tensors}
+    def watch(self, model: LazyModel) -> None:
+        """Learn what each weight of the model is computed from."""
+        self._unread = {name: each for name, each in model.read.items() if name in self._tensors}
         names = list(self._unread)
-        found = sources_of(list(weights.values()), list(self._unread.values()))
-        self._needed = {
-            weight: [names[number] for number in sorted(numbers)]
-            for weight, numbers in zip(weights, found, strict=True)
-        }
+        computed = list(_computed(model))
+        found = sources_of([array for _, array in computed], list(self._unread.values()))
+        for (weight, _), numbers in zip(computed, found, strict=True):
+            self._needed.setdefault(weight, []).extend(names[each] for each in sorted(numbers))
 
     def bring(self, name: str) -> None:
         """Fetch what a weight is computed from into memory; nothing of it stays on the disk."""
@@ -113,6 +120,17 @@ class OnHub:
     def close(self) -> None:
         """Close the files."""
         self._copy.close()
+
+
+def _computed(model: LazyModel) -> Iterator[tuple[str, mx.array]]:
+    """Yield lazy arrays with the names of what is computed from them: a weight or an expert."""
+    for name, array in model.weights.items():
+        if name not in model.experts:
+            yield name, array
+    for experts in {each.path: each for each in model.experts.values()}.values():
+        for number in range(experts.count):
+            for leaf in experts.leaves(number):
+                yield part_name(experts.path, number), leaf
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from shardmlx.common.digests import bytes_digest
@@ -68,9 +68,9 @@ def write_files(
 ) -> None:
     """Write the files of a rank; ``model`` is used up.
 
-    ``bring`` is called before a tensor is computed, ``drop`` to drop what the page cache has of the
-    source; it ``goes_on`` with what is there. Raises ``UserError``, or ``Stopped`` if it
-    ``may_stop``.
+    ``bring`` is called before a tensor, or an expert, is computed, ``drop`` to drop what the page
+    cache has of the source; it ``goes_on`` with what is there. Raises ``UserError``, or ``Stopped``
+    if it ``may_stop``.
     """
     files = shards.of(rank)
     manifest = shards.manifest(rank, "")
@@ -85,6 +85,14 @@ def write_files(
         raise not_written(output, error, sum(manifest.sizes.values())) from None
     finally:
         copy.close()
+
+
+def complete(output: OutputDirectory, texts: Mapping[str, bytes]) -> None:
+    """Write all that is no tensor; from now on the export is complete. Raises ``UserError``."""
+    try:
+        output.complete(texts)
+    except OSError as error:
+        raise not_written(output, error, sum(map(len, texts.values()))) from None
 
 
 def not_written(output: OutputDirectory, error: OSError, nbytes: int) -> UserError:

@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import Digest
-from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
+from shardmlx.conversion.experts import part_name
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.signals import Signals
@@ -46,73 +47,127 @@ def write_tensors(
 ) -> None:
     """Write the tensors of ``files`` that are not ``done``; ``model`` is used up.
 
-    ``bring`` is called before a tensor is computed, ``drop_source`` to drop what the page cache has
-    of the source. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``; `OSError` where the disk
-    does not take a tensor.
+    ``bring`` is called before a tensor, or an expert of it, is computed; ``drop_source`` to drop
+    what the page cache has of the source. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``;
+    `OSError` where the disk does not take a tensor.
     """
-    specs = list(chain.from_iterable(files.values()))
-    total = max(1, sum(spec.nbytes for spec in specs) // _MEGABYTE)
-    written = sum(spec.nbytes for spec in specs if spec.name in done)
+    specs = {spec.name: spec for spec in chain.from_iterable(files.values())}
+    total = max(1, sum(spec.nbytes for spec in specs.values()) // _MEGABYTE)
+    written = sum(spec.nbytes for spec in specs.values() if spec.name in done)
 
     def drop() -> None:
         drop_source()
         copy.drop_page_cache()
 
     page_cache = PageCache(drop)
-    for name in model.weights.keys() - {spec.name for spec in specs}:
-        del model.weights[name]  # of other ranks
+    for name in model.weights.keys() - (specs.keys() - set(done)):
+        del model.weights[name]  # of other ranks, or written before
+    most = max((_step_bytes(model, spec) for spec in specs.values()), default=0)
     with (
         _stops(may_stop) as stop,
-        _behind(copy, max((spec.nbytes for spec in specs), default=0)) as behind,
+        _behind(copy, most) as behind,
         reporter.bar("export, MB", total, written // _MEGABYTE) as bar,
     ):
-        for number, spec in enumerate(specs):
-            array = model.weights.pop(spec.name)
-            if spec.name in done:
-                continue
+
+        def begin(nbytes: int) -> None:
+            """Return once so many bytes may be computed."""
             if signals := stop():
                 behind.finish()
                 copy.flush()
                 raise Stopped(
                     signals[0],
-                    f"stopped after {number} of {plural(len(specs), 'tensor')}: the same command "
-                    "goes on",
+                    f"stopped after {written // _MEGABYTE} of {total} MB: the same command goes on",
                 )
-            bring(spec.name)
-            behind.make_room(spec.nbytes)
-            array = mx.contiguous(array)
-            mx.eval(array)
-            behind.put(spec.name, array)
-            del array
-            mx.clear_cache()
-            written += spec.nbytes
-            page_cache.count(2 * spec.nbytes)
-            bar.show(written // _MEGABYTE, total)
+            behind.make_room(nbytes)
+
+        for spec in specs.values():
+            for name, data in _computed(model, spec, bring, begin):
+                behind.put(name, data)
+                written += len(data)
+                page_cache.count(2 * len(data))
+                del data  # no two steps in memory here
+                bar.show(written // _MEGABYTE, total)
         behind.finish()
     copy.flush()
     page_cache.clear()
 
 
+def _computed(
+    model: LazyModel, spec: TensorSpec, bring: Callable[[str], None], begin: Callable[[int], None]
+) -> Iterator[tuple[str, memoryview]]:
+    """Yield the bytes of a tensor in parts, from first to last, and with those of experts also
+    those of the tensors that are computed with it. ``begin`` is called before each step, with the
+    bytes that it makes."""
+    array = model.weights.pop(spec.name, None)
+    if array is None:
+        return
+    step = _step_bytes(model, spec)
+    if (stored := model.stored.get(spec.name)) is not None:
+        del array
+        bring(spec.name)
+        for start in range(0, stored.nbytes, step):
+            count = min(step, stored.nbytes - start)
+            begin(count)
+            data = memoryview(bytearray(count))
+            stored.read(start, data)
+            yield spec.name, data
+    elif (experts := model.experts.get(spec.name)) is not None:
+        names = {spec.name, *(n for n in model.weights if model.experts.get(n) is experts)}
+        for name in names:
+            model.weights.pop(name, None)
+            del model.experts[name]
+        del array
+        for number in range(experts.count):
+            begin(step)
+            bring(part_name(experts.path, number))
+            arrays = {n: mx.contiguous(a) for n, a in experts.arrays(number).items() if n in names}
+            mx.eval(arrays)
+            for name in list(arrays):
+                yield name, buffer_of(arrays.pop(name))
+            mx.clear_cache()
+    else:
+        begin(step)
+        bring(spec.name)
+        array = mx.contiguous(array)
+        mx.eval(array)
+        yield spec.name, buffer_of(array)
+        del array
+        mx.clear_cache()
+
+
+def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
+    """Return the bytes of a tensor that are computed, or read, in one step."""
+    if spec.name in model.stored:
+        return min(spec.nbytes, _PIECE) or 1
+    if (experts := model.experts.get(spec.name)) is not None:
+        return sum(array.nbytes for array in experts.like().values())
+    return spec.nbytes
+
+
 class _Behind:
     """A thread that writes tensors, and one that computes their digests, while the next ones are
-    computed. All that wait to be written have ``most`` bytes, or are one tensor."""
+    computed. All that wait to be written have ``most`` bytes, or are one step's."""
 
     def __init__(self, copy: PartialCopy, most: int) -> None:
         self._copy, self._most = copy, most
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._nbytes = 0
+        self._begun: dict[str, _Begun] = {}
         self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def make_room(self, nbytes: int) -> None:
-        """Return once a tensor of so many bytes may be computed. Raises what a write raised."""
+        """Return once so many bytes may be computed. Raises what a write raised."""
         while self._waiting and self._nbytes + nbytes > self._most:
             self._wait()
 
-    def put(self, name: str, array: mx.array) -> None:
-        """Write an evaluated tensor soon, and record it then."""
-        data = buffer_of(array)
-        digest = self.hasher.submit(_digest, data)
-        self._waiting.append((len(data), self.writer.submit(self._write, name, data, digest)))
+    def put(self, name: str, data: memoryview) -> None:
+        """Write the next bytes of a tensor soon; record it once all are written."""
+        begun = self._begun.setdefault(name, _Begun(new_digest()))
+        hashed = self.hasher.submit(begun.digest.update, data)
+        start, begun.size = begun.size, begun.size + len(data)
+        is_last = begun.size >= self._copy.place(name).nbytes
+        written = self.writer.submit(self._write, name, start, data, hashed, is_last)
+        self._waiting.append((len(data), written))
         self._nbytes += len(data)
 
     def finish(self) -> None:
@@ -125,11 +180,24 @@ class _Behind:
         written.result()
         self._nbytes -= nbytes
 
-    def _write(self, name: str, data: memoryview, digest: Future[bytes]) -> None:
+    def _write(
+        self, name: str, start: int, data: memoryview, hashed: Future[None], is_last: bool
+    ) -> None:
         place = self._copy.place(name)
-        for start, piece in _pieces(data):
-            self._copy.write(place.file, place.start + start, piece)
-        self._copy.add(name, digest.result())
+        for offset in range(0, len(data), _PIECE):
+            piece = data[offset : offset + _PIECE]
+            self._copy.write(place.file, place.start + start + offset, piece)
+        hashed.result()
+        if is_last:
+            self._copy.add(name, self._begun.pop(name).digest.digest())
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A tensor of which ``size`` bytes were put."""
+
+    digest: Digest
+    size: int = 0
 
 
 @contextmanager
@@ -141,19 +209,6 @@ def _behind(copy: PartialCopy, most: int) -> Iterator[_Behind]:
         except BaseException:
             behind.writer.shutdown(cancel_futures=True)
             raise
-
-
-def _digest(data: memoryview) -> bytes:
-    digest = new_digest()
-    for _, piece in _pieces(data):
-        digest.update(piece)
-    return digest.digest()
-
-
-def _pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield offset and bytes, piece by piece."""
-    for start in range(0, len(data), _PIECE):
-        yield start, data[start : start + _PIECE]
 
 
 @contextmanager

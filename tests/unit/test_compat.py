@@ -205,9 +205,9 @@ def test_mlx_lm_reads_a_model_with_load(tmp_path: Path) -> None:
     save_model_directory(tmp_path, tiny_config(layers=1))
     load = mx.load
     with contract(compat.watch_loads, "mlx-lm"):
-        with compat.watch_loads() as seen:
+        with compat.watch_loads() as loaded:
             model, _ = load_model(tmp_path, lazy=True)
-        assert {name for name, _ in tree_flatten(model.parameters())} == seen.keys()
+        assert {name for name, _ in tree_flatten(model.parameters())} == loaded.read.keys()
         assert mx.load is load
 
 

@@ -123,7 +123,7 @@ def test_not_gathered_each_machine_keeps_its_own(
 
 
 @pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("place", ["write_files", "_gather", "_complete"])
+@pytest.mark.parametrize("place", ["write_files", "_gather", "complete"])
 def test_ranks_go_on_after_any_end(
     place: str, gather: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_ranks_go_on_after_any_end(
         if place != "_gather" or gather:
             with pytest.raises(UserError, match="killed"):
                 on_ranks(model, outs, gather=gather)
-    if place == "_complete" and not gather:
+    if place == "complete" and not gather:
         # One machine has moved its files up, and the other one not.
         with monkeypatch.context() as patch:
             publish = OutputDirectory.publish

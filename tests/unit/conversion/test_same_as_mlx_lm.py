@@ -24,6 +24,7 @@ from shardmlx.conversion.shards import divide
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 QUIET = Reporter(quiet=True)
@@ -209,24 +210,8 @@ def test_a_fully_trained_file_beside_its_adapter_config_is_taken_in(
 def test_experts_that_hugging_face_stores_one_by_one_are_stacked_as_by_convert(
     tmp_path: Path,
 ) -> None:
-    config = {**CONFIGS["mixtral"], "torch_dtype": "bfloat16"}
-    model = save_model_directory(tmp_path / "made", config)
-    parts: dict[str, mx.array] = {}
-    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    for name, array in tree_flatten(model.parameters()):
-        path, _, part = name.partition(".switch_mlp.")
-        if part:
-            for expert in range(array.shape[0]):
-                own = f"{path}.experts.{expert}.{names[part.split('.')[0]]}.weight"
-                parts[own] = array[expert]
-        else:
-            parts[name] = array
     published = tmp_path / "published"
-    published.mkdir()
-    (published / "config.json").write_text(json.dumps(config))
-    halves = list(parts.items())
-    for number, half in enumerate((halves[::2], halves[1::2]), 1):
-        mx.save_safetensors(str(published / f"model-0000{number}-of-00002.safetensors"), dict(half))
+    save_experts_one_by_one(published, {**CONFIGS["mixtral"], "torch_dtype": "bfloat16"})
     theirs = convert_to(tmp_path / "theirs", published, quantize=True, q_bits=4, q_group_size=32)
     assert_same(exported(published, tmp_path / "ours", quantize="4:32"), theirs)
 

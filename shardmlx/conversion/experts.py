@@ -1,0 +1,223 @@
+"""Layers of experts, computed one expert after the other, although mlx-lm stacks them.
+
+What mlx-lm does to a layer of experts it does to each by itself: so what it would make of one is
+made of a layer that has no more than that one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
+
+from shardmlx.checkpoint.export import SAFETENSORS_NAMES
+from shardmlx.distributed.messages import buffer_of, new_buffer
+from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
+
+_KINDS = SwitchLinear, QuantizedSwitchLinear, LoRASwitchLinear
+_LAYER = "layer"
+
+Finish = Callable[[nn.Module, Callable[[str], str]], None]
+"""Makes of a module what the finished model has. The function returns a parameter's name there."""
+
+
+class OpenFile:
+    """A file that stays readable until nobody needs it, even if its name is gone before."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from ``start`` on. Raises ``OSError`` where there are not
+        as many."""
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], start)
+            if not count:
+                raise OSError(f"{self._name} ends at byte {start}, before it should")
+            start, buffer = start + count, buffer[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array as it lies in a file, from byte ``start`` on."""
+
+    file: OpenFile
+    start: int
+    nbytes: int
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with the array's bytes from ``start`` on. Raises ``OSError``."""
+        self.file.read(self.start + start, buffer)
+
+
+def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:
+    """Return where the arrays lie that were ``read`` from a model's files, by ``id`` of the array:
+    those whose bytes are the tensor's. Raises ``UserError``."""
+    files = check_model_files(path)
+    opened = {file: (read_header(file), OpenFile(file)) for file in set(files.values())}
+    found = {}
+    for name, array in read.items():
+        if name not in files:
+            continue  # another thread's
+        header, file = opened[files[name]]
+        info = header.tensors[name]
+        if info.nbytes == array.nbytes and info.dtype == SAFETENSORS_NAMES[array.dtype]:
+            found[id(array)] = Stored(file, header.span(name)[0], info.nbytes)
+    return found
+
+
+class _Stack:
+    """An array whose parts along the first axis are got one by one: what it was stacked of, or
+    the bytes in its file."""
+
+    def __init__(self, array: mx.array, parts: Sequence[mx.array] | Stored) -> None:
+        self._sides, self._dtype = (1, *array.shape[1:]), array.dtype
+        self._parts = parts if isinstance(parts, Stored) else dict(enumerate(parts))
+
+    @property
+    def leaves(self) -> Mapping[int, mx.array]:
+        """The arrays that it is stacked of."""
+        return {} if isinstance(self._parts, Stored) else self._parts
+
+    def take(self, number: int) -> mx.array:
+        """Return a part, once: nothing holds it here any longer."""
+        if not isinstance(self._parts, Stored):
+            return mx.expand_dims(self._parts.pop(number), 0)
+        array = new_buffer(self._sides, self._dtype)
+        self._parts.read(number * array.nbytes, buffer_of(array))
+        return array
+
+    def like(self) -> mx.array:
+        """Return a lazy array like a part."""
+        return mx.zeros(self._sides, self._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer of ``count`` experts, before it is finished: its arrays are stacks. ``path`` is its
+    name in the model, ``packing`` how it is quantised at last, if it is; ``written`` returns the
+    name and the array that are written for those of the model."""
+
+    path: str
+    count: int
+    layer: nn.Module
+    finish: Finish
+    packing: Mapping[str, Any] | None = None
+    written: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array)
+
+    def arrays(self, number: int) -> dict[str, mx.array]:
+        """Return what the finished model has of an expert, lazily, by name: (1, ...). Once."""
+        return self._arrays(_part(self.layer, lambda stack: stack.take(number), number))
+
+    def like(self) -> dict[str, mx.array]:
+        """Return lazy arrays of the shapes and types of those of an expert."""
+        return self._arrays(_part(self.layer, lambda stack: stack.like(), 0))
+
+    def leaves(self, number: int) -> list[mx.array]:
+        """Return the arrays that an expert is stacked of; none where it is read from a stack."""
+        return [s.leaves[number] for s in _stacks(self.layer) if number in s.leaves]
+
+    def _arrays(self, layer: nn.Module) -> dict[str, mx.array]:
+        model = nn.Module()
+        model[_LAYER] = layer
+        self.finish(model, self._name)
+        if self.packing is not None and hasattr(model[_LAYER], "to_quantized"):
+            model[_LAYER] = model[_LAYER].to_quantized(**self.packing)
+        arrays = tree_flatten(model.parameters())
+        return dict(self.written(self._name(name), array) for name, array in arrays)
+
+    def _name(self, name: str) -> str:
+        return self.path + name.removeprefix(_LAYER)
+
+
+def part_name(path: str, number: int) -> str:
+    """Return the name of an expert of a layer."""
+    return f"{path}[{number}]"
+
+
+def find_experts(
+    model: nn.Module,
+    stacks: Iterable[tuple[mx.array, Sequence[mx.array]]],
+    stored: Mapping[int, Stored],
+    finish: Finish,
+) -> list[Experts]:
+    """Find the layers of experts of a model, before it is finished. ``stacks`` are arrays with
+    what they are stacked of, ``stored`` those in files."""
+    parts: dict[int, Sequence[mx.array] | Stored] = {
+        **stored,
+        **{id(array): parts for array, parts in stacks},
+    }
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, _KINDS)}
+    found = []
+    for path, layer in layers.items():
+        base = layer.linear if isinstance(layer, LoRASwitchLinear) else layer
+        if path.rpartition(".")[0] not in layers and id(base.weight) in parts:
+            found.append(Experts(path, base.num_experts, _stacked(layer, parts), finish))
+    return found
+
+
+def by_tensor(
+    found: Iterable[Experts], model: nn.Module, weights: Mapping[str, mx.array]
+) -> dict[str, Experts]:
+    """Return the experts of each tensor of the finished model that is made expert by expert."""
+    finished = dict(model.named_modules())
+    result: dict[str, Experts] = {}
+    for experts in found:
+        layer = finished[experts.path]
+        if isinstance(layer, QuantizedSwitchLinear):
+            how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+            experts = replace(experts, packing=how)
+        like = experts.like()
+        if all(
+            name in weights
+            and weights[name].dtype == array.dtype
+            and weights[name].shape == (experts.count, *array.shape[1:])
+            for name, array in like.items()
+        ):
+            result |= dict.fromkeys(like, experts)
+    return result
+
+
+def _stacked(layer: nn.Module, parts: Mapping[int, Sequence[mx.array] | Stored]) -> nn.Module:
+    """Return the layer with stacks in the place of arrays that can be got part by part."""
+    stacked = copy.copy(layer)
+    for key, value in layer.items():
+        if isinstance(value, nn.Module):
+            stacked[key] = _stacked(value, parts)
+        elif isinstance(value, mx.array) and id(value) in parts:
+            stacked[key] = _Stack(value, parts[id(value)])
+    return stacked
+
+
+def _stacks(layer: nn.Module) -> Iterator[_Stack]:
+    for value in layer.values():
+        if isinstance(value, nn.Module):
+            yield from _stacks(value)
+        elif isinstance(value, _Stack):
+            yield value
+
+
+def _part(layer: nn.Module, get: Callable[[_Stack], mx.array], number: int) -> nn.Module:
+    """Return a layer of one expert."""
+    part = copy.copy(layer)
+    for key, value in layer.items():
+        if isinstance(value, nn.Module):
+            part[key] = _part(value, get, number)
+        elif isinstance(value, _Stack):
+            part[key] = get(value)
+        elif isinstance(value, mx.array) and value.ndim:
+            part[key] = value[number : number + 1]
+    return part

@@ -1,0 +1,32 @@
+"""A Mixtral as Hugging Face stores it: a tensor for each matrix of each expert."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from tests.helpers.models_and_batches import build
+
+_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def save_experts_one_by_one(directory: Path, config: dict[str, Any]) -> None:
+    """Write a random model, in two files that each have a part of every layer."""
+    parts: dict[str, mx.array] = {}
+    for name, array in tree_flatten(build(config).parameters()):
+        path, _, part = name.partition(".switch_mlp.")
+        if part:
+            for expert in range(array.shape[0]):
+                own = f"{path}.experts.{expert}.{_NAMES[part.split('.')[0]]}.weight"
+                parts[own] = array[expert]
+        else:
+            parts[name] = array
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    halves = list(parts.items())
+    for number, half in enumerate((halves[::2], halves[1::2]), 1):
+        mx.save_safetensors(str(directory / f"model-0000{number}-of-00002.safetensors"), dict(half))

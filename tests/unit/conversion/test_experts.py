@@ -1,0 +1,96 @@
+"""Experts are computed one by one: no stack of them is ever in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.export import ExportOptions
+from shardmlx.conversion.command import export
+from shardmlx.conversion.lazy_model import build_lazily
+from shardmlx.models.shape import ModelShape
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.hugging_face_experts import save_experts_one_by_one
+from tests.helpers.models_and_batches import save_model_directory, tiny_config
+
+QUIET = Reporter(quiet=True)
+HIDDEN, WIDTH, EXPERTS = 128, 512, 16
+EXPERT = HIDDEN * WIDTH * 4  # bytes of a matrix in float32
+MIXTURE = tiny_config(
+    "mixtral", layers=2, hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS
+)
+PATH = "model.layers.1.block_sparse_moe.switch_mlp"
+
+
+@pytest.fixture(scope="module", params=["one by one", "stacked"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture as Hugging Face stores it, and as mlx-lm does."""
+    path = tmp_path_factory.mktemp("mixture") / "model"
+    if request.param == "stacked":
+        save_model_directory(path, MIXTURE)
+    else:
+        save_experts_one_by_one(path, MIXTURE)
+    return path
+
+
+def write_adapters(directory: Path) -> Path:
+    weights = {
+        f"{PATH}.up_proj.lora_a": mx.random.normal((EXPERTS, 2, HIDDEN)),
+        f"{PATH}.up_proj.lora_b": mx.random.normal((EXPERTS, WIDTH, 2)),
+    }
+    directory.mkdir()
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    lora = {
+        "rank": 2,
+        "scale": 2.0,
+        "dropout": 0.0,
+        "keys": ["block_sparse_moe.switch_mlp.up_proj"],
+    }
+    how = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": lora}
+    (directory / "adapter_config.json").write_text(json.dumps(how))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "how", [{"quantize": "4:32"}, {}, {"gguf": True}], ids=["4 bits", "plain", "gguf"]
+)
+def test_no_more_than_three_experts_are_in_memory(
+    how: dict[str, Any], mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmlx.conversion.writer._PIECE", EXPERT // 4)
+    if "gguf" in how:
+        monkeypatch.setattr("shardmlx.conversion.command.check_gguf", lambda *args: None)
+        monkeypatch.setattr("shardmlx.conversion.gguf.prepare_metadata", lambda *args: {})
+        monkeypatch.setattr("shardmlx.conversion.gguf.HfVocab.load", lambda path: None)
+    adapters = write_adapters(tmp_path / "adapters")
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    options = ExportOptions(
+        model=str(mixture), output_dir=str(tmp_path / "out"), adapter_path=str(adapters), **how
+    )
+    export(options, QUIET)
+    assert EXPERT < mx.get_peak_memory() - before < 3 * EXPERT
+
+
+MIXTURES = [
+    family
+    for family, config in CONFIGS.items()
+    if any(kind.experts for kind in ModelShape.from_config(config).kinds)
+]
+
+
+def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path) -> None:
+    assert len(MIXTURES) > 20
+    for family in MIXTURES:
+        wide = {"hidden_size": 64} if "hidden_size" in CONFIGS[family] else {}
+        save_model_directory(tmp_path / family, {**CONFIGS[family], **wide})
+        options = ExportOptions(model=family, output_dir="out", dtype="float16")
+        model = build_lazily(tmp_path / family, None, options)
+        stacked = [name for name in model.weights if "switch_mlp" in name and "bias" not in name]
+        assert [name for name in stacked if name not in model.experts] == [], family
