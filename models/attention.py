@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from shardmlx.models.activations import exponential
 from shardmlx.models.packed_positions import PackedPositions
 
 Arrays = Sequence[mx.array]
@@ -76,16 +77,6 @@ class Piece(NamedTuple):
         queries, keys = mx.arange(self.s, self.e)[:, None], mx.arange(a, b)
         seen = queries >= keys
         return seen if self.window is None else seen & (keys > queries - self.window)
-
-
-def exponential(x: mx.array) -> mx.array:
-    """Return e to the power of ``x``.
-
-    On a CPU without Apple's libraries MLX's own takes 2.5 times as long as its powers of two.
-    """
-    if mx.default_device() == mx.cpu and x.dtype == mx.float32:
-        return mx.power(2.0, x * 1.4426950408889634)
-    return mx.exp(x)
 
 
 def attend(

@@ -7,28 +7,20 @@ of RMSNorm and SwiGLU (Korthikanti et al., arXiv:2205.05198). Here both keep the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from shardmlx.compat import calls, rebind
-from shardmlx.models.attention import exponential
+from shardmlx.models.activations import sigmoid, swiglu_gradients, use_swiglu
 
 
 def recompute_selectively(layer: nn.Module) -> None:
     """Let the norms and activations of a layer keep their inputs alone, from now on."""
+    use_swiglu(layer, swiglu)
     for module in layer.modules():
-        for name, child in module.children().items():
-            if isinstance(child, nn.Module) and not child.children() and calls(child, "swiglu"):
-                # mlx-lm's activation of experts is one object for all models.
-                module[name] = copy(child)
-                rebind(module[name], "swiglu", swiglu)
         if type(module) is nn.RMSNorm:
             module.__class__ = RecomputedRMSNorm
-        elif module.children() and calls(module, "swiglu"):
-            rebind(module, "swiglu", swiglu)
 
 
 class RecomputedRMSNorm(nn.RMSNorm):
@@ -53,7 +45,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * _sigmoid(gate) * up
+    return gate * sigmoid(gate) * up
 
 
 def _gradients(
@@ -61,10 +53,4 @@ def _gradients(
 ) -> tuple[mx.array, mx.array]:
     # Not before the gradient is there: else MLX would compute the sigmoid well ahead, and hold it.
     gate, up = mx.depends(list(primals), [cotangent])
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
-    return cotangent * up * (sigmoid + silu * (1 - sigmoid)), cotangent * silu
-
-
-def _sigmoid(x: mx.array) -> mx.array:
-    return 1 / (1 + exponential(-x))
+    return swiglu_gradients(gate, up, sigmoid(gate), cotangent)

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.decoder import Decoder, LayerCall, View
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
@@ -138,6 +139,11 @@ class Slice:
         """Turn dropout on or off."""
         for module in self._parts.values():
             module.train(mode)
+
+    def use_fast_activations(self) -> None:
+        """Let layers compute SwiGLU faster than mlx-lm's, where MLX is slow at it, from now on."""
+        for layer in self._decoder.layers:
+            use_swiglu(layer, swiglu)
 
     def recompute_selectively(self) -> None:
         """Let norms and activations keep their inputs alone for the backward pass, from now on."""

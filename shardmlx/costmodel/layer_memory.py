@@ -258,9 +258,7 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     else:
         arrays["attention's outputs"] = widths.queries
         yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * layer.heads.queries, FLOAT32)
-    # Of other activations all is kept.
-    if not setup.is_selective or layer.activation != SWIGLU:
-        arrays["arrays of the activation"] = layer.activation * widths.mlp
+    arrays["arrays of the activation"] = _kept_by_activation(setup, layer) * widths.mlp
     arrays["what is kept besides"] = layer.kept
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, round(tokens * width), size)
@@ -273,6 +271,16 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     if layer.experts:
         answers = tokens * layer.experts_per_token * widths.hidden
         yield Array("experts' answers before they are weighted", Alive.F_TO_I, answers, size)
+
+
+def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
+    """Return how many arrays the activation keeps beside gate and up."""
+    if layer.activation != SWIGLU:
+        return layer.activation
+    if setup.is_selective:
+        return 0
+    # Where MLX is slow at exponentials, SwiGLU is our own, which keeps the sigmoid.
+    return 1 if setup.backend == "cpu" and setup.dtype_bytes == FLOAT32 else SWIGLU
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:

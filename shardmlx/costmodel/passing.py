@@ -129,9 +129,9 @@ BACKWARD: Mapping[str, Moments] = {
     "adapters": Moments(
         # With quantised weights one hidden array more than without: counted for both.
         held=(
-            Counts(hidden=10, mlp=6, queries=4, scores=1, gradients=1, logits=-1),
-            Counts(hidden=10, mlp=5, queries=4, scores=2, gradients=1, logits=-1),
-            Counts(hidden=10, mlp=6, logits=1),
+            Counts(hidden=10, mlp=6.5, queries=4, scores=1, gradients=1, logits=-1),
+            Counts(hidden=10, mlp=5.5, queries=4, scores=2, gradients=1, logits=-1),
+            Counts(hidden=10, mlp=6.5, logits=1),
         ),
         recomputed=(
             Counts(hidden=8, mlp=10, queries=1, matrices=2, gradients=1, logits=-1),
@@ -204,7 +204,7 @@ class Difference(NamedTuple):
 
 # A piece has more operations than a layer, so that the scheduling thread gets less far ahead.
 IN_PIECES: Mapping[str, Difference] = {
-    "adapters": Difference(held=Counts(hidden=-1.2, scores=-1), recomputed=Counts()),
+    "adapters": Difference(held=Counts(hidden=-1.2, scores=-1), recomputed=Counts(mlp=-0.9)),
     "DoRA": Difference(held=Counts(hidden=1), recomputed=Counts(), selective=Counts(mlp=-2)),
     "adapters with dropout": Difference(held=Counts(hidden=1.5), recomputed=Counts()),
     "adapters of half precision": Difference(
@@ -214,7 +214,7 @@ IN_PIECES: Mapping[str, Difference] = {
         held=Counts(hidden=-8, scores=-2), recomputed=Counts(hidden=-1, scores=-2)
     ),
     "weights": Difference(
-        held=Counts(mlp=-0.6, scores=-2), recomputed=Counts(hidden=-2.8, scores=-2)
+        held=Counts(mlp=-0.1, scores=-2), recomputed=Counts(hidden=-2.8, scores=-2)
     ),
     "weights of half precision": Difference(
         held=Counts(mlp=-0.6, scores=-1.7), recomputed=Counts(hidden=-1.5)

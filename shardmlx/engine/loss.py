@@ -25,7 +25,7 @@ import numpy as np
 
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
-from shardmlx.models.attention import exponential
+from shardmlx.models.activations import exponential, is_slow
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 
@@ -35,7 +35,7 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
 
     MLX's own computes exponentials twice, and slowly on a CPU. There they are kept.
     """
-    if mx.default_device() != mx.cpu or logits.dtype != mx.float32:
+    if not is_slow(logits.dtype):
         losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
         return losses.astype(mx.float32).sum()
     targets, counts = targets.reshape(-1), counts.reshape(-1)

@@ -115,6 +115,8 @@ class Stage:
         self.checkpoint = savings.recompute == FULL
         if savings.recompute == SELECTIVE:
             part.recompute_selectively()
+        else:
+            part.use_fast_activations()
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}

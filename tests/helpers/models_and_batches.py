@@ -147,9 +147,11 @@ def reference(
 ) -> tuple[list[float], Gradients]:
     """Return (summed loss of each micro-batch, gradients by name) of one process without stages.
 
-    mlx-lm's own forward over the whole model, one micro-batch after the other.
+    mlx-lm's own forward over the whole model, one micro-batch after the other, with the stages'
+    SwiGLU.
     """
     whole = Slice(model, 0, len(model.layers))
+    whole.use_fast_activations()
     names = whole.trainable
     losses: list[float] = []
     totals: list[mx.array] | None = None
