@@ -16,9 +16,22 @@ from shardmlx.models.config_reader import AGAIN, Config
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
-SWIGLU, GELU, GELU_APPROX = 2, 3, 4
-"""Arrays that a gated activation keeps for its gradient beside gate and up: for ``silu(gate) * up``
-the sigmoid, and silu. An MLP without a gate keeps two less in all."""
+
+class Activation(NamedTuple):
+    """What an MLP has between its products: ``kept`` are the arrays of its width that mlx-lm's code
+    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
+
+    kept: float
+    is_swiglu: bool = False
+
+    @property
+    def without_gate(self) -> Activation:
+        """The same of an MLP without a gate, which keeps gate and up less."""
+        return Activation(self.kept - 2)
+
+
+SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
+"""Of these ``silu(gate) * up`` keeps the sigmoid, and silu."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of the hidden states in most families, before attention and before the MLP."""
@@ -102,8 +115,7 @@ class LayerShape:
     experts: int = 0
     experts_per_token: int = 0
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    activation: float = SWIGLU
-    """Arrays of ``mlp``'s width that the activation keeps beside gate and up."""
+    activation: Activation = SWIGLU
     activation_weights: tuple[int, int] = (0, 0)
     """Arrays of that width that it keeps for the gradients of weights of its own, where these are
     trained: from the forward on, and from the gradient for the input on."""
@@ -202,7 +214,7 @@ def layer_of(
     norms: tuple[str, ...] = NORMS,
     norm_bias: bool = False,
     window: int | None = None,
-    activation: float = SWIGLU,
+    activation: Activation = SWIGLU,
     scores: int = 1,
 ) -> LayerShape:
     """Return a layer of attention and MLP, with ``norms`` of the hidden states."""

@@ -234,4 +234,4 @@ def _with_mlp(
         experts_per_token=max((one.uses * bool(one.experts) for one in each), default=0),
     )
     # A gate and up are twice as wide as down.
-    return shape if up >= 2 * width > 0 else replace(shape, activation=GELU_APPROX - 2)
+    return shape if up >= 2 * width > 0 else replace(shape, activation=GELU_APPROX.without_gate)

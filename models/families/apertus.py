@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
+    Activation,
     LayerShape,
     grouped_attention,
     layer_of,
@@ -23,7 +24,7 @@ def layers(config: Config) -> list[LayerShape]:
     activation = {f"mlp.act_fn.{name}": () for name in ("alpha_n", "alpha_p", "beta", "eps")}
     mlp = mlp._replace(block=mlp.block._replace(arrays=activation))
     norms = ("attention_layernorm", "feedforward_layernorm")
-    layer = layer_of(hidden, attention, mlp, norms=norms, activation=0.35)
+    layer = layer_of(hidden, attention, mlp, norms=norms, activation=Activation(0.35))
     # Its gradients of alpha are sums over as many numbers.
     layer = replace(layer, activation_weights=(2, 4), passing=4)
     return [layer] * config.count("num_hidden_layers")

@@ -9,6 +9,7 @@ from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
     FULL,
     WINDOWED,
+    Activation,
     LayerShape,
     grouped_attention,
     layer_of,
@@ -45,7 +46,7 @@ def layers(config: Config) -> list[LayerShape]:
         replace(
             layer_of(hidden, attention._replace(block=block), mlp, window=window),
             # Clipped gate and up, up once more and by one more, and those of swiglu.
-            activation=5,
+            activation=Activation(5),
             passing=3,
             # What a sink adds to them.
             score_weights=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
+    Activation,
     LayerShape,
     grouped_attention,
     head_dim,
@@ -26,7 +27,7 @@ def layers(config: Config) -> list[LayerShape]:
     mlp = plain_mlp(
         hidden, config.count("intermediate_size"), bias=config.switch("mlp_bias", False)
     )
-    layer = layer_of(hidden, attention, mlp, norm_bias=True, activation=0)
+    layer = layer_of(hidden, attention, mlp, norm_bias=True, activation=Activation(0))
     return [layer] * config.count("num_hidden_layers")
 
 

@@ -35,7 +35,7 @@ def layers(config: Config) -> list[LayerShape]:
         mlp,
         norms=("input_layernorm",),
         norm_bias=True,
-        activation=GELU_APPROX - 2,
+        activation=GELU_APPROX.without_gate,
     )
     return [layer] * config.count("num_hidden_layers")
 

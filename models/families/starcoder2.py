@@ -21,7 +21,7 @@ def layers(config: Config) -> list[LayerShape]:
         config, dim, config.count("num_key_value_heads"), bias=True, output_bias=True
     )
     mlp = plain_mlp(hidden, config.count("intermediate_size"), names=("c_fc", "c_proj"), bias=True)
-    layer = layer_of(hidden, attention, mlp, norm_bias=True, activation=GELU - 2)
+    layer = layer_of(hidden, attention, mlp, norm_bias=True, activation=GELU.without_gate)
     return [layer] * config.count("num_hidden_layers")
 
 

@@ -26,7 +26,7 @@ from shardmlx.costmodel.passing import (
     SELECTIVE_MOMENT,
     Counts,
 )
-from shardmlx.models.layer_shape import SWIGLU, LayerShape, Linear
+from shardmlx.models.layer_shape import LayerShape, Linear
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
@@ -275,12 +275,13 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
 
 def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
     """Return how many arrays the activation keeps beside gate and up."""
-    if layer.activation != SWIGLU:
-        return layer.activation
+    if not layer.activation.is_swiglu:
+        return layer.activation.kept
     if setup.is_selective:
         return 0
     # Where MLX is slow at exponentials, SwiGLU is our own, which keeps the sigmoid.
-    return 1 if setup.backend == "cpu" and setup.dtype_bytes == FLOAT32 else SWIGLU
+    is_ours = setup.backend == "cpu" and setup.dtype_bytes == FLOAT32
+    return 1 if is_ours else layer.activation.kept
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
