@@ -18,7 +18,7 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 class Activation(NamedTuple):
-    """What an MLP has between its products: ``kept`` are the arrays of its width that mlx-lm's code
+    """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm's code
     keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
 
     kept: float
@@ -26,12 +26,12 @@ class Activation(NamedTuple):
 
     @property
     def without_gate(self) -> Activation:
-        """The same of an MLP without a gate, which keeps gate and up less."""
+        """The same function of an MLP without a gate, which keeps gate and up less."""
         return Activation(self.kept - 2)
 
 
 SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
-"""Of these ``silu(gate) * up`` keeps the sigmoid, and silu."""
+"""Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of the hidden states in most families, before attention and before the MLP."""

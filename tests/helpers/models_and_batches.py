@@ -23,6 +23,7 @@ from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage, build_stages
+from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -136,8 +137,15 @@ def logits_of(part: Slice, x: mx.array, **how: Any) -> mx.array:
     return part.logits(part.norm(part(x, **how)))
 
 
+def use_stage_activations(model: nn.Module) -> None:
+    """Let a model of mlx-lm compute SwiGLU as stages do in training, from now on."""
+    for layer in model.layers:
+        use_swiglu(layer, swiglu)
+
+
 def mean_loss(model: nn.Module, batch: MicroBatch) -> mx.array:
     """Return the mean loss, in one process: of mlx-lm's model, as the engine computes it."""
+    use_stage_activations(model)
     logits = model(mx.array(batch.tokens[:, :-1]))
     return token_loss(logits, *all_answers(batch)) / batch.valid_tokens
 
@@ -151,7 +159,7 @@ def reference(
     SwiGLU.
     """
     whole = Slice(model, 0, len(model.layers))
-    whole.use_fast_activations()
+    use_stage_activations(model)
     names = whole.trainable
     losses: list[float] = []
     totals: list[mx.array] | None = None
