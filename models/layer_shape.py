@@ -18,7 +18,7 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 class Activation(NamedTuple):
-    """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm's code
+    """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm
     keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
 
     kept: float
