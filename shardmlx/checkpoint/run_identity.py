@@ -39,13 +39,14 @@ class SameOptions(Spec):
     max_grad_norm: float | None
     master_weights: bool
     sum_dtype: str
+    send_dtype: str | None
     dtype: str | None
     seed: int
 
 
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
-_OF_OLDER = {"master_weights": False, "sum_dtype": "float32"}
+_OF_OLDER = {"master_weights": False, "sum_dtype": "float32", "send_dtype": None}
 """Options that older checkpoints do not name, as their runs had them."""
 
 

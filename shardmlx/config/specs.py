@@ -44,8 +44,11 @@ class MachineOptions(Spec):
     profile: str | None = None
 
 
-SUM_DTYPES = ("float32", "bfloat16")
+SUM_DTYPES = ("float32", "bfloat16", "int8")
 """Types in which replicas send gradients that are summed."""
+
+SEND_DTYPES = ("bfloat16", "float16")
+"""Types, shorter than their own, in which stages may send hidden states and their gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class FineTune(Spec):
     zero: int | None = None
     master_weights: bool = False
     sum_dtype: str = SUM_DTYPES[0]
+    send_dtype: str | None = None
 
     @property
     def divides_optimizer(self) -> bool:

@@ -39,7 +39,7 @@ from shardmlx.config.common_options import (
 )
 from shardmlx.config.data import DataConfig
 from shardmlx.config.options import OptionError, option
-from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE, SUM_DTYPES
+from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE, SEND_DTYPES, SUM_DTYPES
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -187,9 +187,9 @@ class TrainConfig(DataConfig):
     )
     lr_schedule: Mapping[str, Any] | None = option(
         None,
-        "learning-rate schedule, perhaps with its arguments: cosine_decay, or "
-        "linear_schedule:1e-5,0,1000. Without, cosine_decay and linear_schedule fall from "
-        "--learning-rate to 0 over the run. In YAML a mapping of name, arguments, warmup and "
+        "learning-rate schedule: cosine_decay, or with its arguments "
+        "linear_schedule:1e-5,0,1000. Without, both fall from --learning-rate to 0 over the run. "
+        "In YAML a mapping of name, arguments, warmup and "
         "warmup_init",
         metavar="NAME[:X,X]",
         unset="none: the rate stays",
@@ -207,7 +207,7 @@ class TrainConfig(DataConfig):
 
     pipeline_stages: int | None = option(
         None,
-        "ranks in one pipeline; what is left of the ranks becomes replicas",
+        "ranks in one pipeline; the others become replicas",
         unset="all ranks",
         minimum=1,
         group=_PIPELINE,
@@ -229,7 +229,7 @@ class TrainConfig(DataConfig):
     hostfile: str | None = hostfile_option(_PIPELINE)
     profile: str | None = option(
         None,
-        "times measured by shardmlx profile, for the same; several files with commas between",
+        "times measured by shardmlx profile; several files with commas between",
         metavar="FILE",
         group=_PIPELINE,
     )
@@ -287,6 +287,13 @@ class TrainConfig(DataConfig):
         choices=SUM_DTYPES,
         group=_PIPELINE,
     )
+    send_dtype: str | None = option(
+        None,
+        "type of hidden states between stages",
+        unset="their own",
+        choices=SEND_DTYPES,
+        group=_PIPELINE,
+    )
     loss_scale: float | str | None = option(
         None,
         "factor of the loss: auto, none, or a power of two",
@@ -300,7 +307,7 @@ class TrainConfig(DataConfig):
         None,
         "clip the global gradient norm to this",
         metavar="NORM",
-        unset="it is not clipped",
+        unset="none",
         above=0,
         group=_PIPELINE,
     )
@@ -363,7 +370,7 @@ class TrainConfig(DataConfig):
     )
     checkpoint_storage: str = option(
         "auto",
-        "where they lie: on a disk that all ranks see, on rank 0's, or each part on its rank's "
+        "where: on a disk that all ranks see, on rank 0's, or each part on its rank's "
         "with a copy on a neighbour's; auto finds out",
         choices=STORAGES,
         group=_CHECKPOINTS,
@@ -376,7 +383,7 @@ class TrainConfig(DataConfig):
     )
     on_nonfinite: str = option(
         "stop",
-        "when loss or gradient is not finite: stop the run, or skip the update and count it",
+        "when loss or gradient is not finite: stop, or skip the update and count it",
         choices=("stop", "skip"),
         group=_CHECKPOINTS,
     )

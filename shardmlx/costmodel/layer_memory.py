@@ -71,6 +71,7 @@ class TrainingSetup:
     divides_optimizer: bool = False
     """True if each replica holds the optimizer's state of a part of the weights alone."""
     master_weights: bool = False
+    keeps_errors: bool = False
     """True if weights of 16 bits are updated as float32 copies, with state in float32."""
     backend: str = "metal"
 

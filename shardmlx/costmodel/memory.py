@@ -39,7 +39,8 @@ class StageMemory:
     weights: int
     """Parameters, frozen and trained."""
     optimizer: int
-    """State of the optimizer, from the first update: on the replica that holds the most."""
+    """State of the optimizer, from the first update: on the replica that holds the most; and what
+    is rounded off of sums until the next."""
     gradients: int
     """Sums of the gradients, in float32, from the first W to the update."""
     after_forward: int
@@ -155,7 +156,8 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     during_forward, during_input = _passing(stage, after_forward)
     return StageMemory(
         weights=round(weights),
-        optimizer=_updated(stage, parameters) * _state_bytes(setup),
+        optimizer=_updated(stage, parameters) * _state_bytes(setup)
+        + FLOAT32 * parameters * (setup.keeps_errors and setup.dp > 1),
         gradients=FLOAT32 * parameters,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,

@@ -8,7 +8,7 @@ from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.layer_memory import FLOAT32
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
+from shardmlx.costmodel.workload import Workload
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.simulate import Simulation, simulate
 
@@ -126,7 +126,7 @@ def predict(
     peaks, memories = predict_memory(
         plan, workload, length, recompute=recompute, backend=cluster.backend
     )
-    message = max(each.message for each in memories.values())
+    message = workload.sent(max(each.message for each in memories.values()))
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
     pipelines = [
         _pipeline(
@@ -187,7 +187,7 @@ def _reduce_seconds(
     times = []
     for rank in range(mesh.pp):
         gradients = sum(stages[index].gradients for index in stage_map.stages_of(rank))
-        sent = gradients * DTYPE_BYTES[tune.sum_dtype] // FLOAT32
+        sent = workload.sum_bytes(gradients)
         back = sent
         if tune.divides_optimizer and tune.is_full:
             back = gradients // FLOAT32 * workload.dtype_bytes

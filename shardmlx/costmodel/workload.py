@@ -14,6 +14,7 @@ from shardmlx.config.specs import BatchOptions, FineTune, Savings
 from shardmlx.costmodel.memory import TrainingSetup
 from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, Speed
+from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
@@ -93,6 +94,12 @@ class Workload(ModelSizes):
                 f"--master-weights: the model's weights are {self.dtype} already",
                 "leave it out, or give --dtype bfloat16",
             )
+        send = self.fine_tune.send_dtype
+        if send is not None and DTYPE_BYTES[send] >= self.dtype_bytes:
+            raise UserError(
+                f"--send-dtype {send}: hidden states are {self.dtype} already",
+                "leave it out",
+            )
         is_full = self.fine_tune.train and self.fine_tune.is_full
         if is_full and self.quantization is not None:
             raise UserError(
@@ -121,6 +128,16 @@ class Workload(ModelSizes):
         """Return (rows, tokens a row) that ``rows`` sequences of ``length`` tokens are computed as:
         with --pack one row of all."""
         return (1, rows * length) if self.batch.pack else (rows, length)
+
+    def sent(self, message: int) -> int:
+        """Return the bytes that travel of hidden states of so many bytes."""
+        send = self.fine_tune.send_dtype
+        return message if send is None else message * DTYPE_BYTES[send] // self.dtype_bytes
+
+    def sum_bytes(self, gradients: int) -> int:
+        """Return the bytes that travel once of gradients of so many bytes in float32."""
+        wire = WIRE_FORMATS[self.fine_tune.sum_dtype]
+        return gradients if wire is None else wire.nbytes(gradients // DTYPE_BYTES["float32"])
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return what stages do to hold less."""
@@ -154,6 +171,7 @@ class Workload(ModelSizes):
             dp=dp,
             divides_optimizer=tune.divides_optimizer,
             master_weights=tune.master_weights,
+            keeps_errors=tune.sum_dtype == "int8",
             backend=backend,
         )
 

@@ -45,6 +45,7 @@ from shardmlx.distributed.messages import (
     buffer_of,
 )
 from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.wire_formats import WireFormat
 
 AHEAD = 8
 """Chunks whose contributions are on their way at a time."""
@@ -66,14 +67,16 @@ SLICE = 0.1
 class Exchange:
     """A sum, a scatter or a gather under way, over the world ranks of ``group``.
 
-    ``chunks`` are the parts of all members, chunk by chunk. Its arrays are in use until it is done.
+    ``chunks`` are the parts of all members, chunk by chunk, ``errors`` what was rounded off of
+    them before. Its arrays are in use until it is done.
     """
 
     group: tuple[int, ...]
     scatters: bool
     gathers: bool
     chunks: deque[tuple[np.ndarray | None, ...]]
-    arrays: Sequence[mx.array]  # keeps the buffers alive
+    errors: deque[tuple[np.ndarray | None, ...]]  # none where none are kept
+    arrays: Sequence[mx.array | None]  # keeps the buffers alive
     left: int
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -84,6 +87,8 @@ class _Step:
 
     exchange: Exchange
     pieces: tuple[np.ndarray | None, ...]
+    errors: tuple[np.ndarray | None, ...] = ()
+    sum: np.ndarray | None = None  # this rank's, as it travels
     sends: list[tuple[int, Handle]] = field(default_factory=list)
     receives: dict[int, tuple[Handle, np.ndarray]] = field(default_factory=dict)
 
@@ -92,13 +97,15 @@ class Sums:
     """The exchanges of one rank. ``room`` is the buffer, float32, for what others contribute; it is
     of one size on all ranks, and the chunks of larger groups are smaller.
 
-    With ``rounds`` contributions and sums travel in bfloat16. A rank rounds its own as well, so
-    that the bits depend on nobody's part.
+    Contributions and sums travel as ``wire`` has them. In bfloat16 a rank rounds its own as well,
+    so that the bits depend on nobody's part; in int8 blocks begin with the parts, and they do.
     """
 
-    def __init__(self, transport: Transport, room: mx.array, *, rounds: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, room: mx.array, *, wire: WireFormat | None = None
+    ) -> None:
         self._transport = transport
-        self._rounds = rounds
+        self._wire = wire
         self._room = np.frombuffer(buffer_of(room), np.float32)
         self._queue: deque[Exchange] = deque()
         self._lock = threading.Lock()
@@ -109,24 +116,37 @@ class Sums:
         self._moved = 0
 
     def all_reduce(
-        self, array: mx.array, group: Sequence[int], bounds: Sequence[int] | None = None
+        self,
+        array: mx.array,
+        group: Sequence[int],
+        bounds: Sequence[int] | None = None,
+        errors: mx.array | None = None,
     ) -> Exchange:
         """Start summing an evaluated float32 ``array`` (N,) in place, on all members alike.
 
-        ``bounds`` are the n + 1 ends of the parts, by default of equal parts. All ranks of the
-        group must call it.
+        ``bounds`` are the n + 1 ends of the parts, by default of equal parts. ``errors`` (N,) are
+        added to what leaves this rank, and become what is then rounded off of it: kept from one
+        sum of these numbers to the next (1-bit SGD: Seide et al. 2014). All ranks of the group
+        must call it.
         """
         bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
-        return self._start(group, self._parts(array, bounds), [array], scatters=True, gathers=True)
+        parts = self._parts(array, bounds), self._parts(errors, bounds)
+        return self._start(group, *parts, [array, errors], scatters=True, gathers=True)
 
     def reduce_scatter(
-        self, array: mx.array, group: Sequence[int], bounds: Sequence[int]
+        self,
+        array: mx.array,
+        group: Sequence[int],
+        bounds: Sequence[int],
+        errors: mx.array | None = None,
     ) -> Exchange:
         """Start summing ``array`` (N,), float32, in place, on each member its own part.
 
-        What is in the other parts then means nothing. All ranks of the group must call it.
+        What is in the other parts then means nothing. ``errors`` are those of ``all_reduce``. All
+        ranks of the group must call it.
         """
-        return self._start(group, self._parts(array, bounds), [array], scatters=True, gathers=False)
+        parts = self._parts(array, bounds), self._parts(errors, bounds)
+        return self._start(group, *parts, [array, errors], scatters=True, gathers=False)
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -135,7 +155,7 @@ class Sums:
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
         arrays = [each for part in owned for each in part]
-        return self._start(group, parts, arrays, scatters=False, gathers=True)
+        return self._start(group, parts, [], arrays, scatters=False, gathers=True)
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
         """Return once an exchange is done; ``what`` says for whom it waits.
@@ -165,7 +185,9 @@ class Sums:
             if self._error is not None:
                 raise self._error
 
-    def _parts(self, array: mx.array, bounds: Sequence[int]) -> list[list[np.ndarray]]:
+    def _parts(self, array: mx.array | None, bounds: Sequence[int]) -> list[list[np.ndarray]]:
+        if array is None:
+            return []
         if array.dtype != mx.float32:
             raise ValueError(f"sums are in float32, not {array.dtype}")
         whole = np.frombuffer(buffer_of(array), np.float32)
@@ -175,7 +197,8 @@ class Sums:
         self,
         group: Sequence[int],
         parts: Sequence[Sequence[np.ndarray]],
-        arrays: Sequence[mx.array],
+        errors: Sequence[Sequence[np.ndarray]],
+        arrays: Sequence[mx.array | None],
         *,
         scatters: bool,
         gathers: bool,
@@ -183,10 +206,12 @@ class Sums:
         if len(parts) != len(group):
             raise ValueError(f"{len(parts)} parts for {len(group)} ranks")
         room = self._room_of_chunk(len(group)) if scatters else MOST_CHUNK_BYTES
-        chunks = deque(zip_longest(*(_pieces(part, room) for part in parts)))
+        chunks, of_errors = (
+            deque(zip_longest(*(_pieces(part, room) for part in each))) for each in (parts, errors)
+        )
         if len(group) == 1:
             chunks.clear()
-        exchange = Exchange(tuple(group), scatters, gathers, chunks, arrays, len(chunks))
+        exchange = Exchange(tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks))
         if not chunks:
             exchange.done.set()
             return exchange
@@ -235,9 +260,10 @@ class Sums:
                 return None
             exchange = self._queue[0]
             pieces = exchange.chunks.popleft()
+            errors = exchange.errors.popleft() if exchange.errors else ()
             if not exchange.chunks:
                 self._queue.popleft()
-        return _Step(exchange, pieces)
+        return _Step(exchange, pieces, errors)
 
     def _scatter(self, step: _Step) -> None:
         """Send the others what is theirs of a chunk, and receive what is this rank's."""
@@ -250,34 +276,40 @@ class Sums:
             if mine is not None:
                 start = self._room.size // AHEAD * self._turn + room * place
                 inbox: np.ndarray = self._room[start : start + mine.size]
-                if self._rounds:
-                    inbox = inbox.view(np.uint16)[: mine.size]
+                if self._wire is not None:
+                    nbytes = self._wire.nbytes(mine.size)
+                    inbox = self._room.view(np.uint8)[4 * start : 4 * start + nbytes]
                 handle = self._transport.receive(inbox, peer, SCATTER_TAG)
                 step.receives[peer] = handle, inbox
-            piece = step.pieces[exchange.group.index(peer)]
-            self._send(step, peer, piece, SCATTER_TAG)
+            self._send(step, peer, self._encoded(step, peer), SCATTER_TAG)
 
     def _add(self, step: _Step) -> None:
         """Add what has come to this rank's own, in the order of the group."""
-        mine = step.pieces[self._member(step.exchange)]
-        short = mine if self._rounds and step.exchange.scatters else None
-        if short is not None:
-            short[:] = widened(rounded(short))
+        exchange, wire, me = step.exchange, self._wire, self._transport.rank
+        mine = step.pieces[self._member(exchange)]
+        rounds = wire is not None and not wire.keeps_errors and exchange.scatters
+        if rounds and wire is not None and mine is not None:
+            mine[:] = wire.decode(wire.encode(mine), mine.size)
         total: np.ndarray | None = None
-        for rank in step.exchange.group:
+        for rank in exchange.group:
             if rank in step.receives:
                 handle, inbox = step.receives.pop(rank)
                 self._await(handle, rank)
-                each = inbox if short is None else widened(inbox)
-            elif rank == self._transport.rank and step.exchange.scatters and mine is not None:
+                each = inbox
+                if wire is not None and mine is not None:
+                    each = wire.decode(inbox, mine.size)
+            elif rank == me and exchange.scatters and mine is not None:
                 each = mine
             else:
                 continue
             # Into this rank's own where that is one of the two, so that it ends there.
             into = mine if each is mine else total
             total = each if total is None else np.add(total, each, out=into)
-        if short is not None:
-            short[:] = widened(rounded(short))
+        step.sum = mine
+        if wire is not None and mine is not None and (rounds or exchange.gathers):
+            step.sum = self._encoded(step, me)
+            if exchange.scatters and step.sum is not None:
+                mine[:] = wire.decode(step.sum, mine.size)
         self._end_sends(step)
 
     def _return(self, step: _Step) -> None:
@@ -285,31 +317,43 @@ class Sums:
         exchange = step.exchange
         if not exchange.gathers:
             return
-        mine = step.pieces[self._member(exchange)]
         for peer in self._others(exchange):
             piece = step.pieces[exchange.group.index(peer)]
             if piece is not None:
-                rounds = self._rounds and exchange.scatters
-                inbox = np.empty(piece.size, np.uint16) if rounds else piece
+                inbox = piece
+                if self._wire is not None and exchange.scatters:
+                    inbox = np.empty(self._wire.nbytes(piece.size), np.uint8)
                 step.receives[peer] = self._transport.receive(inbox, peer, GATHER_TAG), inbox
-            self._send(step, peer, mine, GATHER_TAG)
+            self._send(step, peer, step.sum, GATHER_TAG)
 
     def _finish(self, step: _Step) -> None:
         """End what ``_return`` began, and with its last chunk the exchange."""
         for peer, (handle, inbox) in step.receives.items():
             self._await(handle, peer)
             piece = step.pieces[step.exchange.group.index(peer)]
-            if piece is not None and inbox is not piece:
-                piece[:] = widened(inbox)
+            if self._wire is not None and piece is not None and inbox is not piece:
+                piece[:] = self._wire.decode(inbox, piece.size)
         self._end_sends(step)
         step.exchange.left -= 1
         if step.exchange.left == 0:
             step.exchange.done.set()
 
+    def _encoded(self, step: _Step, rank: int) -> np.ndarray | None:
+        """Return a member's piece as it travels; what is rounded off of it is kept."""
+        member = step.exchange.group.index(rank)
+        piece, wire = step.pieces[member], self._wire
+        if piece is None or wire is None or not step.exchange.scatters:
+            return piece
+        errors = step.errors[member] if step.errors else None
+        if errors is None:
+            return wire.encode(piece)
+        errors += piece
+        data = wire.encode(errors)
+        errors -= wire.decode(data, piece.size)
+        return data
+
     def _send(self, step: _Step, peer: int, piece: np.ndarray | None, tag: int) -> None:
         if piece is not None:
-            if self._rounds and step.exchange.scatters:
-                piece = rounded(piece)
             step.sends.append((peer, self._transport.send(piece, peer, tag)))
 
     def _end_sends(self, step: _Step) -> None:
@@ -359,22 +403,6 @@ def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
     time = (members - 2 + len(own)) / sum(own)
     shares = [max(0.0, time * speed - 1) / (members - 2) for speed in speeds]
     return [min(size, round(size * end / sum(shares))) for end in accumulate(shares, initial=0.0)]
-
-
-def rounded(numbers: np.ndarray) -> np.ndarray:
-    """Return the bits, uint16, of float32 numbers as bfloat16: to the nearest, ties to even."""
-    bits = numbers.view(np.uint32)
-    up = (bits >> 16) & 1
-    up += 0x7FFF
-    up += bits
-    short = (up >> 16).astype(np.uint16)
-    short[np.isnan(numbers)] = 0x7FC0  # adding may have carried over
-    return short
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """Return the float32 numbers of which these are the ``rounded`` bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _pieces(part: Sequence[np.ndarray], size: int) -> list[np.ndarray]:

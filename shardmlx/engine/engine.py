@@ -39,15 +39,16 @@ from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Handle,
     TransportError,
-    in_a_row,
     new_buffer,
 )
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.shards import Shards
+from shardmlx.engine.short_messages import ShortMessages
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line
@@ -69,7 +70,7 @@ class _Run:
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
     reduce: bool = False
-    posted: dict[Action, Handle] = field(default_factory=dict)
+    posted: dict[Action, tuple[Handle, mx.array]] = field(default_factory=dict)
     arrays: dict[Action, mx.array] = field(default_factory=dict)
     outbox: list[tuple[Action, Handle]] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
@@ -81,7 +82,8 @@ class Engine:
     ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. Where it
     ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates.
     ``links`` are the speeds of all world ranks' links, in any unit, where they are known; gradients
-    travel as ``sum_dtype``. All ranks must build their engine, and call its methods alike.
+    travel as ``sum_dtype``, hidden states and their gradients as ``send_dtype``. All ranks must
+    build their engine, and call its methods alike.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine:
         divides_optimizer: bool = False,
         links: Sequence[float] | None = None,
         sum_dtype: str = SUM_DTYPES[0],
+        send_dtype: str | None = None,
     ) -> None:
         self.plan = plan
         self.transport = transport
@@ -103,9 +106,14 @@ class Engine:
         replicas = plan.mesh.replicas_of(self.pipeline_rank)
         tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
-        sums = Sums(transport, new_buffer((room // 4,), mx.float32), rounds=sum_dtype == "bfloat16")
+        wire = WIRE_FORMATS[sum_dtype]
+        sums = Sums(transport, new_buffer((room // 4,), mx.float32), wire=wire)
         self.shards = Shards(transport, replicas, stages, sums, divides=divides_optimizer)
-        self.reducer = GradientReducer(plan, transport, stages, sums, self.shards, links)
+        keeps_errors = wire is not None and wire.keeps_errors
+        self.reducer = GradientReducer(
+            plan, transport, stages, sums, self.shards, links, keeps_errors=keeps_errors
+        )
+        self._messages = ShortMessages(send_dtype)
         transport.barrier("start of the engine")
         self._current: Action | None = None
         self._runs = 0
@@ -151,7 +159,9 @@ class Engine:
             return self.reducer.norm(spoiled)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of all stages of this rank: no update is made with them."""
+        """Drop the gradients of all stages of this rank: no update is made with them. All ranks
+        must call it."""
+        self.reducer.forget_errors()
         for stage in self.stages.values():
             stage.gradients.clear()
 
@@ -246,16 +256,17 @@ class Engine:
         if (array.shape, array.dtype) != expected:
             raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
         run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
-        array = in_a_row(array)
+        array = self._messages.outgoing(array)
         self.recorder.mark(Span.SEND, str(action), self._message(action))
         run.outbox.append((action, self.transport.send(array, self._peer(action), _tag(action))))
 
     def _receive(self, action: Action, run: _Run) -> None:
-        handle = run.posted.pop(action)
+        handle, array = run.posted.pop(action)
         with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
             self._wait(action, handle, "waiting for", "from")
+        self._messages.unpack(array)
         if action.kind is Kind.RECV_F:
-            run.arrays[action] = handle.array  # type: ignore[assignment]  # an mx.array was posted
+            run.arrays[action] = array
             self._post_input(run)
 
     def _post_input(self, run: _Run) -> None:
@@ -264,8 +275,9 @@ class Engine:
             shape, dtype = self._expected(action, run)
             run.posted[action] = self._post(action, new_buffer(shape, dtype))
 
-    def _post(self, action: Action, array: mx.array) -> Handle:
-        return self.transport.receive(array, self._peer(action), _tag(action))
+    def _post(self, action: Action, array: mx.array) -> tuple[Handle, mx.array]:
+        inbox = self._messages.inbox(array)
+        return self.transport.receive(inbox, self._peer(action), _tag(action)), array
 
     def _expected(self, action: Action, run: _Run) -> tuple[tuple[int, ...], mx.Dtype]:
         part = self.stages[action.stage].part

@@ -17,6 +17,7 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.distributed.messages import new_buffer
 from shardmlx.distributed.sums import Exchange, Sums, parts_by_speed
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
@@ -44,8 +45,12 @@ class GradientReducer:
         sums: Sums,
         shards: Shards,
         links: Sequence[float] | None = None,
+        *,
+        keeps_errors: bool = False,
     ) -> None:
         self._transport = transport
+        self._keeps_errors = keeps_errors
+        self._errors: dict[str, mx.array] = {}
         self._links = links
         self._sums = sums
         self._shards = shards
@@ -86,17 +91,30 @@ class GradientReducer:
         mx.eval(total)
         for name in names:
             del stage.gradients[name]  # the bucket holds it now: it exists once
+        errors = self._errors_of(names[0], total.size)
         if self._shards.divides:
             sizes = [0] * len(self._replicas)
             for name in names:
                 sizes[self._shards.owner(name)] += stage.part[name].size
             ends = [0, *accumulate(sizes)]
-            started = self._sums.reduce_scatter(total, self._replicas, ends)
+            started = self._sums.reduce_scatter(total, self._replicas, ends, errors)
         else:
             speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
             ends = parts_by_speed(total.size, speeds)
-            started = self._sums.all_reduce(total, self._replicas, ends)
+            started = self._sums.all_reduce(total, self._replicas, ends, errors)
         self._buckets.append(_Bucket(stage, names, total, started))
+
+    def _errors_of(self, name: str, size: int) -> mx.array | None:
+        """Return what was rounded off of a sum, by its first weight; zeros at first."""
+        if not self._keeps_errors:
+            return None
+        if name not in self._errors:
+            self._errors[name] = new_buffer((size,), mx.float32)
+        return self._errors[name]
+
+    def forget_errors(self) -> None:
+        """Forget what was rounded off of sums: one was not finite, or its scale changes."""
+        self._errors.clear()
 
     def finish(self, what: Callable[[], str]) -> None:
         """Wait for all sums; ``stage.gradients`` then hold those of the whole batch, of the weights
@@ -123,7 +141,8 @@ class GradientReducer:
                 total = total + stage.gradients[name]
             shape, total = total.shape, mx.contiguous(total.reshape(-1))
             mx.eval(total)
-            self._sums.wait(self._sums.all_reduce(total, self._holders), what)
+            errors = self._errors_of(name, total.size)
+            self._sums.wait(self._sums.all_reduce(total, self._holders, None, errors), what)
             for stage in holders:
                 stage.gradients[name] = total.reshape(shape)
                 if not self._shards.is_mine(name):

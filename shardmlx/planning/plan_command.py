@@ -21,6 +21,7 @@ from shardmlx.planning.model_facts import facts_of
 from shardmlx.planning.plan_options import PlanOptions
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
+from shardmlx.planning.wire_advice import wire_advice
 
 
 def run(options: PlanOptions, train_options: Sequence[str]) -> int:
@@ -57,6 +58,13 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
         print(json.dumps(as_json(choice, limits)))
         return 0
     facts = facts_of(planned.workload, prediction)
+    facts += wire_advice(
+        planned.workload,
+        cluster,
+        prediction,
+        limits.length,
+        recompute=choice.candidate.recompute,
+    )
     print(report(choice, cluster, limits, options.hostfile, options.output, train_options, facts))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))

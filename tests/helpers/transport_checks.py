@@ -16,6 +16,7 @@ import pytest
 from shardmlx.distributed.messages import Handle, TransportTimeout
 from shardmlx.distributed.sums import Sums, equal_parts
 from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.wire_formats import WIRE_FORMATS, Int8
 
 FORTY_MEGABYTES = 10_000_000
 """Elements of float32."""
@@ -185,7 +186,7 @@ def check_it_does_not_matter_who_owns_what(transport: Transport) -> None:
 def check_sums_that_travel_in_bfloat16_are_of_rounded_numbers(transport: Transport) -> None:
     """The same on all ranks, whoever owns what; zeros, overflows and what is no number too."""
     world = tuple(range(transport.size))
-    sums = Sums(transport, full(0, (6000,)), rounds=True)
+    sums = Sums(transport, full(0, (6000,)), wire=WIRE_FORMATS["bfloat16"])
 
     def short(array: np.ndarray) -> np.ndarray:
         return np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
@@ -206,6 +207,32 @@ def check_sums_that_travel_in_bfloat16_are_of_rounded_numbers(transport: Transpo
     copies = [[full(rank + 1 / 3 if rank == transport.rank else 0)] for rank in world]
     sums.wait(sums.all_gather(copies, world), lambda: "a gather")
     assert all(mx.all(copies[rank][0] == rank + 1 / 3).item() for rank in world), "as they are"
+
+
+def check_sums_that_travel_in_int8_lose_nothing_for_good(transport: Transport) -> None:
+    """They have the same bits on all ranks. A sum is off by half a step of its scales at most; of
+    many sums together no more is lost, since what was rounded off comes with the next."""
+    world = tuple(range(transport.size))
+    sums = Sums(transport, full(0, (6000,)), wire=Int8())
+    drawn = [np.random.RandomState(rank).standard_normal(5001).astype(np.float32) for rank in world]
+    exact = np.sum(drawn, axis=0)
+    errors, got, rounds = full(0, (5001,)), np.zeros(5001, np.float64), 20
+    for turn in range(rounds):
+        array = mx.array(drawn[transport.rank])
+        mx.eval(array)
+        sums.wait(sums.all_reduce(array, world, None, errors), lambda: "a sum")
+        total = np.array(array)
+        assert len({each.tobytes() for each in transport.all_gather(total)}) == 1
+        got += total
+        if turn == 0:
+            largest = sum(np.abs(each).max() for each in drawn)
+            assert 0 < np.abs(total - exact).max() < 2 * largest / 127
+    assert np.abs(got / rounds - exact).max() < 3 * largest / 127 / rounds
+    array = mx.array(np.where(np.arange(5001) == 4000, np.inf, drawn[transport.rank]))
+    mx.eval(array)
+    sums.wait(sums.all_reduce(array, world), lambda: "a sum")
+    assert not np.isfinite(np.array(array)[4000]), "an overflow stays one"
+    assert np.isfinite(np.array(array)[:3000]).all()
 
 
 def check_a_scatter_leaves_each_its_part(transport: Transport) -> None:

@@ -166,6 +166,7 @@ OTHER = {
     "max_grad_norm": 1.5,
     "master_weights": True,
     "sum_dtype": "bfloat16",
+    "send_dtype": "bfloat16",
     "dtype": "float32",
     "seed": 9,
 }
@@ -205,6 +206,7 @@ MAY_CHANGE: dict[str, Any] = {
     "memory_limit": 10**9,
     "stage_map": "map.yaml",
     "pipeline_stages": 2,
+    "replica_rows": "auto",
     "pack": True,
     "partitioner": "balanced",
     "schedule": "gpipe",
@@ -262,7 +264,7 @@ def test_what_does_not_say_whose_it_is_is_refused(model: Path, theirs: dict[str,
 
 def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: Path) -> None:
     older = identity(model)
-    for name in ("master_weights", "sum_dtype"):
+    for name in ("master_weights", "sum_dtype", "send_dtype"):
         del older["options"][name]
     check_identity(identity(model), older, WHERE)
 

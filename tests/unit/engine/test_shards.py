@@ -96,6 +96,15 @@ def test_gradients_that_travel_in_bfloat16() -> None:
     assert short == pytest.approx(whole, rel=1e-2)
 
 
+def test_gradients_that_travel_in_int8() -> None:
+    """Blocks begin with the parts, so that who owns what changes bits; replicas stay equal."""
+    short = train(Layout("1f1b", 1, 1, 3), "sgd", divides=True, sum_dtype="int8")
+    whole = train(Layout("1f1b", 1, 1, 3), "sgd", divides=True)
+    assert all(each.weights == short[0].weights for each in short)
+    assert short[0].norms != whole[0].norms
+    assert short[0].norms == pytest.approx(whole[0].norms, rel=1e-2)
+
+
 def test_a_loss_that_is_scaled_by_a_power_of_two_changes_no_bit() -> None:
     usual = train(TWO, "adam", divides=True)
     for one, other in zip(usual, train(TWO, "adam", divides=True, loss_scale=4096.0), strict=True):

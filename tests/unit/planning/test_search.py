@@ -219,6 +219,7 @@ def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None
         ({"zero": 0}, 4),
         ({"zero": 1}, (4 + 2) / 2),
         ({"zero": 0, "sum_dtype": "bfloat16"}, 2),
+        ({"zero": 1, "sum_dtype": "int8"}, (1 + 4 / 256 + 2) / 2),
     )
     for options, nbytes in ways:
         workload = work(model, fine_tune_type="full", **options)

@@ -1,0 +1,97 @@
+"""The form in which contributions to sums travel, where that is not float32."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+
+BLOCK = 256
+"""Numbers that share a scale in int8."""
+
+
+class WireFormat(ABC):
+    """A shorter form of float32 numbers. The same numbers have the same form on all ranks."""
+
+    keeps_errors: bool
+    """True if what is rounded off must be added to the next sum, since it is too much to lose;
+    then a rank's own numbers stay as they are."""
+
+    @abstractmethod
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of so many numbers."""
+
+    @abstractmethod
+    def encode(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the bytes, uint8, of float32 numbers (N,)."""
+
+    @abstractmethod
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        """Return the float32 numbers of which these are the bytes."""
+
+
+class BFloat16(WireFormat):
+    """The upper half of a float32, to the nearest, ties to even."""
+
+    keeps_errors = False
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, numbers: np.ndarray) -> np.ndarray:
+        bits = numbers.view(np.uint32)
+        up = (bits >> 16) & 1
+        up += 0x7FFF
+        up += bits
+        short = (up >> 16).astype(np.uint16)
+        short[np.isnan(numbers)] = 0x7FC0  # adding may have carried over
+        return short.view(np.uint8)
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+class Int8(WireFormat):
+    """Multiples of a scale, which ``BLOCK`` numbers share: its 127-fold is the largest of them.
+
+    What is not finite makes its block not a number. A block begins with each array.
+    """
+
+    keeps_errors = True
+
+    def nbytes(self, count: int) -> int:
+        return count + 4 * -(-count // BLOCK)
+
+    def encode(self, numbers: np.ndarray) -> np.ndarray:
+        count = numbers.size
+        blocks = np.zeros((-(-count // BLOCK), BLOCK), np.float32)
+        blocks.reshape(-1)[:count] = numbers
+        with np.errstate(invalid="ignore", divide="ignore"):
+            scales = np.abs(blocks).max(axis=1) * np.float32(1 / 127)
+            blocks /= scales[:, None]
+            np.rint(blocks, out=blocks)
+            # Of zeros the scale is zero; a scale below the smallest number rounds to it too.
+            blocks[~(np.abs(blocks) <= 127)] = 0
+        data = np.empty(self.nbytes(count), np.uint8)
+        data[:count] = blocks.astype(np.int8).reshape(-1)[:count].view(np.uint8)
+        data[count:] = scales.view(np.uint8)
+        return data
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        scales = np.frombuffer(data[count:].tobytes(), np.float32)
+        numbers = data[:count].view(np.int8).astype(np.float32)
+        whole = count - count % BLOCK
+        blocks = numbers[:whole].reshape(-1, BLOCK)  # a view
+        with np.errstate(invalid="ignore"):
+            blocks *= scales[: whole // BLOCK, None]
+            numbers[whole:] *= scales[-1] if count > whole else 1
+        return numbers
+
+
+WIRE_FORMATS: Mapping[str, WireFormat | None] = {
+    "float32": None,
+    "bfloat16": BFloat16(),
+    "int8": Int8(),
+}
+"""The form for each ``--sum-dtype``: None where numbers travel as they are."""
