@@ -29,7 +29,8 @@ class AnswerFormat:
     """The marks of a model for ``thought`` and for ``call``, as far as it has them.
 
     ``calls`` say what stands between the marks, where that is known. ``special`` are the texts of
-    control tokens, with their numbers.
+    control tokens, with their numbers. An answer that ``has_channels`` is messages in OpenAI's
+    Harmony format.
     """
 
     thought: Marks | None = None
@@ -37,3 +38,12 @@ class AnswerFormat:
     parse: ParseCall | None = None
     calls: CallFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)
+    has_channels: bool = False
+
+
+HARMONY = AnswerFormat(
+    Marks("<|channel|>analysis<|message|>", "<|end|>"),
+    Marks("<|channel|>commentary to=functions.", "<|call|>"),
+    has_channels=True,
+)
+"""The format of gpt-oss."""

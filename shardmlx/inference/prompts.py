@@ -7,6 +7,7 @@ import os
 import select
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError, one_line
-from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
@@ -33,7 +34,7 @@ ChatMessage = Mapping[str, Any]
 """A message of a chat: ``role``, ``content`` and what else the model's template knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptReader:
     """The tokenizer with the settings that all prompts of a run share.
 
@@ -58,10 +59,12 @@ class PromptReader:
         """
         return _some(self.tokenizer.encode(prompt))
 
-    @property
+    @cached_property
     def answer_format(self) -> AnswerFormat:
         """The marks in answers of the model; of calls only if its template tells it of tools."""
         known = self.tokenizer
+        if isinstance(known.chat_template, str) and "<|channel|>analysis" in known.chat_template:
+            return HARMONY
         thought = Marks(known.think_start, known.think_end) if known.has_thinking else None
         template = known.chat_template
         is_told = not isinstance(template, str) or "tools" in template

@@ -145,7 +145,7 @@ class AnswerParts:
 
     def _held(self) -> int:
         """Return how many characters at the end may be of a mark, or of the space before one."""
-        longest = max((_overlap(self._text, mark) for mark, _ in self._marks()), default=0)
+        longest = max((overlap(self._text, mark) for mark, _ in self._marks()), default=0)
         if self._state is _State.THINKING or self.calls:
             before = self._text[: len(self._text) - longest]
             longest += len(before) - len(before.rstrip())
@@ -164,7 +164,7 @@ class AnswerParts:
         self._is_wanted = self.parallel or not self.calls
         if self._is_wanted:
             self.calls += 1
-            yield Call(opening["name"], "", _new_id())
+            yield Call(opening["name"], "", new_id())
 
     def _argue(self) -> Iterator[Part]:
         """Pass on what has come of a call's arguments."""
@@ -235,10 +235,11 @@ def _call(parsed: Mapping[str, Any]) -> Call:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(json.loads(text), dict):
         raise TypeError("arguments are an object")
-    return Call(parsed["name"], text, _new_id())
+    return Call(parsed["name"], text, new_id())
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """Return an id for a call."""
     return "".join(map(secrets.choice, ID_LENGTH * [ID_CHARACTERS]))
 
 
@@ -267,7 +268,7 @@ class _Object:
         return len(text)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -13,6 +13,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerParts
+from shardmlx.server.channel_parts import ChannelParts
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
@@ -220,7 +221,8 @@ def _parts(
         known = replace(known, thought=None)
     if known.thought is None and not tools:
         return None
-    return AnswerParts(
+    kind = ChannelParts if known.has_channels else AnswerParts
+    return kind(
         known,
         tools,
         is_thinking=known.thought is not None and reader.opens_thought(prompt),

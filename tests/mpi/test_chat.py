@@ -7,8 +7,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import mlx_lm, mpirun
 
@@ -26,13 +24,12 @@ def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:
     return mpirun(ranks, command=["sh", "-c", f"printf %s {typed} | {program}"])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_conversation(ranks: int, small: Path) -> None:
+def test_a_conversation(small: Path) -> None:
     """The first answer is mlx-lm's; the second computes only what is new; a new conversation
     answers as the first did. The end of stdin, or silence on a pipe, ends it."""
     said = "What is the colour of the sea?"
     job = chat(
-        ranks,
+        2,
         [said, "And why?", "h", "r", said],
         *("--model", small, "--max-tokens", "12"),
     )
@@ -53,7 +50,7 @@ def test_a_conversation(ranks: int, small: Path) -> None:
 
 def test_q_leaves_and_a_conversation_has_an_end(small: Path) -> None:
     job = chat(
-        2,
+        1,
         ["Tell me of " + "ships and " * 60, "q", "Never read"],
         *("--model", small, "--max-tokens", "8", "--cache-tokens", "256", "--no-verbose"),
     )

@@ -25,7 +25,8 @@ def options(model: Path) -> list[str]:
 @pytest.mark.parametrize("start", [LAUNCH, MPIRUN], ids=["launch", "mpirun"])
 def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
     """The prompt is there before anything is typed, a line shows while it is typed, an answer while
-    it grows. Ctrl-C stops the answer alone, and Ctrl-D leaves."""
+    it grows. Ctrl-C stops the answer alone, and Ctrl-D leaves. The terminal is put back whatever
+    ends the job."""
     with Terminal([*start, *options(small)]) as terminal:
         terminal.until(r">> ")
         terminal.type("Hellx\x7fo")
@@ -45,6 +46,13 @@ def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
         terminal.type("\x03")
         terminal.until(r"generated")
         terminal.until(r">> ")
+        if start == MPIRUN:
+            assert not terminal.is_as_before()
+            terminal.running.kill_rank(0, signal.SIGKILL)
+            status, shown = terminal.end()
+            assert status in AFTER_A_KILL, shown
+            assert terminal.is_as_before()
+            return
         terminal.type("\x04")
         status, shown = terminal.end()
         assert status == 0, shown
@@ -52,13 +60,3 @@ def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
         assert "ABORT" not in shown
         assert terminal.is_as_before()
         assert terminal.running.left_behind() == []
-
-
-def test_a_terminal_is_put_back_whatever_ends_the_job(small: Path) -> None:
-    with Terminal([*MPIRUN, *options(small)]) as terminal:
-        terminal.until(r">> ")
-        assert not terminal.is_as_before()
-        terminal.running.kill_rank(0, signal.SIGKILL)
-        status, shown = terminal.end()
-        assert status in AFTER_A_KILL, shown
-        assert terminal.is_as_before()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -18,7 +17,8 @@ import openai
 import pytest
 
 from tests.helpers.jobs import Running
-from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.mpirun import mlx_lm
+from tests.helpers.rank_pool import run_in_pool
 
 SECONDS_TO_START = 60.0
 KEY = "a-key"
@@ -171,57 +171,26 @@ def test_what_it_refuses(served: Served) -> None:
         )
 
 
-def test_it_stops_in_order(small: Path) -> None:
-    """At Ctrl-C to launch open requests end as they should; the job ends well."""
-    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "1", "serve", *options(small)]
-    with Running(launch) as running, ThreadPoolExecutor(1) as pool:
-        served = Served(running)
-        answer = pool.submit(served.ask, "Hello", 300)
-        while served.metric("texts_under_way") == 0 and not answer.done():
-            time.sleep(0.02)
-        running.process.send_signal(signal.SIGINT)
-        assert answer.result(timeout=30)
-        assert running.wait(20) == 0
-        assert running.left_behind() == []
-        assert "Stopping after SIGUSR1" in running.job().stdout
-
-
-def test_a_rank_that_dies_under_load(small: Path) -> None:
-    """Open requests end with an error, and the job with one that names the rank."""
-    with serve(2, small) as running, ThreadPoolExecutor(8) as pool:
-        served = Served(running)
-        answers = [pool.submit(served.ask, f"Count from {i}.", 400) for i in range(8)]
-        while served.metric("texts_under_way") < 4:
-            time.sleep(0.02)
-        pid = running.pid_of(1)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        for answer in answers:
-            with pytest.raises((openai.APIError, httpx.HTTPError)):
-                answer.result(timeout=20)
-        assert running.wait(20) not in (0, None)
-        assert running.left_behind() == []
-        (line,) = running.job().error_lines
-        assert re.search(r"rank 1 on \S+ died", line)
-
-
 def test_launch_starts_a_server_again_that_has_lost_a_rank(small: Path) -> None:
-    """On the same port. A rank that is only stopped for a while is named, and waited for."""
+    """On the same port; open requests end with an error. A rank that is only stopped for a while is
+    named, and waited for. At Ctrl-C open requests end as they should, and the job ends well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "serve", *options(small)]
-    with Running([*launch, "--port", port]) as running, ThreadPoolExecutor(1) as pool:
+    with Running([*launch, "--port", port]) as running, ThreadPoolExecutor(8) as pool:
         served = Served(running)
         said = served.ask("Hello")
-        answer = pool.submit(served.ask, "Count.", 400)
-        running.until(lambda: served.metric("texts_under_way") > 0)
+        answers = [pool.submit(served.ask, f"Count from {i}.", 400) for i in range(8)]
+        running.until(lambda: served.metric("texts_under_way") >= 4)
         running.kill_rank(1, signal.SIGKILL)
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            answer.result(timeout=20)
+        for answer in answers:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                answer.result(timeout=20)
         running.until(lambda: served.health() == (200, ""))
         assert served.ask("Hello") == said
         assert "restart 1 of 3 in 1 s\nlaunch: the server starts again" in running.job().stdout
+        assert re.search(r"rank 1 on \S+ died", running.job().output)
 
         running.kill_rank(1, signal.SIGSTOP)
         running.until(lambda: served.health()[0] == 503)
@@ -232,14 +201,18 @@ def test_launch_starts_a_server_again_that_has_lost_a_rank(small: Path) -> None:
         running.until(lambda: served.health() == (200, ""))
         assert served.ask("Hello") == said
 
-        running.process.send_signal(signal.SIGTERM)
+        answer = pool.submit(served.ask, "Hello", 300)
+        running.until(lambda: served.metric("texts_under_way") > 0 or answer.done())
+        running.process.send_signal(signal.SIGINT)
+        assert answer.result(timeout=30)
         assert running.wait(20) == 0
         assert running.left_behind() == []
+        assert "Stopping after SIGUSR1" in running.job().stdout
 
 
 def test_a_port_that_is_taken(served: Served, small: Path) -> None:
     port = served.url.rpartition(":")[2]
-    job = mpirun(2, "-m", "shardmlx.serve", "--model", small, "--port", port)
+    job = run_in_pool(1, "-m", "shardmlx.serve", "--model", small, "--port", port)
     assert job.returncode == 2
     assert job.error_lines == [
         f"shardmlx: error: --port {port} of 127.0.0.1 is taken: give another, or 0 for any that is "

@@ -34,19 +34,15 @@ SLIDING = {
     "layer_types": ["sliding_attention" if i % 3 else "full_attention" for i in range(LAYERS)],
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        family: (family, {})
-        for family in ("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen3")
-    },
-    "tied": ("llama", {"tied": True}),
+    "llama": ("llama", {}),
     "llama with windows": ("llama", SLIDING),
-    "ministral3 with windows": ("ministral3", SLIDING),
-    "quantised": ("qwen3", {"quantization": {"group_size": 32, "bits": 4}}),
     "quantised and tied": ("llama", {"tied": True, "quantization": {"group_size": 32, "bits": 4}}),
     "adapters": ("mistral", {"lora": True}),
 }
+"""What makes a difference here; texts of all families are in test_conformance."""
 WIDE = "heads that can be quantised"
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
     WIDE: ("qwen3", {"head_dim": 32}),
 }
 
@@ -211,8 +207,8 @@ def test_many_texts_at_once_are_those_of_each_alone(variant: str, cut: list[int]
 def test_texts_that_join_between_tokens() -> None:
     """One chunk of a prompt between two tokens: texts join groups that are on their way."""
     prompts = [prompt(length) for length in (5, 30, 2, 17, 11)]
-    texts = generate("llama", [2, 3, 1], prompts, [20] * 5, chunk=4, most=9, patience=1)
-    assert texts == [expected("llama", tokens, 20, chunk=4) for tokens in prompts]
+    texts = generate("llama", [2, 3, 1], prompts, [12] * 5, chunk=4, most=9, patience=1)
+    assert texts == [expected("llama", tokens, 12, chunk=4) for tokens in prompts]
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "llama"])
@@ -223,8 +219,9 @@ def test_a_cache_of_limited_size(variant: str, cut: list[int]) -> None:
     assert texts == [expected(variant, tokens, 25, chunk=8, max_kv_size=16)]
 
 
-@pytest.mark.parametrize("start", [0, 12, 25])
-@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("cut", "start"), [([6], 0), ([2, 3, 1], 0), ([2, 3, 1], 12), ([2, 3, 1], 25)], ids=str
+)
 def test_quantised_caches(cut: list[int], start: int) -> None:
     """From the first chunk on, from one between, and from an answer's token on."""
     how = CacheQuantisation(bits=4, group_size=32, start=start)
@@ -278,7 +275,7 @@ def finish_all(first_stage: FirstStage, counts: dict[int, int]) -> dict[int, lis
 
 
 @pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "llama with windows"])
+@pytest.mark.parametrize("variant", ["llama", "llama with windows"])
 def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: list[int]) -> None:
     first, more = prompt(20), prompt(9)
 
@@ -332,8 +329,7 @@ def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
     assert cached == [30, 30, 30, 30]
 
 
-@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
-def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> None:
+def test_conversations_go_on_while_other_texts_are_generated() -> None:
     """A kept text is there until the prompt that begins like it has its turn."""
     first = [prompt(20, seed=i) for i in range(3)]
 
@@ -357,7 +353,7 @@ def test_conversations_go_on_while_other_texts_are_generated(cut: list[int]) -> 
                     first_stage.finish(number)
         return texts
 
-    texts = serve("llama", cut, work, patience=1, chunk=4)
+    texts = serve("llama", [2, 3, 1], work, patience=1, chunk=4)
     assert texts[9] == expected("llama", prompt(7), 30)
     for i, tokens in enumerate(first):
         assert texts[10 + i] == expected("llama", [*tokens, *texts[i], *prompt(12)], 6)
@@ -400,7 +396,7 @@ def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
     def work(first_stage: FirstStage) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
         came: list[tuple[int, int]] = []
         texts: dict[int, list[int]] = {}
-        for after in range(14):
+        for after in (0, 2, 3, 5, 8, 13):
             base = 10 * after
             for i, tokens in enumerate(prompts):
                 first_stage.add(base + i, tokens, SamplingParams(), context=64)
@@ -485,7 +481,7 @@ def test_biases_and_penalties_are_those_of_mlx_lm() -> None:
 
 def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
     prompts = [prompt(length) for length in (5, 12, 9, 20)]
-    counts = [15] * 4
+    counts = [8] * 4
     choices = [
         SamplingParams(temp=0.8),
         SamplingParams(temp=1.0, top_p=0.9, stream=1),
@@ -494,10 +490,10 @@ def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
     ]
     layouts = [
         generate("llama", cut, prompts, counts, most=most, choices=choices)
-        for cut, most in (([6], 4), ([3, 3], 4), ([2, 3, 1], 3), ([3, 3], 1))
+        for cut, most in (([6], 4), ([2, 3, 1], 3), ([3, 3], 1))
     ]
     assert all(texts == layouts[0] for texts in layouts[1:])
-    assert layouts[0][2] == expected("llama", prompts[2], 15)
+    assert layouts[0][2] == expected("llama", prompts[2], 8)
     greedy = [expected("llama", tokens, 15) for tokens in prompts]
     assert all(layouts[0][i] != greedy[i] for i in (0, 1, 3))
     again = [SamplingParams(temp=0.8, seed=11, stream=5), *choices[1:]]

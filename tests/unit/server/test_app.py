@@ -186,11 +186,11 @@ def test_32_clients_stream_at_once() -> None:
         prompt = f"{number:02}:"
         text = ""
         stream = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=60, stream=True
+            model=MODEL, prompt=prompt, max_tokens=30, stream=True
         )
         async for chunk in stream:
             text += chunk.choices[0].text
-        assert text == 20 * prompt
+        assert text == 10 * prompt
         return text
 
     async def ask_all(server: Serving) -> None:
@@ -215,7 +215,7 @@ def test_32_clients_stream_at_once() -> None:
 
             running.run(release())
         assert metric(server, 'shardmlx_texts_total{end="length"}') == 32
-        assert metric(server, "shardmlx_generated_tokens_total") == 32 * 60
+        assert metric(server, "shardmlx_generated_tokens_total") == 32 * 30
 
 
 # What does not go well.
