@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -20,11 +21,12 @@ from markupsafe import Markup
 import shardmlx
 from shardmlx.runreport.metrics_file import Event
 
-_STYLES = ("uPlot.min.css", "report.css")
+_STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
 _SCRIPTS = (
     "uPlot.LICENSE",
     "uPlot.iife.min.js",
     "elements.js",
+    "formats.js",
     "run.js",
     "charts.js",
     "pictures.js",
@@ -66,16 +68,24 @@ def _environment() -> Environment:
 
 @cache
 def _read(name: str) -> str:
-    return (files("shardmlx.runreport") / "page" / name).read_text(encoding="utf-8")
+    own = files("shardmlx.runreport") / "page" / name
+    shared = files("shardmlx.common") / "page" / name
+    return (own if own.is_file() else shared).read_text(encoding="utf-8").strip()
 
 
 def _inlined(names: Sequence[str]) -> str:
-    texts = (_read(name).strip() for name in names)
-    # Who is given the page is given uPlot with it, and must be given its licence.
-    return "\n".join(
-        f"/*\n{text}\n*/" if name.endswith(".LICENSE") else text
-        for name, text in zip(names, texts, strict=True)
-    )
+    return "\n".join(map(_part, names))
+
+
+def _part(name: str) -> str:
+    text = _read(name)
+    if name.endswith(".LICENSE"):
+        # Who is given the page is given uPlot with it, and must be given its licence.
+        return f"/*\n{text}\n*/"
+    if name == "dark.css":
+        return f"@media (prefers-color-scheme: dark) {{\n{text}\n}}"
+    # All scripts become one, in which what a module exports is there for all after it.
+    return re.sub(r"(?m)^export ", "", text)
 
 
 def _hash(text: str) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from functools import lru_cache
-from http import HTTPStatus
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -42,6 +39,7 @@ from shardmlx.server.openai_requests import (
     read_completion,
 )
 from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
+from shardmlx.server.page_files import PAGE_PARTS, PageFiles
 from shardmlx.server.request_queue import (
     Answer,
     QueueFull,
@@ -140,6 +138,7 @@ class Api:
         trouble: Callable[[], str | None],
     ) -> None:
         self.metrics = Metrics(queue, memory, trouble)
+        self._page = PageFiles()
         self._trouble = trouble
         self._queue = queue
         self._reader = reader
@@ -154,7 +153,8 @@ class Api:
     def routes(self) -> list[Route]:
         """The paths, each with the method below that answers it."""
         return [
-            Route("/", self.page),
+            Route("/", self._page.answer),
+            Route(PAGE_PARTS + "{name}", self._page.answer),
             Route("/health", self.health),
             Route("/metrics", self.exposition),
             Route("/v1/models", self.models),
@@ -293,23 +293,6 @@ class Api:
         return Response(
             self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
-
-    async def page(self, request: Request) -> Response:
-        """Return the chat page."""
-        page = files("shardmlx.server").joinpath("pages", "chat.html")
-        if not page.is_file():
-            raise HTTPException(404)
-        body = page.read_bytes()
-        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        headers = {
-            "etag": etag,
-            "cache-control": "no-cache",
-            # The page's own policy is in it; but who may frame it only a header can say.
-            "content-security-policy": "frame-ancestors 'none'",
-        }
-        if etag in request.headers.get("if-none-match", ""):
-            return Response(None, HTTPStatus.NOT_MODIFIED, headers)
-        return Response(body, headers=headers, media_type="text/html; charset=utf-8")
 
 
 async def read_body(request: Request, most: int) -> bytes:

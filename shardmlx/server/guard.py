@@ -11,9 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.common.http_listener import ANSWERED, is_for
 from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.page_files import PAGE_PARTS
 
 OPEN = frozenset({"/", "/health"})
-"""Paths that need no key."""
+"""Paths that need no key, beside the parts of the page."""
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -50,7 +51,7 @@ class Guard:
             headers = Headers(scope=scope)
             _check_framing(headers)
             self._check_host(headers.get("host", ""))
-            if scope["path"] not in OPEN:
+            if scope["path"] not in OPEN and not scope["path"].startswith(PAGE_PARTS):
                 self._check_key(headers.get("authorization", ""), headers.get("x-api-key"))
         except ApiError as error:
             await error_response(error)(scope, receive, answer)

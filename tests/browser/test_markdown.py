@@ -1,19 +1,25 @@
 """What the chat page makes of an answer's Markdown."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from selenium import webdriver
 
-PAGE = Path(__file__).parents[2] / "shardmlx" / "server" / "pages" / "chat.html"
+from tests.helpers.http_serving import serving
 
 
 @pytest.fixture(scope="module")
-def page(chrome: webdriver.Chrome) -> webdriver.Chrome:
-    """The page as a file: this much works without a server."""
-    chrome.get(PAGE.as_uri())
-    return chrome
+def page(chrome: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
+    """The page, with the functions of its modules at hand."""
+    with serving() as server:
+        chrome.get(server.address)
+        chrome.execute_async_script(
+            "const done = arguments[0];"
+            "Promise.all([import('/page/elements.js'), import('/page/markdown.js')])"
+            ".then((modules) => { Object.assign(window, ...modules); done(); });"
+        )
+        yield chrome
 
 
 def shown(page: webdriver.Chrome, text: str, read: str) -> Any:
@@ -36,6 +42,11 @@ def shown(page: webdriver.Chrome, text: str, read: str) -> Any:
         ("2. a\n\n   b", '<ol start="2"><li><p>a</p><p>b</p></li></ol>'),
         ("- a\n1. b", '<ul><li><p>a</p></li></ul><ol start="1"><li><p>b</p></li></ol>'),
         ("- a\n\nb", "<ul><li><p>a</p></li></ul><p>b</p>"),
+        (
+            "> a\n> > b\nc",
+            "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>",
+        ),
+        ("a\n\n---\n* * *\nb", "<p>a</p><hr><hr><p>b</p>"),
         ("**unfinished", "<p>**unfinished</p>"),
         ("<b>a</b> &amp;", "<p>&lt;b&gt;a&lt;/b&gt; &amp;amp;</p>"),
     ],
@@ -96,7 +107,8 @@ def test_a_table(page: webdriver.Chrome) -> None:
     text = "so:\n| a | *b* | c |\n|---|:-:|--:|\n| 1 | x \\| y | `3` | 4 |\n| 2\n\nafter"
     html = shown(page, text, "node.innerHTML")
     assert html == (
-        '<p>so:</p><div class="table" tabindex="0"><table><thead><tr><th class="">a</th>'
+        '<p>so:</p><div class="table" tabindex="0" role="group" aria-label="Table"><table>'
+        '<thead><tr><th class="">a</th>'
         '<th class="center"><em>b</em></th><th class="right">c</th></tr></thead><tbody>'
         '<tr><td class="">1</td><td class="center">x | y</td><td class="right"><code>3</code></td>'
         '</tr><tr><td class="">2</td><td class="center"></td><td class="right"></td></tr></tbody>'
@@ -136,14 +148,20 @@ def test_what_stands_is_left_alone_when_more_text_comes(page: webdriver.Chrome) 
     assert html == "<p>one</p><ul><li><p>a</p></li><li><p>b</p></li></ul><p>three</p>"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("*", "**a ", "`", "_a", "- ", "1. ", "# ", "```\n", "  - a\n"),
-        *("[", "[a](", "[a](b(", "https://", "|", "|-", "| a\n", "a|b\n-|-\n"),
-    ],
-)
-def test_a_model_that_repeats_itself_does_not_hang_the_page(
-    page: webdriver.Chrome, text: str
-) -> None:
-    assert shown(page, text * 5000, "node.childNodes.length") > 0
+def test_a_model_that_repeats_itself_does_not_hang_the_page(page: webdriver.Chrome) -> None:
+    repeated = (
+        *("*", "**a ", "***", "*a", "`", "``a", "_a", "- ", "1. ", "# ", "```\n", "  - a\n", ">"),
+        *("[", "[a](", "[a](b(", "https://", "http://.", "|", "|-", "| a\n", "a|b\n-|-\n", "> - "),
+    )
+    for text in repeated:
+        assert shown(page, text * 5000, "node.childNodes.length") > 0
+    # Spaces are where such an expression would search longest.
+    for text in ("a|b\n-|-" + " " * 50_000 + "x", "*a" + " " * 50_000, "#" + " " * 50_000 + "\n"):
+        assert shown(page, text, "node.childNodes.length") > 0
+
+
+def test_lists_and_quotes_are_built_only_so_deep(page: webdriver.Chrome) -> None:
+    depth = "(function deep(e) { return 1 + Math.max(0, ...[...e.children].map(deep)); })(node)"
+    for text in ("> " * 5000 + "a", "- " * 5000 + "a", "> - " * 2500 + "a"):
+        assert shown(page, text, depth) < 20
+        assert shown(page, text, "node.textContent").endswith("a")

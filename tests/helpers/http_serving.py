@@ -80,7 +80,7 @@ class Agent(Letters):
 
 
 @dataclass
-class _Text:
+class Text:
     request: GenerationRequest
     generated: int = 0
 
@@ -96,7 +96,7 @@ class Parrot:
     goes_on: threading.Event = field(default_factory=threading.Event)
     fails: str | None = None
     lasts: threading.Event | None = None
-    texts: dict[int, _Text] = field(default_factory=dict)
+    texts: dict[int, Text] = field(default_factory=dict)
     added: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
@@ -108,7 +108,7 @@ class Parrot:
     def add(self, number: int, request: GenerationRequest) -> None:
         assert number not in self.texts
         self.threads.add(threading.get_ident())
-        self.texts[number] = _Text(request)
+        self.texts[number] = Text(request)
         self.added.append(request)
 
     def cancel(self, number: int) -> None:
@@ -142,7 +142,7 @@ class Parrot:
         if self.fails is not None:
             raise RuntimeError(self.fails)
 
-    def _next(self, text: _Text) -> Piece:
+    def _next(self, text: Text) -> Piece:
         request = text.request
         token = request.tokens[text.generated % len(request.tokens)]
         text.generated += 1

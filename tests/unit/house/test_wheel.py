@@ -12,7 +12,7 @@ import pytest
 import shardmlx
 
 ROOT = Path(__file__).parents[3]
-RUN_PAGE = ROOT / "shardmlx" / "runreport" / "page"
+PAGES = ("shardmlx/common/page", "shardmlx/runreport/page", "shardmlx/server/pages")
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
         modules("shardmlx", "shardmlx/")
         | modules("models", "shardmlx/models/")
         | modules("partitioners", "shardmlx/partitioners/")
-        | {"shardmlx/py.typed", "shardmlx/server/pages/chat.html"}
-        | {f"shardmlx/runreport/page/{path.name}" for path in RUN_PAGE.iterdir()}
+        | {"shardmlx/py.typed"}
+        | {f"{page}/{path.name}" for page in PAGES for path in (ROOT / page).iterdir()}
     )
 
 

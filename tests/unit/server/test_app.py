@@ -15,6 +15,7 @@ from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
+from shardmlx.server.page_files import POLICY
 from shardmlx.server.request_queue import RequestQueue
 from tests.helpers.http_serving import MODEL, Parrot, Serving, serving
 
@@ -410,7 +411,7 @@ def test_no_key_opens_nothing(locked: Serving, path: str, given: str | None) -> 
     assert error_of(response)["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("path", ["/", "/health"])
+@pytest.mark.parametrize("path", ["/", "/health", "/page/main.js"])
 def test_the_page_and_health_need_no_key(locked: Serving, path: str) -> None:
     assert httpx.get(locked.address + path).status_code == 200
 
@@ -483,14 +484,18 @@ def test_headers_of_every_answer(shared: Serving, path: str) -> None:
 # The page, and numbers.
 
 
-def test_the_page_is_served_and_kept_while_it_is_the_same(shared: Serving) -> None:
-    page = httpx.get(shared.address)
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
-    assert page.headers["cache-control"] == "no-cache"
-    assert "<!doctype html>" in page.text
-    again = httpx.get(shared.address, headers={"if-none-match": page.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
+def test_the_page_and_its_parts_are_served_and_kept_while_they_are_the_same(
+    shared: Serving,
+) -> None:
+    for path, kind in (("/", "html"), ("/page/main.js", "javascript"), ("/page/base.css", "css")):
+        page = httpx.get(shared.address + path)
+        assert page.headers["content-type"] == f"text/{kind}; charset=utf-8"
+        assert page.headers["content-security-policy"] == POLICY
+        assert page.headers["cache-control"] == "no-cache"
+        again = httpx.get(shared.address + path, headers={"if-none-match": page.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    for path in ("/page/", "/page/nothing.js", "/page/..%2fapp.py", "/page/%2e%2e/app.py"):
+        assert httpx.get(shared.address + path).status_code == 404, path
 
 
 def test_metrics_count_requests_texts_and_tokens() -> None:

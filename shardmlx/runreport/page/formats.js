@@ -1,28 +1,3 @@
-"use strict";
-
-// Elements are made of text, never of markup: what a file says cannot become part of the page.
-const byId = (id) => document.getElementById(id);
-
-function fill(node, ...children) {
-  node.replaceChildren(...children.flat().filter((each) => each !== null && each !== undefined));
-  return node;
-}
-
-function element(tag, properties, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties || {})) {
-    if (name in node) node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  return fill(node, ...children);
-}
-
-function drawn(tag, attributes, ...children) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return fill(node, ...children);
-}
-
 // A table; cells are text or nodes, columns are {title, number} or titles.
 function table(columns, rows, caption) {
   const heads = columns.map((each) => (typeof each === "string" ? { title: each } : each));
