@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def workplace(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactor
     return directory
 
 
+@cache
 def run(example: str, directory: Path) -> str:
     """Run a program as its first line says; return what it prints."""
     program = directory / "example.py"

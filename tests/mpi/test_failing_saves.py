@@ -161,9 +161,9 @@ def test_adapters_on_a_disk_that_becomes_read_only(
 ) -> None:
     """As Linux does to one that fails."""
     out = small_disk / "out"
-    flags += ["--iters", "100000", "--save-every", "50", "--adapter-path", out]
+    flags += ["--iters", "100000", "--save-every", "5", "--adapter-path", out]
     with Running.ranks(2, "-m", "shardmlx.train", *flags) as running:
-        first = out / "0000050_adapters.safetensors"
+        first = out / "0000005_adapters.safetensors"
         end = time.monotonic() + 60
         while not first.exists() and time.monotonic() < end:
             time.sleep(0.01)

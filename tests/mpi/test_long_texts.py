@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.specs import RECOMPUTE
 from tests.helpers.cgroups import memory_cgroups
 from tests.helpers.jobs import ranks_command
-from tests.helpers.mpirun import events, mpirun, train, train_well
+from tests.helpers.mpirun import events, mpirun, train_well
 
 
 def run(directory: Path, name: str, chunk: str, *more: str | Path) -> list[dict[str, float]]:
@@ -36,20 +35,18 @@ def peaks(directory: Path, name: str) -> list[int]:
     return [rank["peak_memory_bytes"] for rank in summary["ranks"]]
 
 
-@pytest.mark.parametrize("pack", ["--pack", "--no-pack"])
+@pytest.mark.parametrize(("pack", "recompute"), [("--pack", "selective"), ("--no-pack", "full")])
 def test_the_loss_curve_is_that_without_pieces(
-    small: Path, pirate: Path, tmp_path: Path, pack: str
+    small: Path, pirate: Path, tmp_path: Path, pack: str, recompute: str
 ) -> None:
     given = ("--model", small, "--data", pirate, "--val-batches", "2", pack)
     whole = run(tmp_path, "whole", "off", *given, "--recompute", "none")
     validated = [event["loss"] for event in events(tmp_path / "whole.jsonl", "val")]
-    for recompute in RECOMPUTE:
-        name = f"pieces-{recompute}"
-        ours = run(tmp_path, name, "8", *given, "--recompute", recompute)
-        assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
-        assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
-        found = [event["loss"] for event in events(tmp_path / f"{name}.jsonl", "val")]
-        assert found == pytest.approx(validated, rel=1e-5)
+    ours = run(tmp_path, "pieces", "8", *given, "--recompute", recompute)
+    assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
+    found = [event["loss"] for event in events(tmp_path / "pieces.jsonl", "val")]
+    assert found == pytest.approx(validated, rel=1e-5)
 
 
 def test_a_checkpoint_goes_on_with_other_pieces(small: Path, pirate: Path, tmp_path: Path) -> None:
@@ -79,27 +76,15 @@ def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
         *("--model", model, "--data", tmp_path, "--max-seq-length", "2048", "--val-batches", "0"),
         *("--iters", "1", "--batch-size", "2", "--num-layers", "-1"),
         *("--adapter-path", tmp_path / "out", "--micro-batch-size", "1", "--recompute", "none"),
-        *("--metrics-file", tmp_path / "metrics.jsonl"),
     ]
 
 
 WHOLE = ("--attention-chunk", "off", "--loss-chunk", "off")
 
 
-def test_long_sequences_fit_that_did_not(long_run: list[str | Path], tmp_path: Path) -> None:
-    """Under the same limit: refused with pieces as the remedy, trained with them."""
-    limit = ("--memory-limit", "400MiB")
-    refused = train(2, *long_run, *limit, *WHOLE)
-    assert refused.returncode == 2
-    (line,) = refused.error_lines
-    assert "--attention-chunk auto --loss-chunk auto" in line
-    train_well(2, *long_run, *limit)
-    (summary,) = events(tmp_path / "metrics.jsonl", "summary")
-    assert all(rank["peak_memory_bytes"] < 400 << 20 for rank in summary["ranks"])
-
-
-def test_the_kernel_holds_long_sequences_to_the_same_limit(long_run: list[str | Path]) -> None:
-    """Both ranks in one memory cgroup, where the kernel ends who takes more."""
+def test_long_sequences_fit_that_did_not(long_run: list[str | Path]) -> None:
+    """Under the same limit: refused with pieces as the remedy, trained with them. Both ranks are in
+    one memory cgroup, where the kernel ends who takes more."""
     nbytes = 720 << 20
     start = ("-m", "shardmlx.train", *long_run)
     with memory_cgroups(("both",), nbytes) as cgroups:
