@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class OpenFile:
                 raise OSError(f"{self._name} ends at byte {start}, before it should")
             start, buffer = start + count, buffer[count:]
 
+    def expect(self, start: int, nbytes: int) -> None:
+        """Let the system begin to read what is to be read next."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -61,6 +68,10 @@ class Stored:
     def read(self, start: int, buffer: memoryview) -> None:
         """Fill a buffer with the array's bytes from ``start`` on. Raises ``OSError``."""
         self.file.read(self.start + start, buffer)
+
+    def expect(self, start: int, nbytes: int) -> None:
+        """Let the system begin to read the bytes from ``start`` on."""
+        self.file.expect(self.start + start, nbytes)
 
 
 def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:

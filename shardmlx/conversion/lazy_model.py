@@ -32,6 +32,8 @@ from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.experts import Experts, Stored, by_tensor, find_experts, stored_arrays
 from shardmlx.conversion.trained import Trained
 from shardmlx.errors import UserError, one_line
+from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
+from shardmlx.models.config_reader import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,10 @@ def build_lazily(
 
     Raises ``UserError`` where mlx-lm cannot build, fuse or quantise it.
     """
-    with _refusing(f"{path}: mlx-lm cannot build this model"), watch_loads() as loaded:
+    what = f"{path}: mlx-lm cannot build this model"
+    with _refusing(what, _other_layout(path)), watch_loads() as loaded:
         model, config = load_model(path, lazy=True)
+    _check_floats(path, loaded.read, model)
     if trained is not None:
         with _refusing(f"--adapter-path {trained.name} holds nothing for this model"):
             _add(model, trained)
@@ -116,6 +120,32 @@ def _finish(
         dequantize_model(model)
     if options.quantize is not None or options.dtype is not None:
         cast()
+
+
+def _other_layout(path: Path) -> str:
+    """Return what to do about a model that other programs have quantised; else nothing."""
+    config = read_config(path)
+    how = config.get("quantization_config") or {}
+    method = how.get("quant_method") if isinstance(how, dict) else None
+    if method is None or "quantization" in config:
+        return ""
+    return f"its tensors are packed by {method}: take the model in 16 bits, or as mlx-lm packs it"
+
+
+def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) -> None:
+    """Refuse floats of 8 bits that mlx-lm takes for whole numbers: not every family unpacks
+    them."""
+    names = {id(array): name for name, array in read.items() if array.dtype == mx.uint8}
+    for weight, array in tree_flatten(model.parameters()):
+        if id(array) in names and weight.endswith(".weight"):
+            name = names[id(array)]
+            info = read_header(check_model_files(path)[name]).tensors[name]
+            if info.dtype.startswith("F"):
+                raise UserError(
+                    f"{path}: {name} is in {info.dtype}, which mlx-lm does not read for this type "
+                    "of model",
+                    "take the model in 16 bits",
+                )
 
 
 @contextmanager

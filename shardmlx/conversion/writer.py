@@ -108,6 +108,7 @@ def _computed(
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
             begin(count)
+            stored.expect(start + count, step)
             data = memoryview(bytearray(count))
             stored.read(start, data)
             yield spec.name, data
@@ -145,15 +146,18 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 
 class _Behind:
-    """A thread that writes tensors, and one that computes their digests, while the next ones are
-    computed. All that wait to be written have ``most`` bytes, or are one step's."""
+    """Three threads, while the next tensors are computed: one writes them, one computes their
+    digests, and one records what is written, for which it waits for the disk now and then. All that
+    wait to be written have ``most`` bytes, or are one step's."""
 
     def __init__(self, copy: PartialCopy, most: int) -> None:
         self._copy, self._most = copy, most
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._nbytes = 0
         self._begun: dict[str, _Begun] = {}
+        self._recorded: deque[Future[None]] = deque()
         self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.recorder = ThreadPoolExecutor(1)
 
     def make_room(self, nbytes: int) -> None:
         """Return once so many bytes may be computed. Raises what a write raised."""
@@ -171,11 +175,15 @@ class _Behind:
         self._nbytes += len(data)
 
     def finish(self) -> None:
-        """Return once all is written. Raises what a write raised."""
+        """Return once all is written and recorded. Raises what a write raised."""
         while self._waiting:
             self._wait()
+        while self._recorded:
+            self._recorded.popleft().result()
 
     def _wait(self) -> None:
+        while self._recorded and self._recorded[0].done():
+            self._recorded.popleft().result()
         nbytes, written = self._waiting.popleft()
         written.result()
         self._nbytes -= nbytes
@@ -189,7 +197,8 @@ class _Behind:
             self._copy.write(place.file, place.start + start + offset, piece)
         hashed.result()
         if is_last:
-            self._copy.add(name, self._begun.pop(name).digest.digest())
+            digest = self._begun.pop(name).digest.digest()
+            self._recorded.append(self.recorder.submit(self._copy.add, name, digest))
 
 
 @dataclass(slots=True)
@@ -203,11 +212,12 @@ class _Begun:
 @contextmanager
 def _behind(copy: PartialCopy, most: int) -> Iterator[_Behind]:
     behind = _Behind(copy, most)
-    with behind.hasher, behind.writer:
+    with behind.recorder, behind.hasher, behind.writer:
         try:
             yield behind
         except BaseException:
             behind.writer.shutdown(cancel_futures=True)
+            behind.recorder.shutdown(cancel_futures=True)
             raise
 
 
