@@ -85,7 +85,7 @@ MIXTURES = [
 ]
 
 
-def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path) -> None:
+def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path, in_haste: None) -> None:
     assert len(MIXTURES) > 20
     for family in MIXTURES:
         wide = {"hidden_size": 64} if "hidden_size" in CONFIGS[family] else {}

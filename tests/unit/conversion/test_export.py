@@ -31,6 +31,8 @@ from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 QUIET = Reporter(quiet=True)
 Contents = dict[str, bytes]
 

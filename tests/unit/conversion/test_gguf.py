@@ -19,6 +19,8 @@ from shardmlx.conversion.gguf import GGUF_FILE
 from shardmlx.errors import UserError
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 QUIET = Reporter(quiet=True)
 
 

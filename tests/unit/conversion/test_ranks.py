@@ -25,6 +25,8 @@ from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 QUIET = Reporter(quiet=True)
 LORA = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
 

@@ -27,14 +27,19 @@ from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 QUIET = Reporter(quiet=True)
 LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
 @pytest.fixture(autouse=True)
-def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm writes neither tokenizer nor card, and nobody waits for the disk."""
     tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
     monkeypatch.setattr(mlx_lm.utils, "load_tokenizer", lambda *args, **kwargs: tokenizer)
+    monkeypatch.setattr(mlx_lm.utils, "create_model_card", lambda *args: None)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 def contents(directory: Path) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def write_adapters(model_dir: Path, directory: Path, kind: str) -> None:
     model, _ = mlx_lm.utils.load_model(model_dir, lazy=True)
     model.freeze()
     mx.random.seed(5)
-    linear_to_lora_layers(model, LAYERS, LORA, use_dora=kind == "dora")
+    linear_to_lora_layers(model, min(LAYERS, len(model.layers)), LORA, use_dora=kind == "dora")
     weights = {
         name: array + 0.1 * mx.random.normal(array.shape)
         for name, array in tree_flatten(model.parameters())
@@ -93,27 +98,19 @@ GROUPS_OF_64 = (
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_is_quantised_as_by_convert(family: str, tmp_path: Path) -> None:
-    wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
-    config = {**CONFIGS[family], **wide, "torch_dtype": "bfloat16"}
-    save_model_directory(tmp_path / "model", config)
-    convert(
-        str(tmp_path / "model"), str(tmp_path / "theirs"), quantize=True, q_bits=4, q_group_size=32
-    )
-    ours = exported(tmp_path / "model", tmp_path / "ours", quantize="4:32")
-    assert_same(ours, tmp_path / "theirs")
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_adapters_of_every_family_are_fused_as_by_fuse(
+def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_experts = any(each.experts for each in ModelShape.from_config(CONFIGS[family]).kinds)
-    save_model_directory(tmp_path / "model", CONFIGS[family])
-    write_adapters(tmp_path / "model", tmp_path / "adapters", "lora" if has_experts else "dora")
-    fuse(monkeypatch, tmp_path / "model", tmp_path / "adapters", tmp_path / "theirs")
-    ours = exported(tmp_path / "model", tmp_path / "ours", adapter_path=str(tmp_path / "adapters"))
-    assert_same(ours, tmp_path / "theirs")
+    wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
+    model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
+    save_model_directory(model, {**CONFIGS[family], **wide, "torch_dtype": "bfloat16"})
+    write_adapters(model, adapters, "lora" if has_experts else "dora")
+    fuse(monkeypatch, model, adapters, theirs)
+    ours = exported(model, tmp_path / "fused", adapter_path=str(adapters))
+    assert_same(ours, theirs)
+    packed = convert_to(tmp_path / "packed", theirs, quantize=True, q_bits=4, q_group_size=32)
+    assert_same(exported(theirs, tmp_path / "ours", quantize="4:32"), packed)
 
 
 WAYS = [
@@ -126,7 +123,7 @@ WAYS = [
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers have columns enough for groups of 128, tied, in float16."""
     path = tmp_path_factory.mktemp("wide") / "model"
-    config = tiny_config(layers=8, tied=True, hidden_size=128, intermediate_size=256)
+    config = tiny_config(layers=2, tied=True, hidden_size=128, intermediate_size=256)
     save_model_directory(path, {**config, "torch_dtype": "float16"})
     return path
 
@@ -200,7 +197,7 @@ def test_a_fully_trained_file_beside_its_adapter_config_is_taken_in(
 ) -> None:
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    name = "model.layers.7.mlp.up_proj.weight"
+    name = "model.layers.1.mlp.up_proj.weight"
     mx.save_safetensors(str(adapters / "adapters.safetensors"), {name: mx.ones((256, 128))})
     (adapters / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "full"}))
     fuse(monkeypatch, wide, adapters, tmp_path / "theirs")
