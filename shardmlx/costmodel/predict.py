@@ -9,6 +9,7 @@ from shardmlx.costmodel.layer_memory import FLOAT32
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.sum_parts import levels_of
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.simulate import Simulation, simulate
 
@@ -196,5 +197,7 @@ def _reduce_seconds(
             cluster.link_seconds(a, b, sent + back)
             for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
         )
-        times.append((mesh.dp - 1) / mesh.dp * slowest_link)
+        levels = levels_of(rank, ring, [each.host for each in cluster.machines])
+        members = mesh.dp if levels is None else len(levels.between)
+        times.append((members - 1) / members * slowest_link)
     return max(times)

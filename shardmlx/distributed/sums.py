@@ -19,6 +19,10 @@ to their owners, and as many on their way back::
                                                    add, gather
                                                             add, gather
 
+Where each host has as many of the members as the others, two or more, there are two levels: sums
+within a host, then between those that have the same place on their hosts, and back. So the link of
+a host carries each number once, for all its members. The order of adding is then host by host.
+
 All members start the same sums in the same order. A rank in several groups starts those of one
 before those of the next, all ranks in the same order of groups; so the messages of two ranks pair
 up by their order alone, and no rank waits for one that waits for it.
@@ -30,12 +34,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, zip_longest
+from functools import partial
+from itertools import pairwise, zip_longest
 
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.distributed.exchanges import Exchange, Step, pieces_of
 from shardmlx.distributed.messages import (
     GATHER_TAG,
     SCATTER_TAG,
@@ -44,6 +49,7 @@ from shardmlx.distributed.messages import (
     TransportTimeout,
     buffer_of,
 )
+from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import WireFormat
 
@@ -61,36 +67,6 @@ PAUSE = 2e-3
 
 SLICE = 0.1
 """Seconds between two looks of the main thread, which waits, at what may have failed meanwhile."""
-
-
-@dataclass(slots=True)
-class Exchange:
-    """A sum, a scatter or a gather under way, over the world ranks of ``group``.
-
-    ``chunks`` are the parts of all members, chunk by chunk, ``errors`` what was rounded off of
-    them before. Its arrays are in use until it is done.
-    """
-
-    group: tuple[int, ...]
-    scatters: bool
-    gathers: bool
-    chunks: deque[tuple[np.ndarray | None, ...]]
-    errors: deque[tuple[np.ndarray | None, ...]]  # none where none are kept
-    arrays: Sequence[mx.array | None]  # keeps the buffers alive
-    left: int
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(slots=True)
-class _Step:
-    """A chunk of an exchange: one piece of each member's part, as far as that goes."""
-
-    exchange: Exchange
-    pieces: tuple[np.ndarray | None, ...]
-    errors: tuple[np.ndarray | None, ...] = ()
-    sum: np.ndarray | None = None  # this rank's, as it travels
-    sends: list[tuple[int, Handle]] = field(default_factory=list)
-    receives: dict[int, tuple[Handle, np.ndarray]] = field(default_factory=dict)
 
 
 class Sums:
@@ -131,7 +107,7 @@ class Sums:
         """
         bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
         parts = self._parts(array, bounds), self._parts(errors, bounds)
-        return self._start(group, *parts, [array, errors], scatters=True, gathers=True)
+        return self._begin(group, *parts, [array, errors], scatters=True, gathers=True)
 
     def reduce_scatter(
         self,
@@ -146,7 +122,7 @@ class Sums:
         ranks of the group must call it.
         """
         parts = self._parts(array, bounds), self._parts(errors, bounds)
-        return self._start(group, *parts, [array, errors], scatters=True, gathers=False)
+        return self._begin(group, *parts, [array, errors], scatters=True, gathers=False)
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -155,7 +131,7 @@ class Sums:
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
         arrays = [each for part in owned for each in part]
-        return self._start(group, parts, [], arrays, scatters=False, gathers=True)
+        return self._begin(group, parts, [], arrays, scatters=False, gathers=True)
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
         """Return once an exchange is done; ``what`` says for whom it waits.
@@ -193,7 +169,7 @@ class Sums:
         whole = np.frombuffer(buffer_of(array), np.float32)
         return [[whole[start:stop]] for start, stop in pairwise(bounds)]
 
-    def _start(
+    def _begin(
         self,
         group: Sequence[int],
         parts: Sequence[Sequence[np.ndarray]],
@@ -203,15 +179,50 @@ class Sums:
         scatters: bool,
         gathers: bool,
     ) -> Exchange:
+        """Start an exchange, in two levels where the hosts are so; return its last part."""
         if len(parts) != len(group):
             raise ValueError(f"{len(parts)} parts for {len(group)} ranks")
+        levels = levels_of(self._transport.rank, group, self._transport.hosts)
+        start = partial(self._start, arrays=arrays)
+        wire = self._wire if scatters else None
+        if levels is None:
+            return start(group, parts, errors, scatters=scatters, gathers=gathers, wire=wire)
+        # What belongs to all that have the same place on their hosts.
+        of_places = [[each for m in column for each in parts[m]] for column in levels.places]
+        column = levels.places[levels.place]
+        between = [parts[m] for m in column], [errors[m] for m in column] if errors else []
+        last = None
+        if scatters:
+            last = start(levels.inside, of_places, [], scatters=True, gathers=False)
+        last = start(
+            levels.between, *between, scatters=scatters, gathers=gathers, wire=wire, after=last
+        )
+        if gathers:
+            last = start(levels.inside, of_places, [], scatters=False, gathers=True, after=last)
+        return last
+
+    def _start(
+        self,
+        group: Sequence[int],
+        parts: Sequence[Sequence[np.ndarray]],
+        errors: Sequence[Sequence[np.ndarray]],
+        *,
+        arrays: Sequence[mx.array | None],
+        scatters: bool,
+        gathers: bool,
+        wire: WireFormat | None = None,
+        after: Exchange | None = None,
+    ) -> Exchange:
         room = self._room_of_chunk(len(group)) if scatters else MOST_CHUNK_BYTES
         chunks, of_errors = (
-            deque(zip_longest(*(_pieces(part, room) for part in each))) for each in (parts, errors)
+            deque(zip_longest(*(pieces_of(part, room) for part in each)))
+            for each in (parts, errors)
         )
         if len(group) == 1:
             chunks.clear()
-        exchange = Exchange(tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks))
+        exchange = Exchange(
+            tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks), wire, after
+        )
         if not chunks:
             exchange.done.set()
             return exchange
@@ -231,8 +242,8 @@ class Sums:
 
     def _run(self) -> None:
         """Move exchanges until there are none."""
-        posted: deque[_Step] = deque()
-        returned: deque[_Step] = deque()
+        posted: deque[Step] = deque()
+        returned: deque[Step] = deque()
         try:
             while True:
                 step = self._next(is_last=not (posted or returned))
@@ -251,7 +262,7 @@ class Sums:
         except Exception as error:
             self._error = error  # the main thread's next wait raises it
 
-    def _next(self, *, is_last: bool) -> _Step | None:
+    def _next(self, *, is_last: bool) -> Step | None:
         """Return the next chunk, if any exchange has one; without, this thread ends if it was the
         last."""
         with self._lock:
@@ -259,13 +270,15 @@ class Sums:
                 self._runs = not is_last
                 return None
             exchange = self._queue[0]
+            if exchange.after is not None and not exchange.after.done.is_set():
+                return None  # that is under way still, and ends without this one
             pieces = exchange.chunks.popleft()
             errors = exchange.errors.popleft() if exchange.errors else ()
             if not exchange.chunks:
                 self._queue.popleft()
-        return _Step(exchange, pieces, errors)
+        return Step(exchange, pieces, errors)
 
-    def _scatter(self, step: _Step) -> None:
+    def _scatter(self, step: Step) -> None:
         """Send the others what is theirs of a chunk, and receive what is this rank's."""
         exchange = step.exchange
         if not exchange.scatters:
@@ -276,18 +289,18 @@ class Sums:
             if mine is not None:
                 start = self._room.size // AHEAD * self._turn + room * place
                 inbox: np.ndarray = self._room[start : start + mine.size]
-                if self._wire is not None:
-                    nbytes = self._wire.nbytes(mine.size)
+                if exchange.wire is not None:
+                    nbytes = exchange.wire.nbytes(mine.size)
                     inbox = self._room.view(np.uint8)[4 * start : 4 * start + nbytes]
                 handle = self._transport.receive(inbox, peer, SCATTER_TAG)
                 step.receives[peer] = handle, inbox
             self._send(step, peer, self._encoded(step, peer), SCATTER_TAG)
 
-    def _add(self, step: _Step) -> None:
+    def _add(self, step: Step) -> None:
         """Add what has come to this rank's own, in the order of the group."""
-        exchange, wire, me = step.exchange, self._wire, self._transport.rank
-        mine = step.pieces[self._member(exchange)]
-        rounds = wire is not None and not wire.keeps_errors and exchange.scatters
+        exchange, me = step.exchange, self._transport.rank
+        wire, mine = exchange.wire, step.pieces[self._member(exchange)]
+        rounds = wire is not None and not wire.keeps_errors
         if rounds and wire is not None and mine is not None:
             mine[:] = wire.decode(wire.encode(mine), mine.size)
         total: np.ndarray | None = None
@@ -308,11 +321,11 @@ class Sums:
         step.sum = mine
         if wire is not None and mine is not None and (rounds or exchange.gathers):
             step.sum = self._encoded(step, me)
-            if exchange.scatters and step.sum is not None:
+            if step.sum is not None:
                 mine[:] = wire.decode(step.sum, mine.size)
         self._end_sends(step)
 
-    def _return(self, step: _Step) -> None:
+    def _return(self, step: Step) -> None:
         """Send this rank's piece to all, and receive theirs in the place of what they were sent."""
         exchange = step.exchange
         if not exchange.gathers:
@@ -321,28 +334,28 @@ class Sums:
             piece = step.pieces[exchange.group.index(peer)]
             if piece is not None:
                 inbox = piece
-                if self._wire is not None and exchange.scatters:
-                    inbox = np.empty(self._wire.nbytes(piece.size), np.uint8)
+                if exchange.wire is not None:
+                    inbox = np.empty(exchange.wire.nbytes(piece.size), np.uint8)
                 step.receives[peer] = self._transport.receive(inbox, peer, GATHER_TAG), inbox
             self._send(step, peer, step.sum, GATHER_TAG)
 
-    def _finish(self, step: _Step) -> None:
+    def _finish(self, step: Step) -> None:
         """End what ``_return`` began, and with its last chunk the exchange."""
         for peer, (handle, inbox) in step.receives.items():
             self._await(handle, peer)
-            piece = step.pieces[step.exchange.group.index(peer)]
-            if self._wire is not None and piece is not None and inbox is not piece:
-                piece[:] = self._wire.decode(inbox, piece.size)
+            piece, wire = step.pieces[step.exchange.group.index(peer)], step.exchange.wire
+            if wire is not None and piece is not None:
+                piece[:] = wire.decode(inbox, piece.size)
         self._end_sends(step)
         step.exchange.left -= 1
         if step.exchange.left == 0:
             step.exchange.done.set()
 
-    def _encoded(self, step: _Step, rank: int) -> np.ndarray | None:
+    def _encoded(self, step: Step, rank: int) -> np.ndarray | None:
         """Return a member's piece as it travels; what is rounded off of it is kept."""
         member = step.exchange.group.index(rank)
-        piece, wire = step.pieces[member], self._wire
-        if piece is None or wire is None or not step.exchange.scatters:
+        piece, wire = step.pieces[member], step.exchange.wire
+        if piece is None or wire is None:
             return piece
         errors = step.errors[member] if step.errors else None
         if errors is None:
@@ -352,11 +365,11 @@ class Sums:
         errors -= wire.decode(data, piece.size)
         return data
 
-    def _send(self, step: _Step, peer: int, piece: np.ndarray | None, tag: int) -> None:
+    def _send(self, step: Step, peer: int, piece: np.ndarray | None, tag: int) -> None:
         if piece is not None:
             step.sends.append((peer, self._transport.send(piece, peer, tag)))
 
-    def _end_sends(self, step: _Step) -> None:
+    def _end_sends(self, step: Step) -> None:
         for peer, handle in step.sends:
             self._await(handle, peer)
         step.sends.clear()
@@ -380,31 +393,3 @@ class Sums:
         """Yield the other members, the next one first: so not all send to one at a time."""
         group, me = exchange.group, self._member(exchange)
         return (group[(me + distance) % len(group)] for distance in range(1, len(group)))
-
-
-def equal_parts(size: int, members: int) -> list[int]:
-    """Return the ends of parts of ``size`` elements that differ by one at most: 0, ..., size."""
-    return [size * member // members for member in range(members + 1)]
-
-
-def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
-    """Return the ends of parts with which the slowest link is through first: 0, ..., size.
-
-    Of n members, number i sends and receives ``size`` + (n - 2) times its part, at ``speeds[i]``:
-    links are all through at the time T where the parts, (T speed - size) / (n - 2), add up to
-    ``size``. A link that is too slow for that owns nothing.
-    """
-    members = len(speeds)
-    if members <= 2 or min(speeds) == max(speeds):
-        return equal_parts(size, members)
-    own = sorted(speeds, reverse=True)
-    while (members - 2 + len(own)) / sum(own) * own[-1] < 1:
-        own.pop()
-    time = (members - 2 + len(own)) / sum(own)
-    shares = [max(0.0, time * speed - 1) / (members - 2) for speed in speeds]
-    return [min(size, round(size * end / sum(shares))) for end in accumulate(shares, initial=0.0)]
-
-
-def _pieces(part: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
-    """Return the arrays in pieces of at most ``size`` elements; none of what is empty."""
-    return [array[start : start + size] for array in part for start in range(0, array.size, size)]

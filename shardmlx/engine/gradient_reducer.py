@@ -17,8 +17,10 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import new_buffer
-from shardmlx.distributed.sums import Exchange, Sums, parts_by_speed
+from shardmlx.distributed.sum_parts import parts_by_speed
+from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
 from shardmlx.engine.shards import Shards

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
+from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import in_a_row, new_buffer
-from shardmlx.distributed.sums import Exchange, Sums
+from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.stage import Stage
 

@@ -62,7 +62,10 @@ def memory_cgroups(names: Sequence[str], nbytes: int) -> Iterator[dict[str, Memo
 
 @contextmanager
 def cpu_cgroups(cores: Mapping[str, float]) -> Iterator[dict[str, Cgroup]]:
-    """Yield a cgroup for each name that may use so many cores; skip where there can be none."""
+    """Yield a cgroup for each name that may use so many cores; skip where there can be none.
+
+    Other work on the machine comes after them.
+    """
     made: dict[str, Cgroup] = {}
     try:
         for name, count in cores.items():
@@ -70,9 +73,11 @@ def cpu_cgroups(cores: Mapping[str, float]) -> Iterator[dict[str, Cgroup]]:
             quota = round(count * PERIOD)
             if _is_version_2():
                 (made[name].path / "cpu.max").write_text(f"{quota} {PERIOD}")
+                (made[name].path / "cpu.weight").write_text("10000")
             else:
                 (made[name].path / "cpu.cfs_period_us").write_text(str(PERIOD))
                 (made[name].path / "cpu.cfs_quota_us").write_text(str(quota))
+                (made[name].path / "cpu.shares").write_text("100000")
     except OSError as error:
         _remove(made)
         pytest.skip(f"no CPU cgroup can be made: {error}")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardmlx.distributed.sums import equal_parts, parts_by_speed
+from shardmlx.distributed.sum_parts import equal_parts, levels_of, parts_by_speed
 
 
 def shares(ends: list[int]) -> list[int]:
@@ -33,6 +33,15 @@ def test_all_links_are_through_at_the_same_time(speeds: list[float]) -> None:
         (size + (len(speeds) - 2) * part) / speed for part, speed in zip(parts, speeds, strict=True)
     ]
     assert max(times) <= min(times) * 1.0001
+
+
+def test_ranks_of_one_host_stand_together_where_all_hosts_have_as_many() -> None:
+    levels = levels_of(4, (1, 2, 4, 7), "?aa?b??b")
+    assert levels is not None
+    assert (levels.inside, levels.between, levels.place) == ((4, 7), (1, 4), 0)
+    assert levels.places == ((0, 2), (1, 3))
+    for hosts in ("aaaa", "abcd", "aaab"):
+        assert levels_of(0, range(4), hosts) is None
 
 
 def test_a_slow_link_owns_nothing() -> None:

@@ -229,6 +229,22 @@ def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None
         assert prediction.reduce_seconds == pytest.approx(nbytes * parameters / 1e9)
 
 
+def test_replicas_of_one_host_use_its_link_once(model: Path) -> None:
+    """Four on two hosts send as much over a link as two: sums within a host come first."""
+    workload = work(model, fine_tune_type="full", zero=0)
+    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
+    two = macs((999, 10), (999, 10), link=1e9)
+    four = replace(two, machines=tuple(each for each in two.machines for _ in range(2)))
+    seconds = [
+        predict(
+            plan_of(Candidate(Mesh(dp, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload),
+            workload, cluster, 512,
+        ).reduce_seconds
+        for dp, cluster in ((2, two), (4, four))
+    ]  # fmt: skip
+    assert seconds[0] == seconds[1] > 0
+
+
 def test_measured_times_win_over_flops(model: Path) -> None:
     workload = work(model)
     part = Seconds(1.0, 1.0, 0.5, 0.25)

@@ -1,0 +1,66 @@
+"""The owners of the parts of a sum, and the ranks that stand on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The groups in which a rank sums in two levels: those ``inside`` its host, then those
+    ``between`` hosts that have the same ``place`` as it.
+
+    ``places`` are, for each place, the members of the group that have it, by their index there.
+    """
+
+    inside: tuple[int, ...]
+    between: tuple[int, ...]
+    place: int
+    places: tuple[tuple[int, ...], ...]
+
+
+def levels_of(rank: int, group: Sequence[int], hosts: Sequence[str]) -> Levels | None:
+    """Return the levels of a group of world ranks on ``hosts[rank]``.
+
+    None where there is one host, or hosts have one member each, or not all as many.
+    """
+    on_host: dict[str, list[int]] = {}
+    for member, each in enumerate(group):
+        on_host.setdefault(hosts[each], []).append(member)
+    members = list(on_host.values())
+    if len(members) == 1 or len(members[0]) == 1 or len({len(each) for each in members}) > 1:
+        return None
+    places = tuple(zip(*members, strict=True))
+    inside = on_host[hosts[rank]]
+    place = inside.index(group.index(rank))
+    return Levels(
+        inside=tuple(group[member] for member in inside),
+        between=tuple(group[member] for member in places[place]),
+        place=place,
+        places=places,
+    )
+
+
+def equal_parts(size: int, members: int) -> list[int]:
+    """Return the ends of parts of ``size`` elements that differ by one at most: 0, ..., size."""
+    return [size * member // members for member in range(members + 1)]
+
+
+def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
+    """Return the ends of parts with which the slowest link is through first: 0, ..., size.
+
+    Of n members, number i sends and receives ``size`` + (n - 2) times its part, at ``speeds[i]``:
+    links are all through at the time T where the parts, (T speed - size) / (n - 2), add up to
+    ``size``. A link that is too slow for that owns nothing.
+    """
+    members = len(speeds)
+    if members <= 2 or min(speeds) == max(speeds):
+        return equal_parts(size, members)
+    own = sorted(speeds, reverse=True)
+    while (members - 2 + len(own)) / sum(own) * own[-1] < 1:
+        own.pop()
+    time = (members - 2 + len(own)) / sum(own)
+    shares = [max(0.0, time * speed - 1) / (members - 2) for speed in speeds]
+    return [min(size, round(size * end / sum(shares))) for end in accumulate(shares, initial=0.0)]
