@@ -42,17 +42,23 @@ def test_the_pages_are_up_to_date(script: ModuleType) -> None:
     assert sorted(on_pages) == sorted(command.name for command in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("command", "each"), OPTIONS, ids=lambda value: getattr(value, "name", value)
-)
-def test_an_option_has_a_unit_and_a_default_or_must_be_given(command: str, each: Declared) -> None:
-    """A switch has no unit, a choice its words; in the file only, a mapping its keys."""
-    if each.rules.flag and bool not in each.kinds:
-        assert each.metavar
-    assert each.default != ""
-    assert each.rules.help
-    assert not each.rules.help.endswith(".")
-    assert "(default" not in each.rules.help
+def wrong_with(each: Declared) -> list[str]:
+    """Return what an option leaves unsaid. A switch has no unit, a choice its words; in the file
+    only, a mapping its keys."""
+    wanted = {
+        "a unit": bool(each.metavar) or not each.rules.flag or bool in each.kinds,
+        "a default, or that it must be given": each.default != "",
+        "help": bool(each.rules.help),
+        "help without a full stop": not each.rules.help.endswith("."),
+        "help without its default": "(default" not in each.rules.help,
+    }
+    return [what for what, is_there in wanted.items() if not is_there]
+
+
+def test_an_option_has_a_unit_and_a_default_or_must_be_given() -> None:
+    wrong = {f"{command} {each.name}": wrong_with(each) for command, each in OPTIONS}
+    assert len(wrong) > 200
+    assert {name: lacks for name, lacks in wrong.items() if lacks} == {}
 
 
 def test_one_name_means_one_thing() -> None:
