@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -74,9 +76,27 @@ def serve(ranks: int, model: Path, *args: str) -> Running:
     return Running.ranks(ranks, "-m", "shardmlx.serve", *options(model), *args)
 
 
+TEMPLATE = """\
+{% if tools %}{{ 's: ' + (tools | tojson) + eos_token }}{% endif %}\
+{% for turn in messages %}{{ turn['role'][0] + ': ' + (turn['content'] or '') }}\
+{% for call in turn['tool_calls'] or [] %}{% set tool_call = call['function'] %}\
+{{ '<tool_call>' + tool_call.name + (tool_call.arguments | tojson) + '</tool_call>' }}{% endfor %}\
+{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
+"""The one of the small model, but that it knows tools."""
+
+
 @pytest.fixture(scope="module")
-def served(small: Path) -> Iterator[Served]:
-    with serve(2, small) as running:
+def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "model"
+    shutil.copytree(small, path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    with serve(2, model) as running:
         yield Served(running)
 
 
@@ -119,6 +139,50 @@ def test_an_answer_keeps_to_a_schema_on_the_last_rank(served: Served) -> None:
                 "json_schema": {"name": "day", "schema": {"type": "objct"}},
             },
         )
+
+
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": ["sea", "sky"]}},
+            "required": ["at"],
+        },
+    },
+}
+
+
+def test_a_round_trip_of_tools_that_a_random_model_is_made_to_call(served: Served) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
+    asked: Any = {"role": "user", "content": "What is there?"}
+    how: Any = {"model": "default", "tools": [LOOK], "temperature": 1, "max_tokens": 60}
+    with served.client.chat.completions.stream(
+        messages=[asked], tool_choice="required", parallel_tool_calls=False, **how
+    ) as stream:
+        answer = stream.get_final_completion().choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or []
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments) in ({"at": "sea"}, {"at": "sky"})
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "Ships."}
+    called: Any = answer.message.model_dump()
+    again = served.client.chat.completions.create(messages=[asked, called, result], **how)
+    assert again.choices[0].finish_reason in ("length", "stop")
+
+
+def test_langchain_binds_tools(served: Served) -> None:
+    langchain: Any = pytest.importorskip("langchain_openai", reason="needs langchain-openai")
+    model = langchain.ChatOpenAI(
+        base_url=f"{served.url}/v1", api_key=KEY, model="default", temperature=1, max_tokens=60
+    )
+    answer = model.bind_tools([LOOK], tool_choice="look").invoke("What is there?")
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"]["at"] in ("sea", "sky")) == ("look", True)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Ships."}
+    chunks = model.bind_tools([LOOK]).stream([("user", "What is there?"), answer, result])
+    assert [chunk.type for chunk in chunks][:1] == ["AIMessageChunk"]
 
 
 def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> None:
