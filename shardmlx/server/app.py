@@ -208,9 +208,10 @@ class Api:
         return await self._answer(request, detokenized)
 
     async def embeddings(self, request: Request) -> Response:
-        """Refuse: the hidden states of a model that generates text are no embeddings."""
+        """Refuse: hidden states of a model that generates text are no embeddings, and of one that
+        was trained to give some nobody here knows how it pools them."""
         raise refused(
-            "this model generates text and was not trained to give embeddings: ask another server",
+            "this server generates text and gives no embeddings: ask one for embedding models",
             "model",
             "unsupported_endpoint",
         )

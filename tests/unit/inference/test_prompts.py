@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from mlx_lm.tool_parsers import json_tools
+from tokenizers import AddedToken
 
 from shardmlx.errors import UserError
 from shardmlx.inference import prompts
-from shardmlx.inference.prompts import read_prompts, read_stdin
+from shardmlx.inference.answer_format import HARMONY
+from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.prompts import PromptReader, read_prompts, read_stdin
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -81,3 +87,21 @@ def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.Monkey
                 read_stdin(read)
             os.close(write)
         os.close(read)
+
+
+def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
+    tokenizer: Any = SimpleNamespace(
+        chat_template="{{ tools }}<tool_call>{{ tool_call.name }}",
+        has_thinking=False,
+        has_tool_calling=True,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+        tool_parser=json_tools.parse_tool_call,
+        added_tokens_decoder={5: AddedToken("<s>", special=True), 6: AddedToken("<a>")},
+    )
+    known = PromptReader(tokenizer=tokenizer).answer_format
+    assert known.call is not None
+    assert known.calls == call_format("mlx_lm.tool_parsers.json_tools", "")
+    assert known.special == {"<s>": 5}
+    harmony: Any = SimpleNamespace(chat_template="<|start|>assistant<|channel|>analysis<|message|>")
+    assert PromptReader(tokenizer=harmony).answer_format == HARMONY

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+import httpx
 import pytest
 
 from shardmlx.inference.answer_format import HARMONY
 from shardmlx.server.answer_parts import Call, MoreArguments, Said, Thought
 from shardmlx.server.channel_parts import ChannelParts
+from tests.helpers.http_serving import Agent, serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 THINKS = "<|channel|>analysis<|message|>Hm < 3 <|e<|end|><|start|>assistant"
@@ -59,3 +61,15 @@ def test_one_call_alone_where_they_may_not_be_parallel() -> None:
 
 def test_without_tools_nothing_is_a_call() -> None:
     assert told(CALLS, 1000, tools=[]) == [(Said, '{"at": "sea"}')]
+
+
+def test_a_server_tells_thoughts_apart() -> None:
+    reader = Agent()
+    reader.answer_format = HARMONY
+    asked = [{"role": "user", "content": f"{THINKS}{SAYS}."}]
+    with serving(reader=reader) as server:
+        answer = httpx.post(
+            f"{server.address}/v1/chat/completions", json={"messages": asked}
+        ).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm < 3 <|e", "Aye!")

@@ -56,7 +56,7 @@ def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], messa
     assert answer.json()["error"]["message"].startswith(message)
 
 
-def test_a_model_that_generates_gives_no_embeddings(served: Serving) -> None:
+def test_a_server_that_generates_gives_no_embeddings(served: Serving) -> None:
     client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="was not trained to give embeddings"):
+    with pytest.raises(openai.BadRequestError, match="gives no embeddings: ask one for embedding"):
         client.embeddings.create(model=MODEL, input="hello")
