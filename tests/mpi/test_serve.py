@@ -157,7 +157,7 @@ LOOK: Any = {
 def test_a_round_trip_of_tools_that_a_random_model_is_made_to_call(served: Served) -> None:
     pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
     asked: Any = {"role": "user", "content": "What is there?"}
-    how: Any = {"model": "default", "tools": [LOOK], "temperature": 1, "max_tokens": 60}
+    how: Any = {"model": "default", "tools": [LOOK], "temperature": 1, "max_tokens": 250}
     with served.client.chat.completions.stream(
         messages=[asked], tool_choice="required", parallel_tool_calls=False, **how
     ) as stream:
@@ -175,7 +175,7 @@ def test_a_round_trip_of_tools_that_a_random_model_is_made_to_call(served: Serve
 def test_langchain_binds_tools(served: Served) -> None:
     langchain: Any = pytest.importorskip("langchain_openai", reason="needs langchain-openai")
     model = langchain.ChatOpenAI(
-        base_url=f"{served.url}/v1", api_key=KEY, model="default", temperature=1, max_tokens=60
+        base_url=f"{served.url}/v1", api_key=KEY, model="default", temperature=1, max_tokens=250
     )
     answer = model.bind_tools([LOOK], tool_choice="look").invoke("What is there?")
     (call,) = answer.tool_calls

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import KEY, MODEL, Agent, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -80,6 +81,55 @@ def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     ]
     assert first == {**results[0], "tool_call_id": called["tool_calls"][0]["id"]}
     assert second["content"] == "1 ships."
+
+
+RECORDED: dict[str, list[dict[str, Any]]] = {
+    "langchain-openai 1.7.3": [
+        {"content": "?", "role": "user"},
+        {
+            "content": None,
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "id": "D4L4N78b9",
+                    "function": {"name": "look", "arguments": '{"at": "sea"}'},
+                }
+            ],
+        },
+        {"content": "Ships.", "role": "tool", "tool_call_id": "D4L4N78b9"},
+    ],
+    "litellm 1.106.2": [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "function": {"arguments": '{"at": "sea"}', "name": "look"},
+                    "id": "Y1kyraTai",
+                    "type": "function",
+                }
+            ],
+            "provider_specific_fields": {"refusal": None},
+        },
+        {"role": "tool", "tool_call_id": "Y1kyraTai", "name": "look", "content": "Ships."},
+    ],
+}
+
+
+@pytest.mark.parametrize("history", RECORDED.values(), ids=list(RECORDED))
+def test_recorded_histories(served: Serving, agent: Agent, history: list[dict[str, Any]]) -> None:
+    """LiteLLM's own answers were collected from a server once: it is too large for the tests."""
+    body = {"model": MODEL, "messages": history, "max_tokens": 8, "tools": [LOOK]}
+    answer = httpx.post(
+        f"{served.address}/v1/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    assert answer.status_code == 200
+    _, called, result = agent.messages
+    assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "sea"}}
+    assert (result["content"], result["tool_call_id"]) == ("Ships.", called["tool_calls"][0]["id"])
 
 
 def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
