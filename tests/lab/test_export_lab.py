@@ -1,0 +1,42 @@
+"""Two hosts, of which the first alone has the model, export it over a real link."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.export import ExportOptions
+from shardmlx.conversion.command import export
+from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.hosts import Lab
+from tests.helpers.mpirun import mpirun
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    return {
+        name: (directory / place.file).read_bytes()[place.start : place.end]
+        for name, place in open_model(str(directory)).tensors.items()
+    }
+
+
+def test_two_hosts_export_what_one_does(lab: Lab, small: Path, tmp_path: Path) -> None:
+    alone = ExportOptions(model=str(small), output_dir=str(tmp_path / "alone"), quantize="4:32")
+    export(alone, Reporter(quiet=True))
+    mac1, mac2 = (lab.home(host) for host in lab.hosts)
+    shutil.copytree(small, mac1 / "model")
+    words = "-m", "shardmlx.export", "model", "--quantize", "4:32", "-o"
+
+    job = mpirun(2, command=lab.mpirun(2, *words, "gathered", "--gather", "--verify"))
+    assert job.returncode == 0, job.output
+    assert "names, shapes, packing" in job.stdout
+    assert tensors(mac1 / "gathered") == tensors(tmp_path / "alone")
+    assert not (mac2 / "gathered").exists()
+
+    job = mpirun(2, command=lab.mpirun(2, *words, "apart"))
+    assert job.returncode == 0, job.output
+    assert "rank 1 on mac2 keeps its files in its own apart: bring them here with" in job.stdout
+    (kept,) = (mac2 / "apart").iterdir()
+    assert not (mac1 / "apart" / kept.name).exists()
+    shutil.copy(kept, mac1 / "apart")
+    assert tensors(mac1 / "apart") == tensors(tmp_path / "alone")
