@@ -29,6 +29,7 @@ from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hub_server import File, Hub, serve
+from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -212,8 +213,11 @@ sys.exit(main())
 
 
 def test_from_the_hub_there_is_never_more_than_one_tensor_of_the_model_here(
-    model: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    model = tmp_path / "model"
+    save_experts_one_by_one(model, tiny_config("mixtral", layers=2, torch_dtype="bfloat16"))
+    (model / "tokenizer.json").write_text("{}")
     local = tmp_path / "local"
     command.export(options(model, local), QUIET)
     files = {
