@@ -59,7 +59,7 @@ class Parts(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Number of tokens that the embedding knows."""
-        return int(self.body[self.embedding_name].weight.shape[0])
+        return int(_without_adapters(self.body[self.embedding_name]).weight.shape[0])
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -274,9 +274,14 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
     return look
 
 
+def _without_adapters(embedding: Any) -> Any:
+    """Return the embedding that mlx-lm's LoRA or DoRA has put its adapters around, or itself."""
+    return getattr(embedding, "embedding", embedding)
+
+
 def _width(embedding: Any) -> int:
     """Return the width of what an embedding gives, packed or not, with adapters or without."""
-    embedding = getattr(embedding, "embedding", embedding)
+    embedding = _without_adapters(embedding)
     dims = getattr(embedding, "dims", None)
     return int(embedding.weight.shape[-1] if dims is None else dims)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
-from mlx_lm.utils import get_total_parameters, load_model
+from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model
 
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
@@ -29,6 +30,27 @@ class ParameterCount:
 
     total: int
     trained: int
+
+
+def check_can_be_cut(config: Mapping[str, Any]) -> None:
+    """Check by config.json alone that a model of no declared family can be cut into stages.
+
+    Raises ``UserError`` where mlx-lm does not have it, or its layers do not stand apart.
+    """
+    model_type = config.get("model_type")
+    # A model may bring code of its own, which is with its weights.
+    if model_type in FAMILIES or "model_file" in config:
+        return
+    remedy = f"use a model of type {', '.join(FAMILIES)}"
+    try:
+        code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
+        model = code.Model(code.ModelArgs.from_dict(config))
+    except ImportError:
+        raise UserError(f"mlx-lm has no model of type {model_type!r}", remedy) from None
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
+        raise UserError(fault, remedy) from None
+    find_parts(model)
 
 
 def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None) -> nn.Module:

@@ -17,6 +17,7 @@ from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
+from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
     FILES_TO_DOWNLOAD,
     download_whole,
@@ -31,9 +32,11 @@ from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.modelfiles.sources import ADAPTER_FILE, SUFFIX
+from shardmlx.models.config_reader import read_config
 
 _LOOKING = "looking for the model"
 _NOT_ASKED = "--weights rank0"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def _find_model(
     is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
     if transport.size == 1 or (mode == "local" and not is_here):
         # From the hub every rank gets all, as mlx-lm does.
-        found_here = on_all_ranks(transport, _LOOKING, lambda: find_model(model, revision))
+        found_here = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
         return Bundle(transport, found_here)
     first = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
     identity, commit = transport.broadcast(first and (first.identity, first.commit), what=_LOOKING)
@@ -106,6 +109,13 @@ def _find_model(
     if found is None:
         found = _look(model, revision, is_here, identity, commit)
     return _settle(transport, reporter, found, f"--model {model}", mode, cache)
+
+
+def _checked(model: str, revision: str | None) -> Path:
+    """Find a model, and download what is missing once its config.json says that it can run."""
+    if not Path(model).exists():
+        _open(model, revision)
+    return find_model(model, revision)
 
 
 def _look_first(model: str, revision: str | None) -> _Found:
@@ -129,12 +139,17 @@ def _look_first(model: str, revision: str | None) -> _Found:
 
 
 def _open(model: str, revision: str | None) -> Repository | None:
-    """Open a repository; None where ``find_model`` says why not, or finds a cached one."""
+    """Open a repository, and check its config.json; None where ``find_model`` says why not, or
+    finds a cached one. Raises ``UserError`` for a model that cannot run."""
     try:
         repository = open_repository(model, revision)
     except UserError:
         return None
-    return repository if repository is not None and repository.revision is not None else None
+    if repository is None or repository.revision is None:
+        return None
+    if _CONFIG in repository.files:
+        check_can_be_cut(read_config(repository.fetch(_CONFIG).parent))
+    return repository
 
 
 def _whole(path: Path) -> _Found:

@@ -12,6 +12,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading import discovery
 from shardmlx.loading.hub_download import find_model
+from tests.helpers.hub_server import File, Hub, serve, text_file
+from tests.helpers.undeclared_configs import UNDECLARED
 
 
 def test_a_directory_is_its_own_place(tmp_path: Path) -> None:
@@ -87,3 +89,33 @@ def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"me/tiny at v1\.0 is not in the cache"):
         LocalNetwork(2).run(look)
     assert asked == [("me/tiny", "v1.0")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub.constants as constants
+
+    weights = File(b"", 10**9, is_large=True)
+    configs = {"me/new": {"model_type": "none_such"}, "me/uncut": UNDECLARED["rwkv7"]}
+    repositories = {
+        name: {"config.json": text_file(config), "model.safetensors": weights}
+        for name, config in configs.items()
+    }
+    messages = ["mlx-lm has no model of type 'none_such': use a", "cannot be cut into stages"]
+    with serve(Hub(repositories)) as hub:
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        for name, message in zip(configs, messages, strict=True):
+
+            def look(transport: Transport, name: str = name) -> None:
+                quiet = Reporter(quiet=True)
+                discovery.find_weights(transport, quiet, name, mode="auto", cache=None)
+
+            with pytest.raises(UserError, match=message):
+                LocalNetwork(ranks).run(look)
+    assert any("config.json" in request for request in hub.requests)
+    assert not any("safetensors" in request for request in hub.requests)

@@ -52,11 +52,11 @@ BATCH = random_batch(3, longest=30)
 TOKENS = mx.array(BATCH.tokens[:, :-1])
 CUTS = [[(0, LAYERS)], [(0, 1), (1, 3), (3, LAYERS)]]
 families = pytest.mark.parametrize("family", CONFIGS)
-# mlx-lm has no DoRA for experts.
+# mlx-lm has no DoRA for experts. LoRA is trained by two schedules, below.
 TRAINED = [
     (family, adapters)
     for family, config in CONFIGS.items()
-    for adapters in ("full", "lora", "dora")
+    for adapters in ("full", "dora")
     if adapters != "dora" or not any(each.experts for each in ModelShape.from_config(config).kinds)
 ]
 
@@ -106,7 +106,9 @@ def test_tensors_are_those_of_mlx_lm(family: str) -> None:
 @families
 def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[family]))
-    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2, batch_size=2)
+    config = TrainConfig(
+        model=str(tmp_path), num_layers=2, pipeline_stages=2, schedule="1f1b", batch_size=2
+    )
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
     assert plan.prediction.plan.mesh.pp == 2
@@ -115,10 +117,10 @@ def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path)
 
 @families
 def test_logits_of_stages_are_those_of_the_whole_model(family: str) -> None:
-    for bits in (None, 4):
+    for bits, cuts in ((None, CUTS), (4, CUTS[1:])):
         model = model_of(family, bits=bits)
         expected = model(TOKENS)
-        for ranges in CUTS:
+        for ranges in cuts:
             slices = [Slice(model, start, stop) for start, stop in ranges]
             x = TOKENS
             for part in slices[:-1]:
@@ -141,7 +143,7 @@ def test_gradients_of_stages_are_those_of_the_whole_model(family: str, adapters:
 
 
 @families
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_neither_packing_nor_pieces_nor_recomputation_change_them(
     family: str, recompute: str
 ) -> None:
@@ -181,7 +183,7 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(family: str) -> N
 
 @families
 def test_schedules_give_the_same_gradients(family: str) -> None:
-    """Three micro-batches on two ranks, with I and W together and apart."""
+    """Three micro-batches on two ranks, I and W together and apart: those of the whole model."""
     models = [model_of.__wrapped__(family, "lora") for _ in range(2)]
     # What modules keep beside their parameters is lazy, and belongs to the thread that made it.
     mx.eval([model(TOKENS) for model in models])
@@ -191,7 +193,11 @@ def test_schedules_give_the_same_gradients(family: str) -> None:
         step = partial(one_step, plan, models)
         found.append({k: v for each in LocalNetwork(2).run(step) for k, v in each.items()})
     assert largest_difference(*found) == (0.0, "")
-    assert set(found[0]) == set(reference(family, "lora")[1])
+    _, expected = reference(family, "lora")
+    assert set(found[0]) == set(expected)
+    # Sums over micro-batches are rounded otherwise than those over the batch.
+    difference, name = largest_difference(found[0], expected)
+    assert difference <= 1e-5, name
 
 
 def one_step(plan: Plan, models: Sequence[nn.Module], transport: Transport) -> Gradients:

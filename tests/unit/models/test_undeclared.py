@@ -38,6 +38,8 @@ from tests.helpers.models_and_batches import (
     random_batch,
     save_model_directory,
     through_stages,
+    tiny_config,
+    tiny_model,
 )
 from tests.helpers.undeclared_configs import ATTENTIVE, RECURRENT, REFUSED, UNDECLARED
 
@@ -188,3 +190,16 @@ def test_texts_come_one_by_one_and_a_conversation_goes_on(kind: str) -> None:
     every = {**prompts, **more}
     assert texts == {number: by_mlx_lm(models[0], each, 4) for number, each in every.items()}
     assert cached[2] == len(prompts[0]) + 3
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_embedding_with_adapters_knows_as_many_tokens(bits: int | None) -> None:
+    model = tiny_model(layers=2)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    plain = find_parts(model)
+    settings = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
+    linear_to_lora_layers(model, 2, settings)
+    adapted = find_parts(model)
+    assert hasattr(adapted.body[adapted.embedding_name], "lora_a")
+    assert adapted.vocabulary == plain.vocabulary == tiny_config()["vocab_size"]
