@@ -115,7 +115,7 @@ class GradientReducer:
         return self._errors[name]
 
     def forget_errors(self) -> None:
-        """Forget what was rounded off of sums: one was not finite, or its scale changes."""
+        """Forget what was rounded off of sums, of which one was not finite."""
         self._errors.clear()
 
     def finish(self, what: Callable[[], str]) -> None:
