@@ -102,7 +102,8 @@ def test_a_batch_that_cannot_be_divided_among_the_replicas(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     assert refused(tmp_path, 2, "--pipeline-stages", "1", "--batch-size", "3") == (
-        "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2, or --replica-rows auto"
+        "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2, or "
+        "--replica-rows auto"
     )
 
 
