@@ -111,8 +111,7 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
             f"use {mesh.dp} or more",
         )
     if batch.micro_batch_size is None:
-        size = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
-        return rows, size
+        return rows, usual_size(rows, mesh.pp)
     if batch.micro_batch_size > rows:
         raise UserError(
             f"--micro-batch-size {batch.micro_batch_size} is more than the {rows} rows that each "
@@ -120,6 +119,11 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
             f"use at most {rows}",
         )
     return rows, batch.micro_batch_size
+
+
+def usual_size(rows: int, pp: int) -> int:
+    """Return the rows of a micro-batch where no option says them, of a replica's rows."""
+    return rows if pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * pp))
 
 
 def _check_given(batch: BatchOptions, replicas: int) -> None:

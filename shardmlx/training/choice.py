@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
-from shardmlx.config.specs import NONE, RECOMPUTE, RunSpec
+from shardmlx.config.specs import NONE, RECOMPUTE, BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
@@ -23,10 +23,15 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.plan import Plan, suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map
+from shardmlx.planning.layout import divide_batch, make_mesh, make_stage_map, usual_size
 from shardmlx.planning.partition_problem import trainable_stages
 from shardmlx.planning.replica_rows import with_replica_rows
 from shardmlx.training.predicted import planned_memory
+
+SET_UP_TOKENS = 24
+"""Tokens that are computed while a micro-batch is set up, whatever its size: weights are read, and
+each operation is started. Counted on an x86 core in float32; by its data sheet an M1 Pro reads
+16-bit weights while it computes 26 tokens, an M4 Max 31."""
 
 WORTH_IT = 0.99
 """Seconds of a step, beside those of a simpler way, from which another one is not worth it."""
@@ -108,8 +113,7 @@ def choose(run: RunSpec, facts: Circumstances) -> Choice | None:
     """Return the fastest way that fits, None where none does.
 
     Of ways that are predicted to take about the same time, the simplest wins. Micro-batches of one
-    row are the last resort: a prediction from FLOPs does not know how much less a GPU does with
-    them.
+    row are the last resort where more are usual.
     """
     found = _fastest(run, facts)
     if found is None and run.batch.micro_batch_size is None:
@@ -130,6 +134,8 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
             # Memory is planned for the sequences that there are.
             longest = replace(way.batch, max_seq_length=lengths.longest[0])
             plan = lay_out(way, replace(workload, batch=longest), facts.given, cluster)
+            if cluster.profile is None:
+                length += -(-SET_UP_TOKENS // plan.micro_batch_size)
             seconds = predict(plan, workload, cluster, length, recompute=recompute).step_seconds
             planned = planned_memory(plan, workload, cluster, lengths.longest, recompute)
         except UserError:
@@ -158,11 +164,27 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
         ((False, True) if facts.can_pack else (False,)) if batch.pack is None else (batch.pack,),
         _schedules(given, cluster, pp) if layout.schedule == AUTO else (layout.schedule,),
     ):
-        yield replace(
+        way = replace(
             run,
             layout=replace(layout, partitioner=partitioner, schedule=schedule),
             batch=replace(batch, recompute=recompute, pack=pack),
         )
+        yield way
+        # Without packing a larger one is padded, by how much is not known here.
+        for size in _larger_sizes(batch, cluster.size, pp) if pack else ():
+            yield replace(way, batch=replace(way.batch, micro_batch_size=size))
+
+
+def _larger_sizes(batch: BatchOptions, ranks: int, pp: int) -> Iterator[int]:
+    """Yield sizes of micro-batches above the usual one that leave each of ``pp`` ranks one."""
+    dp = max(1, ranks // pp)
+    if batch.micro_batch_size is not None or pp == 1 or batch.batch_size % dp:
+        return
+    rows = batch.batch_size // dp
+    size = 2 * usual_size(rows, pp)
+    while rows % size == 0 and rows // size >= pp:
+        yield size
+        size *= 2
 
 
 def _schedules(given: StageMap | None, cluster: Cluster, pp: int) -> list[str]:

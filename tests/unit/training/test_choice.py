@@ -93,7 +93,7 @@ def test_rows_are_packed_where_that_saves_padding(model: str) -> None:
     choice = chosen(model, machines(*ROOM), PADDED)
     assert choice.plan.pack
     assert choice.relative_seconds < 0.75
-    assert not chosen(model, machines(*ROOM), ALIKE).plan.pack
+    assert not chosen(model, machines(*ROOM), ALIKE, micro_batch_size=1).plan.pack
     assert not chosen(model, machines(*ROOM), PADDED, can_pack=False).plan.pack
 
 
@@ -108,8 +108,20 @@ def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
     )
 
 
+def test_short_rows_are_packed_several_to_a_micro_batch(model: str) -> None:
+    """Since each micro-batch costs something whatever its size; each rank still has one at a time,
+    and where the size is given it is taken."""
+    sizes = {}
+    for length in (16, 64, 2048):
+        lengths = SequenceLengths((length, 0), padded=length, exact=length)
+        sizes[length] = chosen(model, machines(*ROOM), lengths).plan.micro_batch_size
+    assert sizes[16] > sizes[2048] == 1
+    assert 4 >= sizes[16] >= sizes[64] > 1
+    assert chosen(model, machines(*ROOM), PADDED, micro_batch_size=1).plan.micro_batch_size == 1
+
+
 def test_a_schedule_with_a_smaller_bubble_is_taken(model: str) -> None:
-    choice = chosen(model, machines(*ROOM))
+    choice = chosen(model, machines(*ROOM), micro_batch_size=1)
     assert choice.plan.schedule != "1f1b"
     text = str(choice)
     assert text.startswith(f"chosen: {choice.plan.schedule}, not packed, micro-batches of 1: ")
