@@ -236,7 +236,7 @@ class TrainConfig(DataConfig):
     micro_batch_size: int | None = option(
         None,
         "sequences a micro-batch",
-        unset="chosen: four micro-batches a rank; fewer of short sequences, more where memory lacks",
+        unset="chosen: four micro-batches a rank; fewer of short sequences, more if memory lacks",
         minimum=1,
         group=_PIPELINE,
     )
