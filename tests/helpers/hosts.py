@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cgroups import Cgroup
-from tests.helpers.jobs import ROOT
+from tests.helpers.jobs import ROOT, keep_imports
 
 NETWORK = "10.77.0"
 TMP = Path("/tmp")
@@ -104,8 +104,9 @@ class Lab:
         machines = "".join(f"{host} slots={slots}\n" for host in holders)
         (directory / self.hosts[0] / self.hostfile.name).write_text(machines)
         cases = "".join(map(self._case, holders))
-        for host in holders:  # mpirun's daemons look for it too
-            agent = directory / host / self.agent.name
+        for host in holders:
+            keep_imports(self.home(host) / ".cache")
+            agent = directory / host / self.agent.name  # mpirun's daemons look for it too
             agent.write_text(_AGENT.format(cases=cases))
             agent.chmod(0o755)
         network = f"{NETWORK}.0/24"

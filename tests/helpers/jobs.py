@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests/mpi/programs"
 STARTUP = ROOT / "tests/helpers/startup"
 PYTHONPATH = os.pathsep.join([str(ROOT), str(STARTUP)])
-"""With which a Python finds shardmlx, wherever it runs, and has half of its start spared."""
+"""With which a Python finds shardmlx, wherever it runs, and starts sooner."""
+
+CACHE = ROOT / ".cache"
+"""Holds what later runs of the tests may find as it is."""
 
 SECONDS_TO_END = 10.0
 """Time within which all ranks are gone once the job has ended, well or badly."""
@@ -52,6 +55,13 @@ class Job:
         # a line of ours before that has ended.
         lines = self.output.replace("\0", "").splitlines()
         return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
+
+
+def keep_imports(caches: Path) -> None:
+    """Let commands whose caches are in a new directory have the table of transformers' models,
+    which takes a second to make, from ``CACHE``."""
+    (caches / "shardmlx").mkdir(parents=True)
+    (caches / "shardmlx" / "imports").symlink_to(CACHE / "shardmlx" / "imports")
 
 
 def ranks_command(n: int, *args: str | Path) -> list[str | Path]:

@@ -15,7 +15,7 @@ from tests.helpers.terminals import Terminal
 MOST = 256
 """Tokens, which take seconds."""
 LAUNCH = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "chat"]
-MPIRUN = ranks_command(2, "-m", "shardmlx.chat")
+MPIRUN = ranks_command(1, "-m", "shardmlx.chat")
 
 
 def options(model: Path) -> list[str]:
@@ -23,10 +23,14 @@ def options(model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("start", [LAUNCH, MPIRUN], ids=["launch", "mpirun"])
-def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
+def test_a_conversation_at_a_terminal(
+    start: list[str], small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompt is there before anything is typed, a line shows while it is typed, an answer while
     it grows. Ctrl-C stops the answer alone, and Ctrl-D leaves. The terminal is put back whatever
-    ends the job."""
+    ends the job. It has colours unless ``NO_COLOR`` is set, as in the second case."""
+    if start == MPIRUN:
+        monkeypatch.setenv("NO_COLOR", "1")
     with Terminal([*start, *options(small)]) as terminal:
         terminal.until(r">> ")
         terminal.type("Hellx\x7fo")
@@ -51,11 +55,13 @@ def test_a_conversation_at_a_terminal(start: list[str], small: Path) -> None:
             terminal.running.kill_rank(0, signal.SIGKILL)
             status, shown = terminal.end()
             assert status in AFTER_A_KILL, shown
+            assert "\x1b[1m" not in shown
             assert terminal.is_as_before()
             return
         terminal.type("\x04")
         status, shown = terminal.end()
         assert status == 0, shown
+        assert "\x1b[1m>> \x1b[0m" in shown
         assert "Peak memory" in shown
         assert "ABORT" not in shown
         assert terminal.is_as_before()
