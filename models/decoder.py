@@ -29,7 +29,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import Sight, attend
 from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import InPlaceOf, at, find_parts, first_argument, with_part
+from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_part
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 
@@ -71,8 +71,8 @@ class _Run(NamedTuple):
 class Decoder:
     """Layers ``start`` to ``stop`` of a model of mlx-lm. Not for several threads at a time."""
 
-    def __init__(self, model: nn.Module, start: int, stop: int) -> None:
-        self.parts = parts = find_parts(model)
+    def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts) -> None:
+        self.parts = parts
         self._start, self._stop = start, stop
         self.layers: list[nn.Module] = parts.layers[start:stop]
         for layer in self.layers:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
@@ -194,8 +195,17 @@ def _with_weights(module: nn.Module) -> list[str]:
     return [
         name
         for name, child in module.items()
-        if isinstance(child, nn.Module) and tree_flatten(child.parameters())
+        if isinstance(child, nn.Module) and _has_weights(child)
     ]
+
+
+def _has_weights(part: Any) -> bool:
+    """Return whether there is a parameter in a module, or in what it consists of."""
+    if isinstance(part, dict):
+        return any(_has_weights(each) for name, each in part.items() if name[0] != "_")
+    if isinstance(part, list):
+        return any(map(_has_weights, part))
+    return isinstance(part, mx.array)
 
 
 @dataclass
@@ -220,17 +230,14 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
     look = _Look(mx.full((1, TOKENS), seed, mx.int32))
     width = _width(next(body[name] for name in _embeddings(body)))
 
-    def some(number: int, *shape: int) -> mx.array:
-        drawn: mx.array = mx.random.normal(shape, key=mx.random.key(number))
-        mx.eval(drawn)
-        return drawn
+    shape = (1, TOKENS, width)
 
     def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
         if ids is look.tokens and not look.embedding:
             look.embedding = name
         elif name not in look.before:
             look.before.append(name)
-        return some(1000 * seed, 1, TOKENS, width)
+        return mx.array(_drawn(1000 * seed, shape))
 
     def tied(name: str, x: mx.array) -> mx.array:
         look.heads.append(name)
@@ -247,14 +254,14 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
         x, others = first_argument(*args, **kwargs), [*args, *kwargs.values()][1:]
         if i != len(look.given):
             raise _CannotBeCutError("its layers are not called once each, in order")
-        if not isinstance(x, mx.array) or x.shape != (1, TOKENS, width):
+        if not isinstance(x, mx.array) or x.shape != shape:
             raise _CannotBeCutError("its layers take more than one array of hidden states")
-        if i and (x is not look.states or not _same(x, some(numbers[i - 1], *x.shape))):
+        if i and (x is not look.states or not _is(x, _drawn(numbers[i - 1], shape))):
             raise _CannotBeCutError("it computes with hidden states between its layers")
         own = [k for k, cache in enumerate(caches) if any(each is cache for each in others)]
         look.caches.append(own[0] if own else None)
         look.given.append([each for each in others if not any(each is c for c in caches)])
-        look.states = some(numbers[i], *x.shape)
+        look.states = mx.array(_drawn(numbers[i], shape))
         return look.states
 
     numbers = [1000 * seed + 1 + i for i in range(len(layers) - 1)] + [LAST]
@@ -272,6 +279,16 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
     except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise _CannotBeCutError(f"its layers pass on more than hidden states ({error})") from None
     return look
+
+
+def _drawn(number: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random numbers in float32: the same for a number."""
+    return np.random.default_rng(number).standard_normal(shape, np.float32)
+
+
+def _is(array: mx.array, expected: np.ndarray) -> bool:
+    """Return whether an array has the numbers expected: what it was may have been changed."""
+    return array.dtype == mx.float32 and np.array_equal(np.array(array), expected)
 
 
 def _without_adapters(embedding: Any) -> Any:

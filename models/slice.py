@@ -21,6 +21,7 @@ from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.decoder import Decoder, LayerCall, View
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.parts import Parts, find_parts
 from shardmlx.models.recompute import recompute_selectively
 
 KEPT_TOKENS = 4
@@ -40,14 +41,15 @@ class Slice:
     with final norm and lm_head if ``stop`` is the number of layers.
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
-    embeddings the first and the last slice both hold the matrix.
+    embeddings the first and the last slice both hold the matrix. Slices of one model may share its
+    ``parts``, which take long to find.
     """
 
-    def __init__(self, model: nn.Module, start: int, stop: int) -> None:
+    def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
         self.start, self.stop = start, stop
         self.is_first, self.is_last = start == 0, stop == len(model.layers)
-        self._decoder = decoder = Decoder(model, start, stop)
-        parts = decoder.parts
+        parts = parts or find_parts(model)
+        self._decoder = decoder = Decoder(model, start, stop, parts)
         self.tied = not parts.heads
         self._embedding = decoder.embedding
         self._layer_prefix, self._embedding_path = parts.layers_path, parts.embedding_path
@@ -96,7 +98,7 @@ class Slice:
     def _first_states(self, model: nn.Module) -> mx.array:
         """Return hidden states (1, 1, D) of the first layer, which may widen what the embedding
         gives: norms in float32. Lazy: nothing is read."""
-        first = Decoder(model, 0, 1)
+        first = Decoder(model, 0, 1, self._decoder.parts)
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
         return first.run(mx.zeros((1, 1), mx.int32))

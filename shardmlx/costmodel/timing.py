@@ -24,6 +24,9 @@ COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}
 TYPICAL_LENGTH = 512
 """Number of tokens at which the cost of a layer is taken where no other length is known."""
 
+LEAST_SECONDS = 1e-6
+"""Time of a forward that is measured as none: differences of short times may come out negative."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
@@ -106,7 +109,7 @@ class ModelSeconds:
         if stop == len(self.layers):
             parts.append(self.head)
         total = sum(parts, Seconds())
-        forward, update = max(0.0, total.forward), max(0.0, total.update)
+        forward, update = max(LEAST_SECONDS, total.forward), max(0.0, total.update)
         if stop <= self.first_trained:
             return Seconds(forward)
         # Only layers are computed again, and only those that have a backward pass.

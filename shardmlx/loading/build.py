@@ -185,4 +185,5 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
     """Cut the model into slices, one for each range of layers; nothing is read yet."""
-    return [Slice(model, start, stop) for start, stop in ranges]
+    parts = find_parts(model)
+    return [Slice(model, start, stop, parts) for start, stop in ranges]

@@ -126,7 +126,12 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
     chosen: tuple[float, RunSpec, Plan] | None = None
     first: float | None = None
     lacking: str | None = None
+    fitting: set[tuple[object, ...]] = set()
     for way in _ways(run, facts):
+        # What needs less memory is slower: in vain where the faster way fits.
+        alike = way.layout.schedule, way.batch.pack, way.batch.micro_batch_size
+        if alike in fitting:
+            continue
         workload = replace(facts.sizes, batch=way.batch)
         recompute = way.batch.recomputed
         length = lengths.exact if way.batch.pack else lengths.padded
@@ -143,8 +148,10 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
         fault = overfull(facts.budgets, planned)
         if first is None:
             first, lacking = seconds, fault
-        if fault is None and (chosen is None or seconds < WORTH_IT * chosen[0]):
-            chosen = seconds, way, plan
+        if fault is None:
+            fitting.add(alike)
+            if chosen is None or seconds < WORTH_IT * chosen[0]:
+                chosen = seconds, way, plan
     if chosen is None or first is None:
         return None
     seconds, way, plan = chosen

@@ -19,6 +19,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
+from shardmlx.loading.build import cut
 from shardmlx.loading.rank_setup import OpenedModel, PlanInputs
 from shardmlx.models.family import Family
 from shardmlx.models.slice import Slice
@@ -54,7 +55,7 @@ def of_model(
 
     Raises ``UserError`` where nothing of it is left to train.
     """
-    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
+    slices = cut(model, plan.stage_map.partition.ranges)
     tune = run.fine_tune
     if tune.train and not any(part.trainable for part in slices):
         raise UserError(

@@ -38,12 +38,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
-from shardmlx.loading.build import unfreeze
+from shardmlx.loading.build import cut, unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import read_quantisation
 from shardmlx.training.planned_run import optimizer_of
 
@@ -197,7 +196,7 @@ def _stages(model: nn.Module, savings: Savings) -> list[Stage]:
     """Build three stages: first layer with embedding, the middle, last layer with lm_head."""
     count = len(model.layers)
     ranges = ((0, 1), (1, count - 1), (count - 1, count))
-    return build_stages([Slice(model, start, stop) for start, stop in ranges], savings=savings)
+    return build_stages(cut(model, ranges), savings=savings)
 
 
 class _Unlike:
@@ -225,7 +224,7 @@ class _Unlike:
         return start, stop
 
     def _stages(self, *, is_trained: bool) -> list[Stage]:
-        parts = [Slice(self._model, start, stop) for start, stop in self._ranges]
+        parts = cut(self._model, self._ranges)
         return [
             Stage(
                 index,

@@ -5,9 +5,10 @@ from dataclasses import astuple, replace
 import pytest
 
 from shardmlx.config.specs import FULL
-from shardmlx.costmodel.timing import Measured, ModelSeconds, Sample, Seconds, Speed
+from shardmlx.costmodel.timing import LEAST_SECONDS, Measured, ModelSeconds, Sample, Seconds, Speed
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
+from shardmlx.pipeline.actions import Kind
 from tests.helpers.models_and_batches import tiny_config
 
 LAYER = Seconds(1.0, 2.0, 4.0, 0.5)
@@ -21,6 +22,13 @@ FOUR = ModelSeconds(
 def test_a_stage_takes_what_its_layers_take_and_its_end() -> None:
     assert FOUR.stage(1, 3) == Seconds(2.0, 4.0, 8.0, 1.0)
     assert FOUR.stage(3, 4) == Seconds(4.0, 7.0, 4.0, 0.5)
+
+
+def test_a_stage_that_is_measured_as_nothing_takes_some_time() -> None:
+    noise = Seconds(-1.0, -1.0, -1.0, -1.0)
+    stage = replace(FOUR, layers=(LAYER, LAYER, LAYER, noise), head=noise).stage(3, 4)
+    assert stage == Seconds(LEAST_SECONDS)
+    assert stage.costs.of(Kind.F) > 0
 
 
 def test_the_first_stage_has_no_input_gradient_and_its_w_is_its_whole_backward() -> None:
