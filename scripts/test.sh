@@ -61,6 +61,6 @@ if [ $# -gt 0 ]; then
 fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
-# In the order of their names, jobs before units: what is short comes last, and all workers end at
-# about the same time.
+# More workers than cores: tests that start jobs wait for most of their time. The order is that of
+# tests/conftest.py.
 exec "$PYTHON" -m pytest -n 3 --no-loadscope-reorder
