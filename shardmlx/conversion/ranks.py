@@ -43,6 +43,7 @@ from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.models.shape import ModelShape
 
 _PIECE = 4 << 20
+_MEGABYTE = 10**6
 _WHAT = "exporting"
 
 Range = tuple[int, int]
@@ -125,7 +126,7 @@ def _write(
             ),
         )
     if options.gather:
-        _gather(output, shards, disks, transport)
+        _gather(output, shards, disks, transport, reporter)
     # Whoever has the rest says last that all is there.
     is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
     on_all_ranks(transport, _WHAT, lambda: complete(output, {}) if is_kept else None)
@@ -247,7 +248,13 @@ def _check_room(
     on_all_ranks(transport, _WHAT, check)
 
 
-def _gather(output: OutputDirectory, shards: Shards, disks: Disks, transport: Transport) -> None:
+def _gather(
+    output: OutputDirectory,
+    shards: Shards,
+    disks: Disks,
+    transport: Transport,
+    reporter: Reporter,
+) -> None:
     """Bring all files to the disk of rank 0. All ranks must call it."""
     for file, writer in shards.writers.items():
         if disks.of(writer) == disks.of(0):
@@ -262,7 +269,7 @@ def _gather(output: OutputDirectory, shards: Shards, disks: Disks, transport: Tr
         on_rank_0(
             transport,
             f"gathering {file}",
-            partial(_receive, output, transport, path, size, writer),
+            partial(_receive, output, transport, path, size, writer, reporter),
         )
 
 
@@ -279,7 +286,12 @@ def _send(transport: Transport, path: Path, size: int) -> None:
 
 
 def _receive(
-    output: OutputDirectory, transport: Transport, path: Path, size: int, writer: int
+    output: OutputDirectory,
+    transport: Transport,
+    path: Path,
+    size: int,
+    writer: int,
+    reporter: Reporter,
 ) -> None:
     """Write a file as it comes; it takes its name when all of it has come unharmed."""
     what = f"{transport.name(0)}, gathering {path.name}"
@@ -292,15 +304,17 @@ def _receive(
         file = partial_path.open("wb")
     except OSError as failure:
         error = failure
-    for piece in pieces:
-        data, tail = piece[:left], tail + bytes(piece[left:])
-        left -= len(data)
-        digest.update(data)
-        if error is None:
-            try:
-                file.write(data)
-            except OSError as failure:  # the rest must be received all the same
-                error = failure
+    with reporter.bar(f"gather {path.name}, MB", max(1, size // _MEGABYTE)) as bar:
+        for piece in pieces:
+            data, tail = piece[:left], tail + bytes(piece[left:])
+            left -= len(data)
+            digest.update(data)
+            if error is None:
+                try:
+                    file.write(data)
+                except OSError as failure:  # the rest must be received all the same
+                    error = failure
+            bar.show((size - left) // _MEGABYTE, max(1, size // _MEGABYTE))
     if error is None:
         file.close()
     if error is not None:

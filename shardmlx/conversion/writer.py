@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import mlx.core as mx
+import numpy as np
 
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import Digest
@@ -26,6 +27,10 @@ from shardmlx.loading.page_cache import PageCache
 from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
+_AHEAD = 8 * _PIECE
+"""Bytes of a tensor that the system is told to read before they are wanted, and that may wait to be
+written."""
+
 _MEGABYTE = 10**6
 
 
@@ -65,12 +70,12 @@ def write_tensors(
     most = max((_step_bytes(model, spec) for spec in specs.values()), default=0)
     with (
         _stops(may_stop) as stop,
-        _behind(copy, most) as behind,
+        _behind(copy) as behind,
         reporter.bar("export, MB", total, written // _MEGABYTE) as bar,
     ):
 
-        def begin(nbytes: int) -> None:
-            """Return once so many bytes may be computed."""
+        def begin(nbytes: int, room: int = most) -> None:
+            """Return once so many bytes may be computed, and fit beside those that wait."""
             if signals := stop():
                 behind.finish()
                 copy.flush()
@@ -78,7 +83,7 @@ def write_tensors(
                     signals[0],
                     f"stopped after {written // _MEGABYTE} of {total} MB: the same command goes on",
                 )
-            behind.make_room(nbytes)
+            behind.make_room(nbytes, room)
 
         for spec in specs.values():
             for name, data in _computed(model, spec, bring, begin):
@@ -93,11 +98,11 @@ def write_tensors(
 
 
 def _computed(
-    model: LazyModel, spec: TensorSpec, bring: Callable[[str], None], begin: Callable[[int], None]
+    model: LazyModel, spec: TensorSpec, bring: Callable[[str], None], begin: Callable[..., None]
 ) -> Iterator[tuple[str, memoryview]]:
     """Yield the bytes of a tensor in parts, from first to last, and with those of experts also
     those of the tensors that are computed with it. ``begin`` is called before each step, with the
-    bytes that it makes."""
+    bytes that it makes, and those that may wait to be written then, if they are not as usual."""
     array = model.weights.pop(spec.name, None)
     if array is None:
         return
@@ -105,11 +110,12 @@ def _computed(
     if (stored := model.stored.get(spec.name)) is not None:
         del array
         bring(spec.name)
+        stored.expect(0, _AHEAD)
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
-            begin(count)
-            stored.expect(start + count, step)
-            data = memoryview(bytearray(count))
+            begin(count, _AHEAD)
+            stored.expect(start + _AHEAD, step)
+            data = np.empty(count, np.uint8).data
             stored.read(start, data)
             yield spec.name, data
     elif (experts := model.experts.get(spec.name)) is not None:
@@ -147,11 +153,10 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 class _Behind:
     """Three threads, while the next tensors are computed: one writes them, one computes their
-    digests, and one records what is written, for which it waits for the disk now and then. All that
-    wait to be written have ``most`` bytes, or are one step's."""
+    digests, and one records what is written, for which it waits for the disk now and then."""
 
-    def __init__(self, copy: PartialCopy, most: int) -> None:
-        self._copy, self._most = copy, most
+    def __init__(self, copy: PartialCopy) -> None:
+        self._copy = copy
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._nbytes = 0
         self._begun: dict[str, _Begun] = {}
@@ -159,9 +164,10 @@ class _Behind:
         self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.recorder = ThreadPoolExecutor(1)
 
-    def make_room(self, nbytes: int) -> None:
-        """Return once so many bytes may be computed. Raises what a write raised."""
-        while self._waiting and self._nbytes + nbytes > self._most:
+    def make_room(self, nbytes: int, room: int) -> None:
+        """Return once so many bytes fit into ``room`` with those that wait to be written, or none
+        wait. Raises what a write raised."""
+        while self._waiting and self._nbytes + nbytes > room:
             self._wait()
 
     def put(self, name: str, data: memoryview) -> None:
@@ -210,8 +216,8 @@ class _Begun:
 
 
 @contextmanager
-def _behind(copy: PartialCopy, most: int) -> Iterator[_Behind]:
-    behind = _Behind(copy, most)
+def _behind(copy: PartialCopy) -> Iterator[_Behind]:
+    behind = _Behind(copy)
     with behind.recorder, behind.hasher, behind.writer:
         try:
             yield behind

@@ -1,11 +1,20 @@
-"""``shardmlx.export`` on two ranks."""
+"""``shardmlx.export`` on two ranks, and what mlx-lm says with the model that comes out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.mpirun import mlx_lm, train_well
 from tests.helpers.rank_pool import run_in_pool
+
+SAY = "--prompt", "What is the colour of the sea?", "--max-tokens", "24"
+TRAIN = (
+    *("--num-layers", "-1", "--iters", "3", "--batch-size", "4", "--learning-rate", "0.01"),
+    *("--val-batches", "0"),
+)
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
@@ -15,15 +24,48 @@ def tensors(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_two_ranks_export_what_one_does_and_refuse_the_same(small: Path, tmp_path: Path) -> None:
-    for number in (1, 2):
-        words = "-m", "shardmlx.export", small, "-o", tmp_path / str(number), "--quantize", "4:32"
-        job = run_in_pool(number, *words, "--verify", timeout=60.0)
-        assert job.returncode == 0, job.output
-        assert "tensors against the family llama: names, shapes, packing" in job.stdout
-    assert tensors(tmp_path / "1") == tensors(tmp_path / "2")
-    again = run_in_pool(2, *words, timeout=60.0)
+@pytest.fixture(scope="module")
+def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tuned") / "adapters"
+    train_well(1, "--model", small, "--data", pirate, "--adapter-path", path, *TRAIN)
+    return path
+
+
+def export(ranks: int, model: Path, to: Path, *how: str | Path) -> Path:
+    words = "-m", "shardmlx.export", model, "-o", to, *how
+    job = run_in_pool(ranks, *words, "--verify", timeout=60.0)
+    assert job.returncode == 0, job.output
+    assert "tensors against the family llama: names, shapes, packing" in job.stdout
+    return to
+
+
+def generated(model: Path, *how: str | Path) -> str:
+    """The greedy text by shardmlx."""
+    job = run_in_pool(1, "-m", "shardmlx.generate", "--model", model, *how, *SAY)
+    assert job.returncode == 0, job.output
+    return job.stdout.split("==========")[1].strip("\n")
+
+
+def said(model: Path) -> str:
+    """The greedy text by mlx-lm."""
+    return mlx_lm("--model", model, *SAY).strip("\n")
+
+
+def test_mlx_lm_says_with_the_fused_model_what_was_said_with_its_adapters(
+    small: Path, adapters: Path, tmp_path: Path
+) -> None:
+    fused = export(2, small, tmp_path / "fused", "--adapter-path", adapters)
+    assert said(fused) == generated(small, "--adapter-path", adapters) != said(small)
+
+
+def test_two_ranks_export_what_one_does_and_refuse_the_same(
+    small: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """A model of 4 bits, with which mlx-lm says what is said here."""
+    how = "--adapter-path", adapters, "--quantize", "4:32"
+    one, two = (export(number, small, tmp_path / str(number), *how) for number in (1, 2))
+    assert tensors(one) == tensors(two)
+    assert said(two) == generated(two)
+    again = run_in_pool(2, "-m", "shardmlx.export", small, "-o", two, *how, timeout=60.0)
     assert again.returncode == 2
-    assert again.error_lines == [
-        f"shardmlx: error: -o {tmp_path / '2'} holds a model: name a new directory"
-    ]
+    assert again.error_lines == [f"shardmlx: error: -o {two} holds a model: name a new directory"]

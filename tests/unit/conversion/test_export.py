@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Reporter
+from shardmlx.common.reporter import Bar, Reporter
 from shardmlx.config.export import ExportOptions, build_parser, load_config
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
@@ -85,6 +87,32 @@ def test_the_directory_has_all_that_a_model_needs(model: Path, expected: Content
     config = json.loads(expected["config.json"])
     assert config["eos_token_id"] == 5
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+
+
+def test_a_terminal_shows_how_much_is_written_and_the_time_that_is_left(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where time goes by whenever the bar looks, and kB stand for MB."""
+    looks = count()
+    monkeypatch.setattr("rich.console.monotonic", lambda: next(looks) / 32)
+    monkeypatch.setattr("shardmlx.common.reporter._shown_in_terminal", lambda: True)
+    monkeypatch.setattr("shardmlx.conversion.writer._MEGABYTE", 1000)
+    show = Bar.show
+
+    def shown(bar: Bar, done: int, total: int) -> None:
+        show(bar, done, total)
+        bar._progress.refresh()
+
+    monkeypatch.setattr(Bar, "show", shown)
+    command.export(options(model, tmp_path / "out", max_shard=4000), Reporter())
+    nbytes = sum(place.nbytes for place in open_model(str(tmp_path / "out")).tensors.values())
+    plain = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out)
+    frames = re.findall(r"export, MB \S+ +(\d+)/(\d+) +(\S+)", plain)
+    written = [int(done) for done, *_ in frames]
+    assert written == sorted(written)
+    assert {int(total) for _, total, _ in frames} == {nbytes // 1000} == {written[-1]}
+    assert re.fullmatch(r"0:\d\d:\d\d", frames[len(frames) // 2][2])
+    assert frames[-1][2] == "0:00:00"
 
 
 class Killed(BaseException):
