@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shardmlx.server import response_api_requests
 from shardmlx.server.anthropic_requests import as_chat, error_body
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
@@ -47,6 +46,7 @@ from shardmlx.server.request_queue import (
     ServiceEnded,
 )
 from shardmlx.server.response_api_replies import ResponseReply
+from shardmlx.server.response_api_requests import read_response
 from shardmlx.server.streaming import AnswerResponse, AnyReply, ended
 from shardmlx.server.tokenizing import counted, detokenized, tokenized
 
@@ -179,12 +179,10 @@ class Api:
 
     async def response(self, request: Request) -> Response:
         """Generate the next message of a chat, as OpenAI's Responses API has it."""
-
-        def read(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
-            return read_chat(response_api_requests.as_chat(body), reader, served)
-
         name = self._served.names.first
-        return await self._generate(request, read, lambda asked: ResponseReply(asked, name))
+        return await self._generate(
+            request, read_response, lambda asked: ResponseReply(asked, name)
+        )
 
     async def messages(self, request: Request) -> Response:
         """Generate the next message of a chat, as Anthropic's API has it."""

@@ -113,7 +113,8 @@ class ApiRequest:
     """A request of the API: ``n`` requests for generation for each of its prompts, in order.
 
     ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities. ``parts``
-    are those of an answer of which nothing has come; None where it has only one.
+    are those of an answer of which nothing has come; None where it has only one. ``repeated`` are
+    fields that the reply says again.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -122,6 +123,7 @@ class ApiRequest:
     include_usage: bool
     logprobs: int | None
     parts: AnswerParts | None = None
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def new_parts(self) -> AnswerParts:
         """Return the parts of an answer of which nothing has come."""

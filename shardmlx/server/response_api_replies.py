@@ -79,12 +79,8 @@ class ResponseReply:
             "status": self._status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": None,
             "output": list(self._items),
-            "parallel_tool_calls": self._parts.parallel,
-            "tool_choice": "auto",
-            "tools": [{"type": "function", **tool["function"]} for tool in self._parts.tools],
-            "metadata": {},
+            **self.request.repeated,
             "store": False,
             "usage": None if self._status == "in_progress" else self._usage,
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from shardmlx.server.accepted_fields import refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel, read_chat
 
 Json = dict[str, Any]
 
@@ -45,6 +47,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are not supported, with the values that change nothing."""
 
 
+REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tool_choice"),
+    *("tools", "temperature", "top_p", "text", "reasoning"),
+)
+"""Fields that a response says again."""
+
+
 class ResponseBody(BaseModel):
     """The body of a request to /v1/responses, as far as it is not passed on as it is."""
 
@@ -59,9 +68,27 @@ class ResponseBody(BaseModel):
     reasoning: Json | None = None
 
 
-def as_chat(body: bytes) -> bytes:
-    """Return the body of a chat that asks for the same. Raises ``ApiError``."""
+def read_response(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+    """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
+    return replace(read_chat(as_chat(asked), reader, served), repeated=_repeated(asked))
+
+
+def _repeated(asked: ResponseBody) -> Json:
+    """Return what a response says again of its request: what was given, and what holds without."""
+    given = asked.model_dump(exclude_none=True)
+    return {
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    } | {name: given[name] for name in REPEATED if name in given}
+
+
+def as_chat(asked: ResponseBody) -> bytes:
+    """Return the body of a chat that asks for the same. Raises ``ApiError``."""
     extra = asked.model_extra or {}
     refuse_unknown(extra, ignored=HARMLESS.union(SAME), neutral=NEUTRAL)
     chat: Json = {name: extra[name] for name in SAME if name in extra}

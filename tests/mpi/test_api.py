@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import shardmlx
-from tests.helpers.jobs import PYTHONPATH, ROOT
+from tests.helpers.jobs import ROOT
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.rank_pool import run_in_pool
 
 EXAMPLES = [block for block in blocks(ROOT / "docs/api.md") if block.info == ("python",)]
 ON_TWO_RANKS = "# mpirun -n 2 "
@@ -35,19 +35,10 @@ def run(example: str, directory: Path) -> str:
     """Run a program as its first line says; return what it prints."""
     program = directory / "example.py"
     program.write_text(example)
-    if example.startswith(ON_TWO_RANKS):
-        job = mpirun(2, program, cwd=directory)
-        assert job.returncode == 0, job.output
-        return job.stdout
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ranks = 2 if example.startswith(ON_TWO_RANKS) else None
+    job = run_in_pool(ranks, program, cwd=directory)
+    assert job.returncode == 0, job.output
+    return job.stdout
 
 
 def example_of(name: str) -> str:
@@ -72,22 +63,9 @@ def test_the_text_is_that_of_mlx_lm(workplace: Path, small: Path) -> None:
     assert first == mlx_lm(*how).rstrip("\n")
 
 
-def test_what_a_rank_alone_fails_in_ends_the_job_with_its_name(workplace: Path) -> None:
-    program = """
-import shardmlx
-with shardmlx.connect() as transport:
-    if transport.rank == 1:
-        raise RuntimeError("no more")
-    transport.barrier("what never comes")
-"""
-    (workplace / "fails.py").write_text(program)
-    job = mpirun(2, workplace / "fails.py", cwd=workplace)
-    assert job.returncode == 1
-    assert "shardmlx: failed: rank 1 on " in job.output
-    assert "RuntimeError: no more" in job.output
-
-
-def test_what_all_ranks_refuse_is_raised_on_all_and_they_leave_in_order(workplace: Path) -> None:
+def test_what_all_refuse_is_raised_on_all_and_what_one_fails_in_ends_the_job(
+    workplace: Path,
+) -> None:
     program = """
 import shardmlx
 with shardmlx.connect() as transport:
@@ -102,15 +80,21 @@ with shardmlx.connect() as transport:
         pipeline.generate("long " * 300)
     except shardmlx.UserError as error:
         print(f"rank {transport.rank}: {error.remedy}")
-    print(f"rank {transport.rank}: {len(pipeline.generate('Hello')) > 0}")
+    print(f"rank {transport.rank}: {len(pipeline.generate('Hello')) > 0}", flush=True)
+    transport.barrier("all that was said")
+    if transport.rank == 1:
+        raise RuntimeError("no more")
+    transport.barrier("what never comes")
 """
     (workplace / "refused.py").write_text(program)
     job = mpirun(2, workplace / "refused.py", cwd=workplace)
-    assert job.returncode == 0, job.output
     assert job.stdout.count("nowhere/at all") == 2
     assert job.stdout.count("context_tokens") == 2
     assert "rank 0: True" in job.stdout
     assert "rank 1: False" in job.stdout
+    assert job.returncode == 1
+    assert "shardmlx: failed: rank 1 on " in job.output
+    assert "RuntimeError: no more" in job.output
 
 
 def test_importing_shardmlx_loads_neither_mlx_nor_mpi() -> None:

@@ -1,4 +1,4 @@
-"""``mpirun -n 2 python -m shardmlx.serve``, asked by the ``openai`` package."""
+"""``shardmlx launch -n 2 serve``, asked by the ``openai`` package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import pytest
 
 from tests.helpers.jobs import Running
 from tests.helpers.mpirun import mlx_lm
-from tests.helpers.rank_pool import run_in_pool
 
 SECONDS_TO_START = 60.0
 KEY = "a-key"
@@ -68,14 +67,6 @@ class Served:
         return float(found[1])
 
 
-def options(model: Path) -> list[str]:
-    return ["--model", str(model), "--port", "0", "--api-key", KEY, "--timeout", "20"]
-
-
-def serve(ranks: int, model: Path, *args: str) -> Running:
-    return Running.ranks(ranks, "-m", "shardmlx.serve", *options(model), *args)
-
-
 TEMPLATE = """\
 {% if tools %}{{ 's: ' + (tools | tojson) + eos_token }}{% endif %}\
 {% for turn in messages %}{{ turn['role'][0] + ': ' + (turn['content'] or '') }}\
@@ -96,7 +87,12 @@ def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
-    with serve(2, model) as running:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "serve"]
+    options = ["--model", str(model), "--port", port, "--api-key", KEY, "--timeout", "20"]
+    with Running([*launch, *options]) as running:
         yield Served(running)
 
 
@@ -104,6 +100,19 @@ def test_the_text_of_mlx_lm(served: Served, small: Path) -> None:
     said = "What is the colour of the sea?"
     wanted = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12")
     assert served.ask(said) + "\n" == wanted
+
+
+def test_every_api_gives_the_same_text_and_none_gives_embeddings(served: Served) -> None:
+    said = "What is the colour of the sea?"
+    response = served.client.responses.create(model="default", input=said, max_output_tokens=12)
+    assert response.output_text == served.ask(said)
+    anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic")
+    with anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as client:
+        asked = [{"role": "user", "content": said}]
+        message = client.messages.create(model="default", max_tokens=12, messages=asked)
+    assert message.content[0].text == response.output_text
+    with pytest.raises(openai.BadRequestError, match="gives no embeddings"):
+        served.client.embeddings.create(model="default", input=said)
 
 
 def test_what_each_rank_may_hold_and_the_first_has_held(served: Served) -> None:
@@ -235,15 +244,12 @@ def test_what_it_refuses(served: Served) -> None:
         )
 
 
-def test_launch_starts_a_server_again_that_has_lost_a_rank(small: Path) -> None:
+def test_launch_starts_a_server_again_that_has_lost_a_rank(served: Served) -> None:
     """On the same port; open requests end with an error. A rank that is only stopped for a while is
-    named, and waited for. At Ctrl-C open requests end as they should, and the job ends well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "serve", *options(small)]
-    with Running([*launch, "--port", port]) as running, ThreadPoolExecutor(8) as pool:
-        served = Served(running)
+    named, and waited for. At Ctrl-C open requests end as they should, and the job ends well: so
+    this is the last test."""
+    running = served.running
+    with ThreadPoolExecutor(8) as pool:
         said = served.ask("Hello")
         answers = [pool.submit(served.ask, f"Count from {i}.", 400) for i in range(8)]
         running.until(lambda: served.metric("texts_under_way") >= 4)
@@ -272,13 +278,3 @@ def test_launch_starts_a_server_again_that_has_lost_a_rank(small: Path) -> None:
         assert running.wait(20) == 0
         assert running.left_behind() == []
         assert "Stopping after SIGUSR1" in running.job().stdout
-
-
-def test_a_port_that_is_taken(served: Served, small: Path) -> None:
-    port = served.url.rpartition(":")[2]
-    job = run_in_pool(1, "-m", "shardmlx.serve", "--model", small, "--port", port)
-    assert job.returncode == 2
-    assert job.error_lines == [
-        f"shardmlx: error: --port {port} of 127.0.0.1 is taken: give another, or 0 for any that is "
-        "free"
-    ]

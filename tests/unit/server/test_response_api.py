@@ -9,8 +9,7 @@ import httpx
 import openai
 import pytest
 
-from shardmlx.server.response_api_requests import as_chat
-from tests.helpers.http_serving import MODEL, Agent, serving
+from tests.helpers.http_serving import MODEL, Agent, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -100,16 +99,29 @@ def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     ]
 
 
-def test_structure_and_choice_are_those_of_chats() -> None:
-    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
-    choice = {"type": "function", "name": "look"}
-    asked = {"input": "?", "text": {"format": form, "verbosity": "low"}, "tool_choice": choice}
-    chat = json.loads(as_chat(json.dumps(asked).encode()))
-    assert chat["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True},
-    }
-    assert chat["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+def test_a_structure_may_be_asked_for(client: openai.OpenAI, served: Serving) -> None:
+    schema = {"type": "object", "properties": {"depth": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    answer = client.responses.create(model=MODEL, input="?.", text={"format": form})
+    assert '"depth"' in str(served.parrot.added[-1].sampling.grammar)
+    assert answer.text.format.name == "x"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
+def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice: Any) -> None:
+    """By a grammar, and the response says what was asked; so does each event that has it."""
+    how: Any = {"model": MODEL, "input": CALL, "tools": [LOOK], "tool_choice": choice}
+    more: Any = {"instructions": "Look.", "max_output_tokens": 200, "parallel_tool_calls": False}
+    answer = client.responses.create(**how, **more)
+    assert '\\"look\\"' in str(served.parrot.added[-1].sampling.grammar)
+    assert answer.output[-1].name == "look"
+    first, *_ = client.responses.create(**how, **more, stream=True)
+    for said in (answer.model_dump(), first.response.model_dump()):
+        assert {name: said[name] for name in ("tool_choice", *more)} == {
+            "tool_choice": choice,
+            **more,
+        }
+    assert client.responses.create(model=MODEL, input="?.").tool_choice == "auto"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,11 @@ def test_structure_and_choice_are_those_of_chats() -> None:
             "tools.0: tools of type 'web_search' run on Open",
         ),
         ({"input": [{"type": "image_generation_call"}]}, "input.0: an item of type 'image_genera"),
+        (
+            {"tools": [LOOK], "tool_choice": {"type": "function", "name": "hear"}},
+            "tool_choice: 'hear' is none of the tools",
+        ),
+        ({"tools": [LOOK], "tool_choice": {"type": "web_search"}}, "tool_choice {'type': 'web_s"),
         ({"input": 5}, "input"),
     ],
 )
