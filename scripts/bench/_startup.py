@@ -26,12 +26,13 @@ from shardmlx.distributed.run_ranks import run_ranks
 
 PARTS = {
     "loading.rank_setup.find_weights": "finding the model",
-    "training.setup.build_model": "building it, lazily",
-    "training.plan.make_stage_map": "planning",
-    "training.plan.Plan": "planning",
-    "training.setup.compare_plans": "comparing plans",
-    "training.setup.read_tokenizer": "tokenizer and data",
-    "training.setup.read_data": "tokenizer and data",
+    "training.planned_run.build_model": "building it, lazily",
+    "training.planned_run.make_plan": "planning",
+    "training.planned_run.choose_plan": "planning",
+    "training.planned_run.of_model": "planning",
+    "training.planned_run.compare_plans": "comparing plans",
+    "training.planned_run.read_tokenizer": "tokenizer and data",
+    "training.planned_run.read_data": "tokenizer and data",
 }
 """Functions that are timed, by the name under which the module that calls them knows them."""
 

@@ -220,7 +220,7 @@ def compare_peaks(only: Sequence[str], data: Path, directory: Path) -> list[Resu
         if has_words(named, only):
             model = directory / f"wide-{work.vocabulary}"
             if not model.exists():
-                make_wide(model, vocab_size=work.vocabulary)
+                make_wide(model, vocab_size=work.vocabulary, max_position_embeddings=8192)
             even = ("--partitioner", "uniform")
             results.append(measure(work, "1f1b", model, data, directory, *even, steps=2, window=1))
             print("  ".join(peak_line(results[-1])), flush=True)

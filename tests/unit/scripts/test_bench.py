@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pkgutil
 import runpy
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,11 @@ def test_a_contender_that_fails_says_why() -> None:
     turns = load("_turns")
     with pytest.raises(SystemExit, match="broken failed:\nno such model"):
         turns.Contender("broken", [[sys.executable, "-c", "raise SystemExit('no such model')"]])
+
+
+def test_what_is_timed_of_a_start_is_there() -> None:
+    for path in load("_startup").PARTS:
+        assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
 
 
 def test_layers_are_divided_evenly() -> None:

@@ -170,7 +170,7 @@ def test_quantized_smollm2_has_the_same_weights(smollm2: Path, smollm2_quantized
 
 
 def test_quantized_smollm2_loads_in_mlx_lm(smollm2: Path, smollm2_quantized: Path) -> None:
-    tokens = mx.array([[504, 3575, 282, 4649, 314]])  # The capital of France is
+    tokens = mx.array([[504, 3575]])  # The capital
     dense, packed = (mlx_lm.load(str(path))[0] for path in (smollm2, smollm2_quantized))
     assert packed.layers[29].self_attn.q_proj.bits == 4
     assert packed.model.embed_tokens.bits == 8
