@@ -3,15 +3,18 @@
 import gc
 import os
 import signal
+import ssl
 from collections.abc import Generator, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from shardmlx.common.environment import prepare
-from tests.helpers.jobs import ROOT
+from tests.helpers.jobs import CACHE, keep_imports
 from tests.helpers.rank_pool import close_pools
 
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
 prepare()
 
 pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
@@ -50,6 +53,19 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mix, for several workers, the files whose tests start jobs, and wait for most of their time,
+    with those whose tests compute: so the cores are busy all along."""
+    if not hasattr(config, "workerinput"):
+        return
+    files = {item.location[0]: None for item in items}
+    units = [file for file in files if file.startswith("tests/unit/")]
+    jobs = [file for file in files if file not in units]
+    place = {file: i / len(kind) for kind in (jobs, units) for i, file in enumerate(kind)}
+    items.sort(key=lambda item: place[item.location[0]])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Divide the tests among the workers of pytest-xdist: each file, or what shares something,
@@ -67,9 +83,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what runs leave for later runs out of anybody's home."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+    caches = tmp_path_factory.mktemp("caches")
+    os.environ["XDG_CACHE_HOME"] = str(caches)
+    keep_imports(caches)
     # matplotlib looks at all fonts of the machine for some seconds, once.
-    os.environ["MPLCONFIGDIR"] = str(ROOT / ".cache" / "matplotlib")
+    os.environ["MPLCONFIGDIR"] = str(CACHE / "matplotlib")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates() -> None:
+    """Read those of the world once, not in 70 ms for each of httpx's calls: none needs them."""
+    ssl.create_default_context = lru_cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,19 +46,3 @@ def test_a_conversation(small: Path) -> None:
     # All of the first turn but what its answer reads as, tokenised again, and its last token.
     assert counts[1][1] - counts[1][0] > counts[0][1] - 4
     assert "Peak memory" in said_text
-
-
-def test_q_leaves_and_a_conversation_has_an_end(small: Path) -> None:
-    job = chat(
-        1,
-        ["Tell me of " + "ships and " * 60, "q", "Never read"],
-        *("--model", small, "--max-tokens", "8", "--cache-tokens", "256", "--no-verbose"),
-    )
-    assert job.returncode == 0, job.output
-    assert job.stdout.strip() == ""
-
-
-def test_a_model_without_a_template_is_refused(small: Path, tmp_path: Path) -> None:
-    job = chat(1, ["Hello"], "--model", small, "--cache-tokens", "1")
-    assert job.returncode == 2, job.output
-    assert job.error_lines == ["shardmlx: error: --cache-tokens is 1: give 256 or more"]

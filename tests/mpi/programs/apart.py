@@ -1,36 +1,56 @@
-"""``apart.py MODULE DIR,DIR,... ARGUMENTS``: a command of shardmlx on machines that share nothing:
-each rank works in a directory of its own, with its own temporary files and caches.
+"""``apart.py MODULE DIR,DIR,... [NAME=VALUE ...] ARGUMENTS``: a command of shardmlx on machines
+that share nothing: each rank works in a directory of its own, with its own temporary files and
+caches. huggingface-hub reads the environment when it is imported, so each command imports it anew.
 
 SHARDMLX_TEST_OFFLINE names the ranks that reach no hub, SHARDMLX_TEST_BREAKS one whose disk fails.
 """
 
 import os
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
 from shardmlx.common.environment import launched_rank
 
-module, homes, *arguments = sys.argv[1:]
-rank = launched_rank()
-home = Path(homes.split(",")[rank])
-for name in ("HF_HOME", "XDG_CACHE_HOME", "TMPDIR"):
-    path = home / name.lower()
-    path.mkdir(parents=True, exist_ok=True)
-    os.environ[name] = str(path)
-os.chdir(home)
-if str(rank) in os.environ.get("SHARDMLX_TEST_OFFLINE", "").split(","):
-    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # the port at which things are discarded
+
+def forget() -> None:
+    """Have the environment read again, where these ranks run other programs before and after."""
+    tempfile.tempdir = None
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "huggingface_hub":
+            del sys.modules[name]
 
 
 def fail(*_: object) -> None:
     raise OSError("the disk is gone")
 
 
-if str(rank) == os.environ.get("SHARDMLX_TEST_BREAKS"):
-    from shardmlx.loading.partial_copy import PartialCopy
+def main(module: str, homes: str, *arguments: str) -> int:
+    rank = launched_rank()
+    home = Path(homes.split(",")[rank])
+    while arguments and arguments[0].partition("=")[0].isupper():
+        name, _, value = arguments[0].partition("=")
+        os.environ[name] = value
+        arguments = arguments[1:]
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "TMPDIR"):
+        path = home / name.lower()
+        path.mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(path)
+    os.chdir(home)
+    if str(rank) in os.environ.get("SHARDMLX_TEST_OFFLINE", "").split(","):
+        os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # the port at which things are discarded
+    if str(rank) == os.environ.get("SHARDMLX_TEST_BREAKS"):
+        from shardmlx.loading.partial_copy import PartialCopy
 
-    PartialCopy.write = fail  # type: ignore[assignment, method-assign]
+        PartialCopy.write = fail  # type: ignore[assignment, method-assign]
+    forget()
+    try:
+        status: int = import_module(f"shardmlx.{module}").main(list(arguments))
+        return status
+    finally:
+        forget()
+
 
 if __name__ == "__main__":
-    sys.exit(import_module(f"shardmlx.{module}").main(arguments))
+    sys.exit(main(*sys.argv[1:]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.checkpoint.store import FORMAT, MANIFEST, MARKER, FileInfo, Manifest, Store
@@ -142,16 +142,19 @@ def manifest_or_refusal(text: bytes) -> None:
     assert refusal.startswith("here is ")
 
 
+@settings(deadline=None)
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_manifest_or_refused(text: bytes) -> None:
     manifest_or_refusal(text)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(GOOD)), JSON)
 def test_a_manifest_with_one_part_wrong_is_refused_or_read(key: str, value: Any) -> None:
     manifest_or_refusal(json.dumps({**GOOD, key: value}).encode())
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["name", "nbytes", "sha256", "more"]), JSON)
 def test_a_manifest_with_a_strange_file_is_refused_or_read(key: str, value: Any) -> None:
     files = [{**GOOD["files"][0], key: value}]

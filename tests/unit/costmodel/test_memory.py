@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.config.checks import OPTIMIZERS
@@ -245,6 +245,7 @@ def peaks(schedule: str, microbatches: int, **changes: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(deadline=None)
 @given(
     microbatches=st.sampled_from([2, 4, 8]),
     rows=st.integers(1, 4),
@@ -282,6 +283,7 @@ def test_more_of_anything_never_needs_less(
         assert all(a >= b for a, b in zip(more, here, strict=True))
 
 
+@settings(deadline=None)
 @given(
     first=st.integers(0, 4),
     mode=st.sampled_from(["lora", "full"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.costmodel.cluster import Cluster
@@ -45,6 +45,7 @@ def test_the_planner_reads_what_was_written(tmp_path: Path) -> None:
     assert read(text, tmp_path) == (MEASURED, bare)
 
 
+@settings(deadline=None)
 @given(
     memory=st.integers(1 << 30, 1 << 42),
     flops=st.floats(1e6, 1e17),

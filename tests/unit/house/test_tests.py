@@ -47,3 +47,15 @@ def test_every_package_has_its_directory_of_tests() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     directories = {path.parent.name for path in TESTS.glob("unit/*/test_*.py")}
     assert directories == packages | OF_NO_PACKAGE
+
+
+def test_no_example_of_hypothesis_has_a_time_limit() -> None:
+    """By default it has 0.2 s, which a busy machine does not keep."""
+    drawn = [
+        (f"{path.relative_to(TESTS)}::{node.name}", "".join(map(ast.unparse, node.decorator_list)))
+        for path in FILES
+        if "@given" in path.read_text()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert [name for name, how in drawn if "given(" in how and "deadline=None" not in how] == []

@@ -130,6 +130,15 @@ MODELS = {
         "model_type": "deepseek_v3", "vocab_size": 129280, "n_shared_experts": 1,
         "num_experts_per_tok": 8,
     }),
+    # 675 and 41 with the vision encoder, which mlx-lm passes over.
+    "Mistral-Large-3": Published(673, 39, 1, {
+        "model_type": "mistral3",
+        "text_config": {
+            **LATENT, **sides(7168, 61, 128), **routed(3, 128, 4096, 16384),
+            "model_type": "mistral4", "vocab_size": 131072, "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+        },
+    }),
     "Moonlight-16B-A3B": Published(16, 2.24, 2, {
         **LATENT, **sides(2048, 27, 16), **routed(1, 64, 1408, 11264), "q_lora_rank": None,
         "model_type": "deepseek_v3", "vocab_size": 163840, "n_shared_experts": 2,
