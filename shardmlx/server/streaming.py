@@ -176,6 +176,9 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] 
 async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
+        # Pieces that are there already do not wait for anything: without this, thousands would be
+        # written before anybody else has a turn, also to a client who has gone.
+        await asyncio.sleep(0)
 
 
 async def _wait_until_gone(receive: Receive) -> None:

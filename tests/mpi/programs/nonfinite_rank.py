@@ -1,7 +1,8 @@
 """``nonfinite_rank.py STEP ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
 gradients of one step. It leaves the process as it was.
 
-After ``STEP:kill`` rank 1 is killed in that step, where all ranks halve the scale of the loss.
+After ``STEP:kill`` rank 1 is killed in that step, where all ranks halve the scale of the loss, and
+once the checkpoint of the step before is whole: it is written in the background.
 """
 
 import shardmlx.common.prepared
@@ -9,9 +10,12 @@ import shardmlx.common.prepared
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import mlx.core as mx
 
+from shardmlx.checkpoint.store import Store
 from shardmlx.common.environment import launched_rank
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.loss_scale import LossScale
@@ -33,6 +37,9 @@ def overflow(self: GradientReducer, spoiled: bool = False) -> float:
 
 
 def killed(self: LossScale) -> bool:
+    store = Store(Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1]))
+    while store.steps() != [step - 1]:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
     return False
 

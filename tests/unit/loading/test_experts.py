@@ -68,4 +68,5 @@ def test_stacking_them_holds_one_matrix_of_one_layer_twice(stored: Path) -> None
     largest = max(array.nbytes for array in part.parameters().values())
     assert largest == 4 * EXPERTS * 64 * 256
     assert mx.get_active_memory() - before == pytest.approx(part.nbytes, rel=0.01)
-    assert mx.get_peak_memory() - before <= part.nbytes + 1.01 * largest
+    # MLX's thread may free the experts of the matrix before only while the next are read.
+    assert mx.get_peak_memory() - before <= part.nbytes + 2.01 * largest
