@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,15 @@ from tests.helpers.small_models import SMALL_VOCABULARY
 SHARE = 0.7
 """The part of the model's weights that a host may have in memory."""
 
-LAYERS = 22
+LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 22, 1024, 3584
 
 
 @pytest.fixture(scope="module")
 def model(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1.2 GB of random weights."""
     path = tmp_path_factory.mktemp("large") / "model"
-    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "eos_token_id": 1}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE}
+    sizes |= {"eos_token_id": 1}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": SMALL_VOCABULARY}
     save_model_directory(path, tiny_config("mistral", layers=LAYERS, **sizes))
     for file in small_tokenizer.iterdir():
@@ -112,3 +116,24 @@ def test_two_hosts_train_and_generate(
     )
     assert job.returncode == 0, job.output
     assert "Generation: 4 tokens" in job.stdout
+
+
+def test_one_host_exports_in_a_quarter_of_the_memory(lab: Lab, weights: int) -> None:
+    """There mlx-lm, which has all of the model in memory, is ended by the kernel."""
+    commands = {
+        "shardmlx": ("shardmlx.export", "model", "-o", "ours", "--quantize", "4"),
+        "mlx-lm": ("mlx_lm", "convert", "--model", "model", "--mlx-path", "theirs", "-q"),
+    }
+    with memory_cgroups(tuple(commands), weights // 4) as made:
+        jobs = {
+            name: subprocess.run(
+                made[name].command(sys.executable, "-m", *words),
+                cwd=lab.home("mac1"),
+                capture_output=True,
+                text=True,
+            )
+            for name, words in commands.items()
+        }
+        ours = jobs["shardmlx"]
+        assert ours.returncode == 0, ours.stdout + ours.stderr
+        assert jobs["mlx-lm"].returncode == -signal.SIGKILL

@@ -104,6 +104,18 @@ def conversations(directory: Path) -> dict[str, list[tuple[str, str]]]:
 # The model
 
 
+def test_smollm2_is_exported_in_little_memory(smollm2: Path, tmp_path: Path) -> None:
+    """2.5 times its largest tensor, the embedding, and 64 MiB for all that is no tensor."""
+    command = [sys.executable, "-m", "shardmlx.export", smollm2, "-o", tmp_path / "out"]
+    job = subprocess.run([*command, "--quantize", "4"], capture_output=True, text=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    said = re.search(r"peak memory (\S+) GiB", job.stdout)
+    assert said is not None
+    largest = max(array.nbytes for array in tensors(smollm2).values())
+    assert float(said[1]) <= (2.5 * largest + (64 << 20)) / 2**30
+    shutil.rmtree(tmp_path / "out")
+
+
 def test_smollm2_answers(smollm2: Path) -> None:
     model, tokenizer = mlx_lm.load(str(smollm2))[:2]
     question = [{"role": "user", "content": "What is the capital of France?"}]
