@@ -13,7 +13,7 @@ from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.conversion.output import OutputDirectory
 from shardmlx.conversion.shards import Shards
-from shardmlx.conversion.writer import new_digest, write_tensors
+from shardmlx.conversion.writer import Crc32, write_tensors
 from shardmlx.errors import UserError
 from shardmlx.loading.partial_copy import PartialCopy
 
@@ -74,7 +74,7 @@ def write_files(
     """
     files = shards.of(rank)
     manifest = shards.manifest(rank, "")
-    copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=new_digest)
+    copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=Crc32)
     try:
         names = [spec.name for specs in files.values() for spec in specs]
         done = copy.sound(names) if goes_on else set()

@@ -3,8 +3,8 @@ computed."""
 
 from __future__ import annotations
 
-import hashlib
 import signal
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,9 +34,18 @@ written."""
 _MEGABYTE = 10**6
 
 
-def new_digest() -> Digest:
-    """Return an empty digest for the record: SHA-256, for which processors have instructions."""
-    return hashlib.sha256()
+class Crc32:
+    """A CRC-32 as a digest for the record. It finds what was only half written or was damaged, in a
+    quarter of the time of SHA-256: copying a model takes little more than its digests."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4)
 
 
 def write_tensors(
@@ -172,7 +181,7 @@ class _Behind:
 
     def put(self, name: str, data: memoryview) -> None:
         """Write the next bytes of a tensor soon; record it once all are written."""
-        begun = self._begun.setdefault(name, _Begun(new_digest()))
+        begun = self._begun.setdefault(name, _Begun(Crc32()))
         hashed = self.hasher.submit(begun.digest.update, data)
         start, begun.size = begun.size, begun.size + len(data)
         is_last = begun.size >= self._copy.place(name).nbytes
