@@ -106,7 +106,7 @@ def conversations(directory: Path) -> dict[str, list[tuple[str, str]]]:
 
 def test_smollm2_is_exported_in_little_memory(smollm2: Path, tmp_path: Path) -> None:
     """2.5 times its largest tensor, the embedding, and 64 MiB for all that is no tensor."""
-    command = [sys.executable, "-m", "shardmlx.export", smollm2, "-o", tmp_path / "out"]
+    command = [sys.executable, "-m", "shardmlx.export", str(smollm2), "-o", str(tmp_path / "out")]
     job = subprocess.run([*command, "--quantize", "4"], capture_output=True, text=True)
     assert job.returncode == 0, job.stdout + job.stderr
     said = re.search(r"peak memory (\S+) GiB", job.stdout)
