@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
 _MOST_OF_ANYTHING = 2**31 - 1
 _REQUIRED = object()
+_OWN_LAYOUT = "params.json"
+"""File that Mistral publishes, with consolidated*.safetensors, beside the others or without them."""
 
 
 class Config(NamedTuple):
@@ -102,12 +104,23 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     try:
         return parse_config(path.read_bytes(), path)
     except FileNotFoundError:
+        check_layout(directory, {each.name for each in directory.iterdir()})
         raise UserError(
             f"model directory {directory} has no config.json",
             "point --model at a directory in the Hugging Face layout",
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def check_layout(where: str | Path, files: Container[str]) -> None:
+    """Refuse a model of these files that has its maker's own layout alone."""
+    if _OWN_LAYOUT in files and "config.json" not in files:
+        raise UserError(
+            f"{where} has no config.json: its {_OWN_LAYOUT} is of Mistral's (or Meta's) own layout",
+            "use the same model in the Hugging Face layout, which has config.json and "
+            "model*.safetensors",
+        )
 
 
 def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:

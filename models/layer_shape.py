@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardmlx.errors import UserError
@@ -155,6 +155,10 @@ class LayerShape:
             each.parameters // each.copies * (each.copies - each.uses) for _, each in self.linears
         )
         return self.parameters - idle
+
+    def seeing(self, length: int) -> LayerShape:
+        """Return the layer as it is for texts of ``length`` tokens: a window of all is none."""
+        return replace(self, window=None) if (self.window or 0) >= length else self
 
     def flops(self, sequence_length: int) -> float:
         """Return FLOPs of one token's forward, averaged over the sequence.

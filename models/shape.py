@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.models.config_reader import Config
@@ -152,10 +152,10 @@ class ModelShape:
         """The attention window of each layer in tokens, None for full causal attention."""
         return tuple(self.kinds[kind].window for kind in self.pattern)
 
-    @property
-    def unlike_layers(self) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
-        """Layers that differ in more than their windows, and the number of each layer's."""
-        alike = [replace(kind, window=None) for kind in self.kinds]
+    def unlike_layers(self, length: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
+        """Return the layers that differ for texts of ``length`` tokens, and the number of each
+        layer's: a window that sees the whole text is none."""
+        alike = [kind.seeing(length) for kind in self.kinds]
         kinds = tuple(dict.fromkeys(alike))
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 

@@ -109,19 +109,23 @@ class Profile:
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(
-        self,
-        host: str,
-        kind: str | None,
-        pattern: tuple[int, ...],
-        first_trained: int,
-        recompute: str,
+        self, host: str, kind: str | None, shape: ModelShape, first_trained: int, recompute: str
     ) -> Measured:
-        """Return the times of a model on a host; ``pattern`` says of which kind each layer is."""
+        """Return the times of a model on a host.
+
+        Raises ``UserError`` where there are none of some of its layers.
+        """
+        samples = self.machine(host, kind).samples
+        kinds, pattern = shape.unlike_layers(samples[-1].length)
+        measured = min(len(sample.kinds) for sample in samples)
+        if measured != len(kinds):
+            raise UserError(
+                f"{self.path} has times of {measured} kinds of layers, of which "
+                f"{shape.model_type} has {len(kinds)} at {samples[-1].length} tokens a row",
+                _AGAIN,
+            )
         return Measured(
-            pattern=pattern,
-            samples=self.machine(host, kind).samples,
-            first_trained=first_trained,
-            recompute=recompute,
+            pattern=pattern, samples=samples, first_trained=first_trained, recompute=recompute
         )
 
 
@@ -144,7 +148,8 @@ def work_of(
         trained["unfreeze_all"] = fine_tune.unfreeze_all
     else:
         trained["lora_parameters"] = json.loads(json.dumps(dict(fine_tune.lora_parameters)))
-    layer, *others = shape.unlike_layers[0]
+    # Windows are no part of the work: they tell layers apart in samples that are long enough.
+    layer, *others = shape.unlike_layers(1)[0]
     if others:
         trained["other_layers"] = [
             [each.width, each.heads.queries, each.heads.keys, each.experts, each.experts_per_token]

@@ -192,8 +192,7 @@ class Workload(ModelSizes):
         Raises ``UserError`` where it was not measured, or for other work.
         """
         profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
-        _, pattern = self.shape.unlike_layers
-        return profile.measured(host, kind, pattern, self.first_trained, recompute)
+        return profile.measured(host, kind, self.shape, self.first_trained, recompute)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -43,14 +44,22 @@ def check_can_be_cut(config: Mapping[str, Any]) -> None:
         return
     remedy = f"use a model of type {', '.join(FAMILIES)}"
     try:
-        code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
-        model = code.Model(code.ModelArgs.from_dict(config))
+        model = build_random(config)
     except ImportError:
         raise UserError(f"mlx-lm has no model of type {model_type!r}", remedy) from None
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
         raise UserError(fault, remedy) from None
     find_parts(model)
+
+
+def build_random(config: Mapping[str, Any]) -> nn.Module:
+    """Build mlx-lm's model of a config.json with random weights, lazily."""
+    model_type = config.get("model_type")
+    code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
+    # Some families write into their fields.
+    model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
+    return model
 
 
 def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None) -> nn.Module:

@@ -32,7 +32,7 @@ from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.modelfiles.sources import ADAPTER_FILE, SUFFIX
-from shardmlx.models.config_reader import read_config
+from shardmlx.models.config_reader import check_layout, read_config
 
 _LOOKING = "looking for the model"
 _NOT_ASKED = "--weights rank0"
@@ -147,6 +147,7 @@ def _open(model: str, revision: str | None) -> Repository | None:
         return None
     if repository is None or repository.revision is None:
         return None
+    check_layout(repository.name, repository.files)
     if _CONFIG in repository.files:
         check_can_be_cut(read_config(repository.fetch(_CONFIG).parent))
     return repository

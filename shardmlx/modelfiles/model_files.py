@@ -32,7 +32,7 @@ from shardmlx.modelfiles.sources import (
     SingleFile,
     Source,
 )
-from shardmlx.models.config_reader import parse_config
+from shardmlx.models.config_reader import check_layout, parse_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ def find_source(name: str, revision: str | None = None) -> Source:
 def read_model(source: Source) -> ModelFiles:
     """Read what describes the model; what is wrong with its tensors is in ``faults``."""
     present = set(source.files)
+    check_layout(source.name, present)
     config: Mapping[str, Any] = {}
     adapter = None
     index = None

@@ -7,7 +7,6 @@ time, as they compute at the same time in a run.
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import statistics
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +22,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
@@ -38,7 +35,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage, build_stages
-from shardmlx.loading.build import cut, unfreeze
+from shardmlx.loading.build import build_random, cut, unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.parts import find_parts
@@ -164,11 +161,9 @@ def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) 
     if num_layers is not None:
         plain["num_hidden_layers"] = num_layers
     if num_layers is not None and plain.get("layer_types") is not None:
-        # Full attention everywhere: what it costs is an upper bound.
-        plain["layer_types"] = ["full_attention"] * num_layers
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(plain))
-        model, _ = load_model(Path(directory), lazy=True, strict=False)
+        plain["layer_types"] = ["full_attention"] * num_layers  # as all of them are
+    model = build_random(plain)
+    model.eval()
     model.set_dtype(getattr(mx, dtype))
     _quantise(model, model_config, as_it_is=num_layers is None)
     return model
@@ -348,7 +343,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
             transport,
             bar.advance,
             BatchOptions.of(options).savings(NONE, this_backend()),
-            _pattern_of(workload.shape),
+            _pattern_of(workload.shape, max(length for _, length in shapes)),
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
     machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
@@ -365,10 +360,12 @@ def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
 
 
-def _pattern_of(shape: ModelShape) -> tuple[int, ...]:
-    """Return of which kind each layer is, for a model that is measured as it is."""
-    kinds, pattern = shape.unlike_layers
-    return pattern if len(kinds) > 1 or not shape.is_declared else ()
+def _pattern_of(shape: ModelShape, longest: int) -> tuple[int, ...]:
+    """Return of which kind each layer is, for a model that is measured as it is: one with windows
+    needs its layers where they are, and a wrapper counts them inside."""
+    _, pattern = shape.unlike_layers(longest)
+    as_it_is = max(pattern) or any(shape.windows) or shape.prefix or not shape.is_declared
+    return pattern if as_it_is else ()
 
 
 def _chip() -> str:

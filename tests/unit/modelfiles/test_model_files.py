@@ -13,6 +13,7 @@ import pytest
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.config_reader import read_config
 from tests.helpers.bare_python import ForkingPython, forking_python
 from tests.helpers.fake_models import (
     MISTRAL_LARGE,
@@ -55,6 +56,21 @@ def test_only_the_files_that_mlx_lm_loads_are_a_models(tmp_path: Path) -> None:
     files = model_files(TINY)
     write(tmp_path, files | {"consolidated.safetensors": files["model.safetensors"]})
     assert list(open_model(str(tmp_path)).headers) == ["model.safetensors"]
+
+
+def test_mistrals_own_layout_alone_is_refused_by_all(tmp_path: Path) -> None:
+    """``inspect`` and ``plan`` open a model; ``train`` and ``generate`` read its config first."""
+    weights = model_files(TINY)["model.safetensors"]
+    write(tmp_path, {"params.json": text_file({"dim": 64}), "consolidated.safetensors": weights})
+    message = error_of(tmp_path)
+    assert message == (
+        f"{tmp_path} has no config.json: its params.json is of Mistral's (or Meta's) own layout: "
+        "use the same model in the Hugging Face layout, which has config.json and "
+        "model*.safetensors"
+    )
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path)
+    assert str(caught.value) == message
 
 
 def test_one_file_is_read_with_the_config_beside_it(tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def test_a_missing_field_is_named() -> None:
 # Reading config.json
 
 
+def test_a_window_tells_layers_apart_where_texts_are_longer() -> None:
+    shape = ModelShape.from_config(configuration("llama", **SLIDING))  # of 8
+    assert shape.unlike_layers(8)[1] == (0, 0, 0)
+    assert shape.unlike_layers(9)[1] == (0, 1, 1)
+    assert ModelShape.from_config(configuration("mixtral")).unlike_layers(9)[1] == (0, 0, 0)
+
+
 def test_a_config_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
     assert ModelShape.from_config(read_config(tmp_path)).num_layers == 32

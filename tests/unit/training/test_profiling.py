@@ -172,3 +172,29 @@ def test_layers_of_each_kind_are_measured_and_planned_with(
     run = TrainConfig(model=str(tmp_path), num_layers=-1, profile=str(output), pipeline_stages=1)
     plan = plan_training(run, [Machine(host="mac", kind=machine.chip, memory=2**34)])
     assert plan.prediction.step_seconds > 0
+
+
+def test_a_window_tells_layers_apart_where_texts_are_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a wrapper too: windows of 8 in two of three layers."""
+    monkeypatch.setattr(profiling, "WARM_UPS", 0)
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    monkeypatch.setattr(profiling, "_chip", lambda: "Mac")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gemma3"]))
+    output = tmp_path / "profile.json"
+    words = [str(tmp_path), "--num-layers", "-1", "--rows", "1", "--lengths", "4,9"]
+    options = read_options([*words, "-o", str(output)])
+    LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none", None)))
+    (measured,) = read_profile(output).machines
+    assert {len(sample.kinds) for sample in measured.samples} == {2}
+    run = TrainConfig(model=str(tmp_path), num_layers=-1, profile=str(output), pipeline_stages=1)
+    machines = [Machine(host="mac", kind="Mac", memory=2**34)]
+    assert plan_training(run, machines).prediction.step_seconds > 0
+    # As a profile was that passed over windows.
+    content = json.loads(output.read_text())
+    for sample in content["machines"][0]["samples"]:
+        sample["others"] = []
+    output.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="1 kinds of layers, of which gemma3 has 2 at 9 tokens"):
+        plan_training(run, machines)
