@@ -20,7 +20,7 @@ _MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
 _MOST_OF_ANYTHING = 2**31 - 1
 _REQUIRED = object()
 _OWN_LAYOUT = "params.json"
-"""File that Mistral publishes, with consolidated*.safetensors, beside the others or without them."""
+"""File that Mistral publishes with consolidated*.safetensors, beside the others or alone."""
 
 
 class Config(NamedTuple):
