@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.inference.call_formats import CallFormat
+from shardmlx.inference.call_formats import HARMONY_CALLS, CallFormat
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI's API describes it."""
@@ -44,6 +44,7 @@ class AnswerFormat:
 HARMONY = AnswerFormat(
     Marks("<|channel|>analysis<|message|>", "<|end|>"),
     Marks("<|channel|>commentary to=functions.", "<|call|>"),
+    calls=HARMONY_CALLS,
     has_channels=True,
 )
 """The format of gpt-oss."""

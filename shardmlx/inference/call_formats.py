@@ -1,32 +1,74 @@
-"""Formats of mlx-lm's tool parsers in which the arguments of a call are JSON. No MLX, no MPI.
+"""Formats in which models write calls of tools, by mlx-lm's tool parsers. No MLX, no MPI.
 
-Such arguments can be passed on while they come, and a grammar can ask for a call.
+A grammar can ask for a call in any of them. Arguments that are JSON can be passed on while they
+come.
 """
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_WORD = r"\w+"
+_NO_MARKS = r"[^\s<>\"'=\[\]{},:]+"
+_PYTHON = rf"(?!(?:{'|'.join(keyword.kwlist)})$)[A-Za-z_]\w*"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentFormat:
+    """The way to write arguments of a call that are no JSON object.
+
+    Each is ``before``, with its name in the place of ``{}``, a value, and ``after``; ``between``
+    stands between two. Names match ``names``. A value is JSON, but for texts: they are written as
+    they are, between ``quote`` and ``quote``, and cannot have one of ``ends`` within; or, if that
+    is None, as JSON too.
+
+    ``strips``: space around a text is lost. ``has_null``: the text "null" is no text.
+    ``reads_json``: a text may be written as JSON where it might as well be of another type.
+    ``holds``: what arrays and objects are: "json", written like the arguments themselves ("same"),
+    or not possible ("").
+    """
+
+    before: str
+    after: str
+    between: str = ""
+    names: str = _NO_MARKS
+    quote: str | None = ""
+    ends: tuple[str, ...] = ()
+    strips: bool = False
+    has_null: bool = False
+    reads_json: bool = False
+    holds: str = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
     """The texts around the arguments of calls.
 
-    ``opening`` matches what stands between the answer's mark of calls, or the arguments of the call
-    before, and the arguments of a call, with its ``name``; ``closing`` what may follow the last.
     A model that is made to call writes ``first``, calls with ``between`` them, and ``last``; a call
-    is ``before``, with its name in the place of ``{}``, the arguments, and ``after``.
+    is ``before``, with its name in the place of ``{}``, the arguments, and ``after``. Without
+    arguments it is ``empty``, if that is not None. Names match ``names``. Where ``between`` is None
+    there is but one call. A ``thought`` between these marks may come before all.
+
+    Arguments are a JSON object, or else as ``arguments`` say. A JSON object can be passed on while
+    it comes: ``opening`` matches what stands between the answer's mark of calls, or the arguments
+    of the call before, and the arguments of a call, with its ``name``; ``closing`` what may follow
+    the last.
     """
 
-    opening: re.Pattern[str]
-    closing: re.Pattern[str]
     before: str
     after: str
-    between: str
+    between: str | None = "\n"
     first: str = ""
     last: str = ""
+    empty: str | None = None
+    names: str = r"[\w.-]+"
+    thought: tuple[str, str] | None = None
+    arguments: ArgumentFormat | None = None
+    opening: re.Pattern[str] | None = None
+    closing: re.Pattern[str] | None = None
 
 
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
@@ -70,15 +112,161 @@ _KIMI = CallFormat(
     last="<|tool_calls_section_end|>",
 )
 
+_KIMI_K3 = CallFormat(
+    before='<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
+    after="<|close|>json<|sep|><|close|>call<|sep|>",
+    between="",
+    first="<|open|>tools<|sep|>",
+    last="<|close|>tools<|sep|>",
+)
+
+_QWEN_CODER = CallFormat(
+    before="<tool_call>\n<function={}>\n",
+    after="</function>\n</tool_call>",
+    arguments=ArgumentFormat(
+        before="<parameter={}>\n",
+        after="\n</parameter>\n",
+        ends=("</parameter>", "</tool_call>"),
+        has_null=True,
+    ),
+)
+
+_GLM = CallFormat(
+    before="<tool_call>{}",
+    after="</tool_call>",
+    arguments=ArgumentFormat(
+        before="<arg_key>{}</arg_key><arg_value>",
+        after="</arg_value>",
+        ends=("</arg_value>", "</tool_call>"),
+        strips=True,
+        reads_json=True,
+    ),
+)
+
+_LONGCAT = CallFormat(
+    before="<longcat_tool_call>{}",
+    after="</longcat_tool_call>",
+    empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
+    arguments=ArgumentFormat(
+        before="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
+        after="</longcat_arg_value>",
+        ends=("</longcat_arg_value>", "</longcat_tool_call>"),
+        strips=True,
+        reads_json=True,
+    ),
+)
+
+_MINIMAX = CallFormat(
+    before='<invoke name="{}">\n',
+    after="</invoke>\n",
+    between="",
+    first="<minimax:tool_call>\n",
+    last="</minimax:tool_call>",
+    arguments=ArgumentFormat(
+        before='<parameter name="{}">',
+        after="</parameter>\n",
+        ends=("</parameter>", "</invoke>", "</minimax:tool_call>"),
+        strips=True,
+        has_null=True,
+    ),
+)
+
+_MINICPM = CallFormat(
+    before='<function name="{}">',
+    after="</function>",
+    arguments=ArgumentFormat(
+        before='<param name="{}">',
+        after="</param>",
+        ends=("</param>", "</function>"),
+        strips=True,
+        has_null=True,
+    ),
+)
+
+_MUSE = CallFormat(
+    before='<atem:invoke name="{}">\n',
+    after="</atem:invoke>\n",
+    between="",
+    first="<atem:function_calls>\n",
+    last="</atem:function_calls>",
+    arguments=ArgumentFormat(
+        before='<atem:parameter name="{}">', after="</atem:parameter>\n", quote=None
+    ),
+)
+
+_PYTHONIC = CallFormat(
+    before="{}(",
+    after=")",
+    between=", ",
+    first="<|tool_call_start|>[",
+    last="]<|tool_call_end|>",
+    names=_PYTHON,
+    arguments=ArgumentFormat(before="{}=", after="", between=", ", names=_PYTHON, quote=None),
+)
+
+_FUNCTION_GEMMA = CallFormat(
+    before="<start_function_call>call:{}{{",
+    after="}<end_function_call>",
+    between="",
+    names=_WORD,
+    arguments=ArgumentFormat(
+        before="{}:",
+        after="",
+        between=",",
+        names=_WORD,
+        quote="<escape>",
+        ends=("<escape>", "}", "<end_function_call>"),
+        holds="",
+    ),
+)
+
+_GEMMA = CallFormat(
+    before="<|tool_call>call:{}{{",
+    after="}<tool_call|>",
+    between="",
+    names=r"[\w-]+",
+    arguments=ArgumentFormat(
+        before="{}:",
+        after="",
+        between=",",
+        names=_WORD,
+        quote='<|"|>',
+        ends=('<|"|>', "<tool_call|>"),
+        holds="same",
+    ),
+)
+
+HARMONY_CALLS = CallFormat(
+    before="<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+    after="",
+    between=None,
+    thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+)
+"""The format of gpt-oss, which mlx-lm does not read. The mark after a call ends the answer."""
+
 _BY_PARSER: Mapping[str, CallFormat] = {
     "mlx_lm.tool_parsers.json_tools": _JSON,
     "mlx_lm.tool_parsers.mistral": _MISTRAL,
     "mlx_lm.tool_parsers.kimi_k2": _KIMI,
+    "mlx_lm.tool_parsers.kimi_k3": _KIMI_K3,
+    "mlx_lm.tool_parsers.qwen3_coder": _QWEN_CODER,
+    "mlx_lm.tool_parsers.glm47": _GLM,
+    "mlx_lm.tool_parsers.longcat": _LONGCAT,
+    "mlx_lm.tool_parsers.minimax_m2": _MINIMAX,
+    "mlx_lm.tool_parsers.minicpm5": _MINICPM,
+    "mlx_lm.tool_parsers.muse_spark": _MUSE,
+    "mlx_lm.tool_parsers.pythonic": _PYTHONIC,
+    "mlx_lm.tool_parsers.function_gemma": _FUNCTION_GEMMA,
+    "mlx_lm.tool_parsers.gemma4": _GEMMA,
 }
+"""Laguna's parser is that of GLM."""
+
+KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
+"""Names of the formats in which a call can be asked for."""
 
 
 def call_format(parser: str, template: str) -> CallFormat | None:
     """Return the format of a parser of mlx-lm, by its module, for a model with this
-    chat template; None if its arguments are no JSON."""
+    chat template; None if it is not known."""
     known = _BY_PARSER.get(parser)
     return _MISTRAL_WITH_MARKS if known is _MISTRAL and "[ARGS]" in template else known

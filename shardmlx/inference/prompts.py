@@ -6,7 +6,7 @@ import json
 import os
 import select
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class PromptReader:
         """The marks in answers of the model; of calls only if its template tells it of tools."""
         known = self.tokenizer
         if isinstance(known.chat_template, str) and "<|channel|>analysis" in known.chat_template:
-            return HARMONY
+            return replace(HARMONY, special=self._special)
         thought = Marks(known.think_start, known.think_end) if known.has_thinking else None
         template = known.chat_template
         is_told = not isinstance(template, str) or "tools" in template
@@ -74,12 +74,13 @@ class PromptReader:
         calls = call_format(
             known.tool_parser.__module__, template if isinstance(template, str) else ""
         )
-        special = {
-            token.content: number
-            for number, token in known.added_tokens_decoder.items()
-            if token.special
-        }
-        return AnswerFormat(thought, call, known.tool_parser, calls, special)
+        return AnswerFormat(thought, call, known.tool_parser, calls, self._special)
+
+    @property
+    def _special(self) -> dict[str, int]:
+        """The texts of control tokens, with their numbers."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: number for number, token in added if token.special}
 
     def opens_thought(self, tokens: Sequence[int]) -> bool:
         """Return whether a chat ends in the mark before a thought: some templates write it."""

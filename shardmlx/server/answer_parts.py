@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from shardmlx.inference.argument_types import plainly_typed
 
 ID_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
@@ -154,7 +155,9 @@ class AnswerParts:
     def _begin_call(self) -> Iterator[Part]:
         """Begin to pass on a call whose arguments begin."""
         known = self.format.calls
-        opening = None if known is None else known.opening.match(self._text)
+        if known is None or known.opening is None:
+            return
+        opening = known.opening.match(self._text)
         if opening is None:
             return
         self._text = self._text[opening.end() :]
@@ -204,7 +207,8 @@ class AnswerParts:
 
     def _called(self, text: str, *, is_whole: bool) -> Iterator[Part]:
         if self._passed and self.format.calls is not None:
-            closing = self.format.calls.closing.match(text)
+            after = self.format.calls.closing
+            closing = None if after is None else after.match(text)
             if rest := text[closing.end() if closing else 0 :]:
                 yield Said(rest)
             return
@@ -222,7 +226,7 @@ class AnswerParts:
         """Return the calls in a text; None if it cannot be read."""
         assert self.format.parse is not None, "who has marks can read what is between them"
         try:
-            parsed = self.format.parse(text, self.tools)
+            parsed = self.format.parse(text, plainly_typed(self.tools))
             return [_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception:  # a parser may raise whatever it likes
             return None

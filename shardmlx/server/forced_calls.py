@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.inference.call_formats import CallFormat
-from shardmlx.server.structure import json_term, quoted
+from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.structure import json_term
+from shardmlx.server.written_arguments import ArgumentRules, Rules
 
 
 def call_rules(
@@ -17,22 +19,48 @@ def call_rules(
     """Return the rules of a ``body`` that calls one of ``tools``, or several if calls may be
     ``parallel``, each with arguments of its schema.
 
-    ``special`` are the texts of control tokens with their numbers: text cannot spell these.
+    ``special`` are the texts of control tokens with their numbers: text cannot spell these. Raises
+    ``ApiError`` for what the format has no place for.
     """
-    first, between, last = (
-        _terms(text, special) for text in (written.first, written.between, written.last)
-    )
-    more = f"({' '.join([*between, 'call'])})*"
-    body = [*first, "call", *([more] if parallel else []), *last]
-    rules = [
-        f"body: {' '.join(body)}",
-        f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}",
-    ]
-    for at, tool in enumerate(tools):
-        before = _terms(written.before.format(tool["function"]["name"]), special)
-        call = [*before, f"arguments_{at}", *_terms(written.after, special)]
-        rules += [f"call_{at}: {' '.join(call)}", f"arguments_{at}: {json_term(_closed(tool))}"]
-    return rules
+    rules = Rules(special)
+    calls = [_call(tool, written, rules) for tool in tools]
+    call = rules.add("call", " | ".join(calls))
+    body = [*rules.terms(written.first), call]
+    if parallel and written.between is not None:
+        body.append(f"({' '.join([*rules.terms(written.between), call])})*")
+    body += rules.terms(written.last)
+    if written.thought is not None:
+        start, end = (" ".join(rules.terms(mark)) for mark in written.thought)
+        text = rules.add("TEXT", r"/(?s:.*)/")
+        body.insert(0, f"({start} {text} {end})?")
+    return [f"body: {' '.join(body)}", *rules.lines]
+
+
+def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
+    """Add the rule of a call of one tool; return its name."""
+    name = tool["function"]["name"]
+    if not re.fullmatch(written.names, name):
+        raise refused(
+            f"tool_choice: this model's format of calls has no place for the name {shown(name)}: "
+            "give 'auto'",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    before = " ".join(rules.terms(written.before.format(name)))
+    after = " ".join(rules.terms(written.after))
+    schema = _closed(tool)
+    if written.arguments is None:
+        sequences = [rules.add("json", json_term(schema))]
+    else:
+        arguments = ArgumentRules(rules, written.arguments, schema, name)
+        try:
+            sequences = arguments.sequences(schema)
+        except (AttributeError, KeyError, TypeError, ValueError):  # it may be any JSON
+            raise refused(f"the parameters of {shown(name)} are no JSON schema", "tools") from None
+    calls = [f"{before} {each} {after}" for each in sequences if each or written.empty is None]
+    if "" in sequences and written.empty is not None:
+        calls.append(" ".join(rules.terms(written.empty.format(name))))
+    return rules.add("call", " | ".join(calls))
 
 
 def _closed(tool: Tool) -> dict[str, Any]:
@@ -40,14 +68,3 @@ def _closed(tool: Tool) -> dict[str, Any]:
     schema = tool["function"]["parameters"]
     more = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **more, **schema}
-
-
-def _terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
-    """Yield a text in a grammar's words: control tokens by their numbers."""
-    marks = sorted(special, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, marks)) or "(?!)"
-    for part in re.split(f"({pattern})", text):
-        if part in special:
-            yield f"<[{special[part]}]>"
-        elif part:
-            yield quoted(part)

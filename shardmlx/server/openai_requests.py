@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
+from shardmlx.inference.call_formats import KNOWN
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerParts
 from shardmlx.server.channel_parts import ChannelParts
@@ -204,8 +205,8 @@ def _call_grammar(
     it. Raises ``ApiError``."""
     if known.calls is None:
         raise refused(
-            f"tool_choice {shown(chat.tool_choice)}: this model writes arguments of calls in a "
-            "format that cannot be asked for: give 'auto'",
+            f"tool_choice {shown(chat.tool_choice)}: this model writes calls in a format that "
+            f"cannot be asked for: give 'auto' (those of {', '.join(KNOWN)} can)",
             "tool_choice",
             "unsupported_parameter",
         )

@@ -107,7 +107,7 @@ class StructuredBody(_Body):
 def _body(kind: str, value: Any, param: str) -> str:
     """Return what a rule of the grammar says of such a structure. Raises ``ApiError``."""
     if kind == "regex":
-        return f"/{_escaped(value)}/"
+        return f"/{escaped(value)}/"
     if kind == "choice":
         if not value or not all(value):
             raise refused(f"{param}: give texts to choose from", param)
@@ -140,7 +140,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _escaped(pattern: str) -> str:
+def escaped(pattern: str) -> str:
     """Return a pattern for between two slashes, in one line."""
     escaped, is_escape = "", False
     for character in pattern:

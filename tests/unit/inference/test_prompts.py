@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,5 +104,9 @@ def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
     assert known.call is not None
     assert known.calls == call_format("mlx_lm.tool_parsers.json_tools", "")
     assert known.special == {"<s>": 5}
-    harmony: Any = SimpleNamespace(chat_template="<|start|>assistant<|channel|>analysis<|message|>")
-    assert PromptReader(tokenizer=harmony).answer_format == HARMONY
+    harmony: Any = SimpleNamespace(
+        chat_template="<|start|>assistant<|channel|>analysis<|message|>",
+        added_tokens_decoder={7: AddedToken("<|end|>", special=True)},
+    )
+    known = PromptReader(tokenizer=harmony).answer_format
+    assert known == replace(HARMONY, special={"<|end|>": 7})

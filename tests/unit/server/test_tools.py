@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from mlx_lm.tool_parsers import qwen3_coder
 
+from shardmlx.inference.call_formats import call_format
 from tests.helpers.http_serving import KEY, MODEL, Agent, Serving, serving
 
 LOOK: Any = {
@@ -182,6 +184,37 @@ def test_formats_that_cannot_be_asked_for(agent: Agent) -> None:
         client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="in a format that cannot be asked for"):
             ask(client, "?", tools=[LOOK], tool_choice="required")
+
+
+def test_a_call_that_is_no_json_may_be_asked_for() -> None:
+    """What the model says is a call of the grammar, and comes as one."""
+    count: Any = {"type": "integer"}
+    wait = {"type": "object", "properties": {"days": count}, "required": ["days"]}
+    tool: Any = {"type": "function", "function": {"name": "wait", "parameters": wait}}
+    said = (
+        "<tool_call>\n<function=wait>\n<parameter=days>\n7\n</parameter>\n</function>\n</tool_call>"
+    )
+    other = Agent()
+    written = call_format("mlx_lm.tool_parsers.qwen3_coder", "")
+    other.answer_format = replace(
+        other.answer_format, calls=written, parse=qwen3_coder.parse_tool_call
+    )
+    with (
+        serving(reader=other, complaint=lambda grammar: "") as server,
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
+    ):
+        answer = ask(client, said + ".", tools=[tool], tool_choice="required").choices[0]
+        grammar = str(server.parrot.added[-1].sampling.grammar)
+        several = {**wait, "properties": {"days": {"type": ["string", "integer"]}}}
+        odd: Any = {"type": "function", "function": {"name": "wait", "parameters": several}}
+        with pytest.raises(openai.BadRequestError, match="argument 'days' of 'wait'"):
+            ask(client, said, tools=[odd], tool_choice="required")
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("wait", '{"days": 7}')
+    llguidance = pytest.importorskip("llguidance", reason="needs llguidance: pip install it")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+    assert matcher.consume_tokens(list(said.encode()))
+    assert matcher.is_accepting()
 
 
 def test_arguments_are_streamed_as_they_come(client: openai.OpenAI) -> None:

@@ -1,0 +1,97 @@
+"""Types of a tool's arguments, by its JSON schema. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+DEEPEST = 16
+"""Levels of references and choices that are followed."""
+
+_JSON_TYPES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def properties_of(schema: Schema) -> Mapping[str, Any]:
+    """Return the schemas of an object's properties, by name."""
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def types_of(schema: Any, root: Schema, depth: int = DEEPEST) -> frozenset[str]:
+    """Return the JSON types that values of a schema within ``root`` have; none if it does not
+    say."""
+    if not isinstance(schema, dict) or not depth:
+        return frozenset()
+    if "$ref" in schema:
+        return types_of(referred(schema, root), root, depth - 1)
+    if "type" in schema:
+        said = schema["type"]
+        return frozenset(map(str, said if isinstance(said, list) else [said]))
+    if "const" in schema:
+        return frozenset({_JSON_TYPES[type(schema["const"])]})
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_JSON_TYPES[type(each)] for each in schema["enum"])
+    for choice in ("anyOf", "oneOf"):
+        if isinstance(schema.get(choice), list):
+            every = [types_of(each, root, depth - 1) for each in schema[choice]]
+            return frozenset().union(*every) if all(every) else frozenset()
+    return frozenset()
+
+
+def referred(schema: Schema, root: Schema) -> dict[str, Any]:
+    """Return what a schema says with what the ``$ref`` of it refers to within ``root``."""
+    at: Any = root
+    for step in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+        at = at.get(step) if isinstance(at, dict) else None
+    here = {name: each for name, each in schema.items() if name != "$ref"}
+    return {**at, **here} if isinstance(at, dict) else here
+
+
+def string_branches(schema: Schema, root: Schema, depth: int = DEEPEST) -> list[Schema]:
+    """Return the choices of a schema of which values may be strings."""
+    if "$ref" in schema:
+        schema = referred(schema, root)
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if not choices or not depth:
+        return [schema]
+    texts = [each for each in choices if types_of(each, root) & {"string"}]
+    return [one for each in texts for one in string_branches(each, root, depth - 1)]
+
+
+def plainly_typed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools of whose arguments parsers can tell the type.
+
+    Most parsers of mlx-lm look for a ``type`` and follow no references: an ``integer`` that may be
+    ``null`` would come out as text. That values may be null they know by themselves.
+    """
+    return [_typed(tool) for tool in tools]
+
+
+def _typed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    properties = {
+        name: _plain(types_of(each, schema)) or each for name, each in properties_of(schema).items()
+    }
+    parameters = {**schema, "properties": properties}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _plain(types: frozenset[str]) -> dict[str, Any] | None:
+    if types == {"integer", "number"}:
+        types = frozenset({"number"})
+    values = types - {"null"}
+    if len(types) == 1 or (len(values) == 1 and values != {"string"}):
+        (only,) = values or types
+        return {"type": only}
+    return {"anyOf": [{"type": each} for each in sorted(types)]} if types else None

@@ -1,0 +1,169 @@
+"""Calls that noise is made to write, in every format that mlx-lm reads, keep to their schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
+from shardmlx.inference.call_formats import KNOWN, call_format
+from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part
+from shardmlx.server.channel_parts import ChannelParts
+from shardmlx.server.forced_calls import call_rules
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.structure import grammar_of
+
+llguidance: Any = pytest.importorskip("llguidance", reason="needs llguidance: pip install it")
+jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install it")
+
+TOKENS = llguidance.LLTokenizer("byte")
+END = TOKENS.eos_token
+MOST = 5000
+SHORT = {"type": "string", "maxLength": 6}
+DAYS = {"Day": {"type": "string", "enum": ["mon", "tue"]}}
+
+
+def tool(name: str, /, *required: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": required, "$defs": DAYS}
+    closed = {**schema, "required": list(required), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": closed}}
+
+
+PLAIN = tool(
+    "look", "at", "deep", "day",
+    at=SHORT, deep={"type": "integer"}, far={"type": "number"}, lit={"type": "boolean"},
+    day={"$ref": "#/$defs/Day"}, code={"type": "string", "pattern": "^[a-c]{2,4}$"},
+    number={"enum": ["5", "null!", " a b".strip()]},
+)  # fmt: skip
+PERHAPS = tool(
+    "hear", "how",
+    how={"anyOf": [SHORT, {"type": "null"}]},
+    often={"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    loud={"type": ["number", "null"]}, name={"type": "string", "minLength": 2, "maxLength": 4},
+)  # fmt: skip
+NESTED = tool(
+    "mark", "places",
+    places={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    ship={"type": "object", "properties": {"name": SHORT, "day": {"$ref": "#/$defs/Day"}},
+          "required": ["name"], "additionalProperties": False},
+    names={"type": "array", "items": SHORT, "maxItems": 2},
+)  # fmt: skip
+BARE = tool("wait")
+TOOLS = [PLAIN, PERHAPS, NESTED, BARE]
+WITHOUT_NESTED = {"function_gemma": [PLAIN, PERHAPS, BARE]}
+
+
+def format_of(parser: str) -> AnswerFormat:
+    if parser == "gpt-oss":
+        return HARMONY
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    parse = module.parse_tool_call
+    marks = Marks(module.tool_call_start, module.tool_call_end)
+    return AnswerFormat(None, marks, parse, call_format(parse.__module__, ""))
+
+
+def grammar(parser: str, tools: Sequence[Any], *, parallel: bool = True) -> str:
+    written = format_of(parser).calls
+    assert written is not None
+    return grammar_of(call_rules(tools, written, {}, parallel=parallel), None)
+
+
+def noise(grammar: str, seed: int) -> str:
+    """What is said at temperature 1 by logits that prefer letters to control codes."""
+    assert llguidance.LLMatcher.validate_grammar(grammar) == ""
+    matcher, random = llguidance.LLMatcher(TOKENS, grammar), np.random.default_rng(seed)
+    said: list[int] = []
+    chances = np.where(np.arange(TOKENS.vocab_size) < 32, 0.05, 1.0)
+    while not matcher.is_stopped() and len(said) < MOST:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        chance = chances * bits[: len(chances)]
+        token = int(random.choice(len(chance), p=chance / chance.sum()))
+        assert matcher.consume_token(token)
+        if token != END:
+            said.append(token)
+    return bytes(said).decode()
+
+
+def parts_of(parser: str, text: str, tools: Sequence[Any]) -> list[Part]:
+    kind = ChannelParts if parser == "gpt-oss" else AnswerParts
+    return list(kind(format_of(parser), tools).take(text, is_last=True))
+
+
+def calls_of(parser: str, text: str, tools: Sequence[Any]) -> list[tuple[str, Any]]:
+    calls: list[list[str]] = []
+    for part in parts_of(parser, text, tools):
+        if isinstance(part, Call):
+            calls.append([part.name, part.arguments])
+        else:
+            assert isinstance(part, MoreArguments), text
+            calls[-1][1] += part.text
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+WITHOUT_THOUGHTS = [each for each in (*KNOWN, "laguna") if each != "gpt-oss"]
+
+
+@pytest.mark.parametrize("parser", WITHOUT_THOUGHTS)
+def test_every_call_is_of_a_tool_and_keeps_to_its_schema(parser: str) -> None:
+    tools = WITHOUT_NESTED.get(parser, TOOLS)
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+    said = grammar(parser, tools)
+    seen = set()
+    for seed in range(8):
+        text = noise(said, seed)
+        calls = calls_of(parser, text, tools)
+        assert calls, text
+        for name, arguments in calls:
+            jsonschema.validate(arguments, schemas[name])
+            seen.add(name)
+    assert len(seen) > 1
+
+
+def test_calls_are_single_where_they_may_not_be_parallel() -> None:
+    for parser in ("qwen3_coder", "minimax_m2", "pythonic"):
+        said = grammar(parser, TOOLS, parallel=False)
+        assert len(calls_of(parser, noise(said, 0), TOOLS)) == 1
+
+
+def test_gpt_oss_may_think_before_it_calls() -> None:
+    """Its marks are control tokens: here bytes that are in no text."""
+    special = {"<|channel|>": 0xF8, "<|message|>": 0xF9, "<|end|>": 0xFA, "<|start|>": 0xFB}
+    assert HARMONY.calls is not None
+    said = grammar_of(call_rules([PLAIN], HARMONY.calls, special, parallel=True), None)
+    head = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at":"","deep":1,'
+    call = f'{head}"day":"mon"}}'
+    for text in (call, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call}"):
+        tokens = text.encode()
+        for mark, number in special.items():
+            tokens = tokens.replace(mark.encode(), bytes([number]))
+        matcher = llguidance.LLMatcher(TOKENS, said)
+        assert matcher.consume_tokens(list(tokens))
+        assert matcher.is_accepting()
+        arguments = {"at": "", "deep": 1, "day": "mon"}
+        *_, called, came = ChannelParts(HARMONY, [PLAIN]).take(text, is_last=True)
+        assert isinstance(called, Call)
+        assert isinstance(came, MoreArguments)
+        assert (called.name, json.loads(came.text)) == ("look", arguments)
+
+
+@pytest.mark.parametrize(
+    ("parser", "tool", "what"),
+    [
+        ("qwen3_coder", tool("t", x={"type": ["string", "integer"]}), "several types"),
+        ("function_gemma", NESTED, "no place for arrays and objects"),
+        ("gemma4", tool("t", x={"type": "object", "additionalProperties": SHORT}), "'x' of 't'"),
+        ("pythonic", tool("t", **{"from": SHORT}), "no place for its name"),
+        ("pythonic", tool("a-b"), "the name 'a-b'"),
+        ("minimax_m2", tool("t", x={"enum": [" a"]}), "one of its values"),
+        ("glm47", {"function": {"name": "t", "parameters": {"required": 5}}}, "no JSON schema"),
+    ],
+)  # fmt: skip
+def test_what_a_format_has_no_place_for_is_refused(parser: str, tool: Any, what: str) -> None:
+    with pytest.raises(ApiError, match=what) as caught:
+        grammar(parser, [tool])
+    assert caught.value.status == 400
