@@ -114,10 +114,11 @@ class AnswerResponse(Response):
                     events = SIGN_OF_LIFE if each is None else self._events(self._take(*each))
                     await _send(send, events)
         except ServiceEnded as error:
-            await _send(send, self._events([self._reply.failure(self._failed(error))]))
+            last = self._events([self._reply.failure(self._failed(error))])
         else:
-            await _send(send, self._events(self._reply.closing()) + self._reply.done)
-        await _send(send, b"", more=False)
+            last = self._events(self._reply.closing()) + self._reply.done
+        # In one with the end of the body: clients close the connection at what they know as last.
+        await _send(send, last, more=False)
 
     def _events(self, bodies: Iterable[Body]) -> bytes:
         return b"".join(map(self._reply.event, bodies))
@@ -158,6 +159,10 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] 
     left = len(tasks)
     try:
         while left:
+            if not queue.empty():
+                # Pieces that are there already wait for nothing: without this, thousands would be
+                # written before anybody else has a turn, also to a client who has gone.
+                await asyncio.sleep(0)
             try:
                 async with asyncio.timeout(SECONDS_OF_SILENCE):
                     each = await queue.get()
@@ -176,9 +181,6 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece] 
 async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
-        # Pieces that are there already do not wait for anything: without this, thousands would be
-        # written before anybody else has a turn, also to a client who has gone.
-        await asyncio.sleep(0)
 
 
 async def _wait_until_gone(receive: Receive) -> None:

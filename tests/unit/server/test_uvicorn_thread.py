@@ -118,6 +118,15 @@ def test_who_vanishes_counts_as_gone() -> None:
         )
 
 
+def test_who_leaves_at_the_last_event_has_waited_for_the_end() -> None:
+    with serving() as server:
+        with connected(server) as connection:
+            connection.sendall(whole(True, prompt="aye."))
+            until(connection, b"data: [DONE]")
+        whole_one = '\nshardmlx_requests_total{endpoint="/v1/completions",status="200"} 1.0\n'
+        server.until(lambda: whole_one in httpx.get(f"{server.address}/metrics").text)
+
+
 def test_who_vanishes_in_the_middle_of_a_body_leaves_no_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
