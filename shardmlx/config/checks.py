@@ -207,11 +207,13 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
 
 
-def checked_chunk(name: str, value: Chunk) -> Chunk:
-    """Return a number of tokens, ``auto`` or ``off``. Raises ``OptionError`` for all else."""
-    if value in (AUTO, OFF) or (isinstance(value, int) and value >= 1):
+def checked_chunk(name: str, value: Chunk, words: Sequence[str]) -> Chunk:
+    """Return a number of tokens, ``auto``, ``off`` or one of ``words``. Raises ``OptionError`` for
+    all else."""
+    if value in (AUTO, OFF, *words) or (isinstance(value, int) and value >= 1):
         return value
-    raise OptionError(name, f"is {value!r}", "give a number of tokens from 1, auto or off")
+    known = ", ".join(["give a number of tokens from 1", *words, AUTO])
+    raise OptionError(name, f"is {value!r}", f"{known} or {OFF}")
 
 
 def check_replica_rows(value: str) -> None:

@@ -159,11 +159,12 @@ def memory_limit_option(group: str) -> Any:
     )
 
 
-def chunk_option(what: str, auto: Mapping[str, int], group: str) -> Any:
-    """Declare how many tokens are computed at a time; ``auto`` are those of each backend."""
+def chunk_option(what: str, auto: Mapping[str, int], group: str, also: str = "") -> Any:
+    """Declare how many tokens are computed at a time; ``auto`` are those of each backend, ``also``
+    says what else there is."""
     return option(
         AUTO,
-        f"{what} at a time; off: all of them",
+        f"{what} at a time; {also}off: all",
         metavar="TOKENS",
         parse=_parse_chunk,
         no=OFF,

@@ -93,7 +93,10 @@ RECOMPUTE = NONE, SELECTIVE, FULL = ("none", "selective", "full")
 """Amounts that the backward pass computes again, in ascending order."""
 
 Chunk = int | str
-"""A number of tokens, ``auto`` or ``off``."""
+"""A number of tokens, ``auto`` or ``off``; of logits also ``counted``."""
+
+COUNTED = "counted"
+"""The word for logits that are computed only where a token counts."""
 
 AUTO_CHUNKS = {"cpu": 128, "metal": 512}
 """Tokens of a chunk that is left to the run, by backend: on a CPU the fastest that was measured; a
@@ -106,12 +109,14 @@ class Savings:
 
     ``recompute`` is one of ``RECOMPUTE``: what is large and cheap, or all but the inputs of layers.
     ``attention_chunk`` and ``loss_chunk`` are the most queries whose scores, and the most positions
-    whose logits, are in memory at a time; None for all.
+    whose logits, are in memory at a time; None for all. With ``counted_only`` logits are computed
+    only where a token counts, also where those of all positions would be one piece.
     """
 
     recompute: str = NONE
     attention_chunk: int | None = None
     loss_chunk: int | None = None
+    counted_only: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -119,6 +124,8 @@ class Savings:
         for chunk in (self.attention_chunk, self.loss_chunk):
             if chunk is not None and chunk < 1:
                 raise ValueError(f"a chunk of {chunk}: from 1")
+        if self.counted_only and self.loss_chunk is None:
+            raise ValueError("counted_only with logits of all positions")
 
 
 NO_SAVINGS = Savings()
@@ -158,12 +165,18 @@ class BatchOptions(Spec):
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return what stages do to hold less, on machines of one backend."""
-        words = {AUTO: AUTO_CHUNKS[backend], OFF: None}
+        usual = AUTO_CHUNKS[backend]
+        words = {AUTO: usual, COUNTED: usual, OFF: None}
         attention, loss = (
             words[chunk] if isinstance(chunk, str) else chunk
             for chunk in (self.attention_chunk, self.loss_chunk)
         )
-        return Savings(recompute=recompute, attention_chunk=attention, loss_chunk=loss)
+        return Savings(
+            recompute=recompute,
+            attention_chunk=attention,
+            loss_chunk=loss,
+            counted_only=self.loss_chunk == COUNTED,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,15 @@ from shardmlx.config.common_options import (
 )
 from shardmlx.config.data import DataConfig
 from shardmlx.config.options import OptionError, option
-from shardmlx.config.specs import AUTO_CHUNKS, FULL, NONE, RECOMPUTE, SEND_DTYPES, SUM_DTYPES
+from shardmlx.config.specs import (
+    AUTO_CHUNKS,
+    COUNTED,
+    FULL,
+    NONE,
+    RECOMPUTE,
+    SEND_DTYPES,
+    SUM_DTYPES,
+)
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -268,7 +276,10 @@ class TrainConfig(DataConfig):
         "queries whose attention is computed", AUTO_CHUNKS, _PIPELINE
     )
     loss_chunk: int | str = chunk_option(
-        "positions whose logits are computed", AUTO_CHUNKS, _PIPELINE
+        "positions whose logits are computed",
+        AUTO_CHUNKS,
+        _PIPELINE,
+        also=f"{COUNTED}: where tokens count; ",
     )
     zero: int | None = option(
         None,
@@ -403,8 +414,8 @@ class TrainConfig(DataConfig):
         if not self.train and self.resume not in ("auto", "never"):
             raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
         self._merge_recompute()
-        for name in ("attention_chunk", "loss_chunk"):
-            object.__setattr__(self, name, checked_chunk(name, getattr(self, name)))
+        for name, *words in (("attention_chunk",), ("loss_chunk", COUNTED)):
+            object.__setattr__(self, name, checked_chunk(name, getattr(self, name), words))
         if isinstance(self.attention_chunk, int) and self.attention_chunk > self.max_seq_length:
             raise OptionError(
                 "attention_chunk",

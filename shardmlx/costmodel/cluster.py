@@ -115,7 +115,7 @@ def pipeline_seconds(
     """
     clocks = [cluster.clock(rank, workload, recompute) for rank in range(mesh.size)]
     shape = workload.micro_batch(rows, length)
-    seconds = {clock: clock.seconds(*shape) for clock in dict.fromkeys(clocks)}
+    seconds = {clock: workload.as_counted(clock.seconds(*shape)) for clock in dict.fromkeys(clocks)}
     return [
         max(
             (seconds[clocks[each]] for each in mesh.replicas_of(rank)[_only(replica)]),

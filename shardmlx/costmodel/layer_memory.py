@@ -114,7 +114,9 @@ class TrainingSetup:
     def loss_piece(self) -> int | None:
         """Positions whose logits are in memory at a time; None where those of all are held."""
         chunk = self.savings.loss_chunk
-        return chunk if chunk is not None and chunk < self.tokens else None
+        if chunk is None or (chunk >= self.tokens and not self.savings.counted_only):
+            return None
+        return min(chunk, 2 * self.tokens)
 
     @property
     def tokens(self) -> int:

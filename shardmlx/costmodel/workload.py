@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shardmlx.config.specs import BatchOptions, FineTune, Savings
+from shardmlx.config.specs import COUNTED, BatchOptions, FineTune, Savings
 from shardmlx.costmodel.memory import TrainingSetup
 from shardmlx.costmodel.profile_file import Profile, work_of
-from shardmlx.costmodel.timing import Measured, Speed
+from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
@@ -57,11 +57,12 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(ModelSizes):
-    """A model, what a run trains of it, and its batches. Raises ``UserError`` where the model
-    cannot be trained so."""
+    """A model, what a run trains of it, and its batches; ``counted`` is the share of the tokens
+    that count in the loss. Raises ``UserError`` where the model cannot be trained so."""
 
     fine_tune: FineTune
     batch: BatchOptions
+    counted: float = 1.0
 
     @classmethod
     def of(cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions) -> Workload:
@@ -185,6 +186,13 @@ class Workload(ModelSizes):
             trains_ends=self.fine_tune.unfreeze_all,
             recompute=recompute,
         )
+
+    def as_counted(self, times: ModelSeconds) -> ModelSeconds:
+        """Return the times with a head that is computed only where the run computes it."""
+        if self.batch.loss_chunk != COUNTED:
+            return times
+        head = replace(times.head.scaled(self.counted), update=times.head.update)
+        return replace(times, head=head)
 
     def measured(self, profile: Profile, host: str, kind: str | None, recompute: str) -> Measured:
         """Return the work's times on a machine that was measured.

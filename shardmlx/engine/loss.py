@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
 from shardmlx.models.activations import exponential, is_slow
@@ -76,14 +77,15 @@ class HeadInput:
 class Head:
     """The lm_head of the last slice, and the loss, in pieces.
 
-    What they have in memory at a time is at most ``chunk`` x V x (bytes of a logit + 8). MLX makes
-    room for arrays well ahead of computing them. So each piece is evaluated before the next one is
-    begun.
+    What they have in memory at a time is at most ``loss_chunk`` x V x (bytes of a logit + 8). MLX
+    makes room for arrays well ahead of computing them. So each piece is evaluated before the next
+    one is begun.
     """
 
-    def __init__(self, part: Slice, chunk: int | None, compiled: bool) -> None:
+    def __init__(self, part: Slice, savings: Savings, compiled: bool) -> None:
         self._part = part
-        self._chunk = chunk
+        self._chunk = savings.loss_chunk
+        self._counted_only = savings.counted_only
         # What decides a piece's dropout is not an array.
         compiled = compiled and not part.drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
@@ -92,10 +94,10 @@ class Head:
         self.names = part.head_names
 
     def takes_pieces(self, microbatch: MicroBatch) -> bool:
-        """Return False where one piece would do: then all logits are computed, and held, to the
-        bit as in mlx-lm."""
+        """Return False where one piece would do, unless only what counts is to be computed: then
+        all logits are computed, and held, to the bit as in mlx-lm."""
         rows, length = microbatch.shape
-        return self._chunk is not None and self._chunk < rows * length
+        return self._chunk is not None and (self._counted_only or self._chunk < rows * length)
 
     def loss(self, given: HeadInput) -> mx.array:
         """Compute the summed loss, in float32."""

@@ -125,7 +125,7 @@ class Stage:
         on_gpu = mx.default_device() == mx.gpu
         compiles = on_gpu if compiled is None else compiled
         self._compiled = mx.compile(self._joint_graph) if compiles else None
-        self._head = Head(part, savings.loss_chunk, compiles) if part.is_last else None
+        self._head = Head(part, savings, compiles) if part.is_last else None
 
     @property
     def is_trained(self) -> bool:

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
-from shardmlx.config.specs import NONE, RECOMPUTE, BatchOptions, RunSpec
+from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
@@ -42,24 +42,30 @@ class SequenceLengths:
     """The lengths of a run's sequences, in tokens of their inputs.
 
     ``longest`` are those of a step, and of sequences that only pass forward; ``padded`` and
-    ``exact`` the means of a row as it is computed, and without its padding.
+    ``exact`` the means of a row as it is computed, and without its padding; ``counted`` the share
+    of the latter that counts in the loss.
     """
 
     longest: tuple[int, int]
     padded: int
     exact: int
+    counted: float = 1.0
 
 
 def mean_lengths(
     samples: Sequence[Sample], batch_size: int, max_seq_length: int
-) -> tuple[int, int]:
-    """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are."""
-    lengths = np.array([max(2, len(tokens)) for tokens, _ in samples])
-    lengths = lengths[: max(1, len(lengths) // batch_size) * batch_size]
+) -> tuple[int, int, float]:
+    """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are, and
+    the share of the latter that counts in the loss."""
+    bounds = np.array([(max(2, len(tokens)), max(1, start)) for tokens, start in samples])
+    bounds = bounds[: max(1, len(bounds) // batch_size) * batch_size]
+    lengths, starts = bounds.T
     padded, exact = (
         np.minimum(each, max_seq_length) - 1 for each in (padded_width(lengths), lengths)
     )
-    return round(float(padded.mean())), round(float(exact.mean()))
+    counted = np.maximum(exact + 1 - starts, 0)
+    means = round(float(padded.mean())), round(float(exact.mean()))
+    return *means, float(counted.sum() / exact.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Choice:
             "packed" if self.plan.pack else "not packed",
             f"micro-batches of {self.plan.micro_batch_size}",
         ]
+        if self.run.batch.loss_chunk == COUNTED:
+            parts.append("logits only where a token counts")
         if self.run.batch.recompute not in (None, NONE):
             parts.append(f"--recompute {self.run.batch.recompute}")
         if self.run.layout.partitioner == SMALLEST:
@@ -129,7 +137,8 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
     fitting: set[tuple[object, ...]] = set()
     for way in _ways(run, facts):
         # What needs less memory is slower: in vain where the faster way fits.
-        alike = way.layout.schedule, way.batch.pack, way.batch.micro_batch_size
+        batch = way.batch
+        alike = way.layout.schedule, batch.pack, batch.micro_batch_size, batch.loss_chunk
         if alike in fitting:
             continue
         workload = replace(facts.sizes, batch=way.batch)
@@ -163,7 +172,9 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
-    for recompute, partitioner, pack, schedule in product(
+    counts_few = batch.loss_chunk == AUTO and facts.sizes.counted < 1
+    for loss_chunk, recompute, partitioner, pack, schedule in product(
+        (AUTO, COUNTED) if counts_few else (batch.loss_chunk,),
         RECOMPUTE if batch.recompute is None else (batch.recompute,),
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
         if layout.partitioner == AUTO
@@ -174,7 +185,7 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
         way = replace(
             run,
             layout=replace(layout, partitioner=partitioner, schedule=schedule),
-            batch=replace(batch, recompute=recompute, pack=pack),
+            batch=replace(batch, loss_chunk=loss_chunk, recompute=recompute, pack=pack),
         )
         yield way
         # Without packing a larger one is padded, by how much is not known here.

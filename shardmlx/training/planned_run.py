@@ -127,6 +127,7 @@ def plan_run(
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
+        inputs = replace(inputs, sizes=replace(inputs.sizes, counted=lengths.counted))
         choice: Choice = on_all_ranks(
             transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
         )
@@ -240,6 +241,7 @@ def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
         pack=run.batch.pack,
         micro_batch_size=run.batch.micro_batch_size,
         recompute=run.batch.recompute,
+        loss_chunk=run.batch.loss_chunk,
     )
 
 

@@ -41,6 +41,7 @@ class Case:
     lora: tuple[tuple[str, Any], ...] = ()
     recompute: str = NONE
     pieces: int | None = None
+    counted_only: bool = False
     dtype_bytes: int = 4
     packed: bool = False
     length: int = LENGTH
@@ -51,6 +52,7 @@ class Case:
             self.recompute != NONE
         )
         special += [f"pieces of {self.pieces}"] * (self.pieces is not None)
+        special += ["counted"] * self.counted_only
         special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
         special += [str(self.length)] * (self.length != LENGTH)
         return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
@@ -58,7 +60,10 @@ class Case:
     @property
     def savings(self) -> Savings:
         return Savings(
-            recompute=self.recompute, attention_chunk=self.pieces, loss_chunk=self.pieces
+            recompute=self.recompute,
+            attention_chunk=self.pieces,
+            loss_chunk=self.pieces,
+            counted_only=self.counted_only,
         )
 
     @property

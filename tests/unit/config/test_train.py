@@ -149,13 +149,15 @@ def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Pa
     assert error_of("--num-layers", "-2") == "--num-layers is -2: give -1 or more"
 
 
-@pytest.mark.parametrize("flag", ["--attention-chunk", "--loss-chunk"])
-def test_a_chunk_is_a_number_of_tokens_or_a_word(flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "words"), [("--attention-chunk", []), ("--loss-chunk", ["counted"])]
+)
+def test_a_chunk_is_a_number_of_tokens_or_a_word(flag: str, words: list[str]) -> None:
     name = flag[2:].replace("-", "_")
-    for text, value in (("64", 64), ("auto", "auto"), ("off", "off")):
+    for text, value in (("64", 64), *((word, word) for word in ("auto", "off", *words))):
         assert getattr(load_config([flag, text]), name) == value
     for text, shown in (("0", "0"), ("-3", "-3"), ("many", "'many'"), ("1.5", "'1.5'")):
-        remedy = "give a number of tokens from 1, auto or off"
+        remedy = f"give a number of tokens from 1, {', '.join([*words, 'auto'])} or off"
         assert error_of(flag, text) == f"{flag} is {shown}: {remedy}"
 
 

@@ -15,7 +15,9 @@ from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.models_and_batches import build
 from tests.helpers.stage_memory import (
     BACKEND,
+    LENGTH,
     MICRO_BATCHES,
+    ROWS,
     Case,
     measure,
     microbatch,
@@ -56,6 +58,10 @@ CASES = [
     Case("lora", 2, 4, config=(("vocab_size", 5000),)),
     Case("full", 2, 4, config=(("vocab_size", 5000),)),
     Case("full", 2, 4, config=(("vocab_size", 5000),), dtype_bytes=2),
+    *(
+        Case(mode, 2, 4, config=(("vocab_size", 5000),), pieces=ROWS * LENGTH, counted_only=True)
+        for mode in ("lora", "full")
+    ),
     *(
         Case(mode, *ends, length=256, pieces=32, recompute=recompute)
         for mode in ("lora", "full")

@@ -25,6 +25,7 @@ from tests.helpers.models_and_batches import (
 )
 
 PIECES = Savings(loss_chunk=7)
+COUNTED = Savings(loss_chunk=512, counted_only=True)
 RANGES = [(0, 2), (2, 4)]
 
 
@@ -79,14 +80,17 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("savings", [PIECES, COUNTED], ids=["pieces", "counted"])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_gradients_are_those_of_all_logits(case: Case, is_packed: bool) -> None:
+def test_loss_and_gradients_are_those_of_all_logits(
+    case: Case, is_packed: bool, savings: Savings
+) -> None:
     batch = random_batch(6)
     parts = pack(batch, 3) if is_packed else split(batch, 1, 0, 2)
     how: dict[str, Any] = {"scale": 1 / batch.valid_tokens, "key": (0, 1)}
     losses, gradients = through_stages(case.model(), RANGES, parts, **how)
-    ours, in_pieces = through_stages(case.model(), RANGES, parts, **how, savings=PIECES)
+    ours, in_pieces = through_stages(case.model(), RANGES, parts, **how, savings=savings)
     assert ours == pytest.approx(losses, rel=1e-6)
     assert set(in_pieces) == set(gradients)
     assert largest_difference(in_pieces, gradients)[0] < 5e-6
@@ -113,7 +117,10 @@ def test_a_chunk_of_all_positions_is_no_chunk() -> None:
         assert largest_difference(ours[1], expected[1]) == (0.0, "")
 
 
-def test_prompts_that_do_not_count_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("savings", "widest"), [(Savings(loss_chunk=8), 4), (COUNTED, 18)])
+def test_prompts_that_do_not_count_have_no_logits(
+    monkeypatch: pytest.MonkeyPatch, savings: Savings, widest: int
+) -> None:
     part = Slice(tiny_model(layers=1), 0, 1)
     widths: list[int] = []
 
@@ -122,13 +129,13 @@ def test_prompts_that_do_not_count_have_no_logits(monkeypatch: pytest.MonkeyPatc
         return x
 
     monkeypatch.setattr(part, "logits", logits)
-    head = Head(part, chunk=8, compiled=False)
+    head = Head(part, savings, compiled=False)
     batch = make_batch([([1] * 20, 15), ([2] * 12, 0)], 2048)
     (micro_batch,) = split(batch, 1, 0, 2)
     states = mx.zeros((*micro_batch.shape, part.hidden_size))
     head.loss(HeadInput(states, micro_batch))
     assert sum(widths) == micro_batch.valid_tokens < 20
-    assert max(widths) == 4
+    assert max(widths) == widest
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -140,7 +147,7 @@ def test_logits_of_one_piece_are_in_memory(is_trained: bool, dtype: mx.Dtype) ->
     if not is_trained:
         model.freeze()
     part = Slice(model, 0, 1)
-    head = Head(part, chunk, compiled=False)
+    head = Head(part, Savings(loss_chunk=chunk), compiled=False)
     batch = random_batch(8, vocab=vocabulary, longest=90)
     (whole,) = split(batch, 1, 0, 8)
     assert whole.valid_tokens > 3 * chunk

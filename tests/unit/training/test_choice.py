@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from shardmlx.common.units import GIB, MIB
-from shardmlx.config.specs import RECOMPUTE, RunSpec
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import COUNTED, RECOMPUTE, RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -61,12 +62,14 @@ def choice_of(
     *,
     given: StageMap | None = None,
     can_pack: bool = True,
+    counted: float = 1.0,
     **options: Any,
 ) -> Choice | None:
     config = TrainConfig(model=model, batch_size=8, num_layers=-1, **options)
     run = RunSpec.of(config)
     budgets = budgets_of(cluster)
     sizes = Workload.of(open_model(model), run.fine_tune, run.batch)
+    sizes = replace(sizes, counted=counted)
     facts = Circumstances(
         sizes=sizes,
         given=given,
@@ -203,5 +206,34 @@ def test_the_lengths_of_rows_with_and_without_padding() -> None:
     assert mean_lengths(samples, 1, 128) == (
         round((32 + 64 + 64 + 128) / 4),
         round((9 + 32 + 33 + 127) / 4),
+        1.0,
     )
     assert mean_lengths(samples, 3, 128)[1] == round((9 + 32 + 33) / 3)
+
+
+def test_the_share_of_tokens_that_count() -> None:
+    """Of two answers, and of none: the prompt is longer than what is looked at."""
+    samples = [
+        (np.zeros(11, np.int32), 6),
+        (np.zeros(21, np.int32), 1),
+        (np.zeros(50, np.int32), 45),
+    ]
+    assert mean_lengths(samples, 1, 41)[2] == (5 + 20 + 0) / (10 + 20 + 40)
+
+
+def test_logits_are_computed_where_tokens_count_if_that_is_faster(model: str) -> None:
+    """And the last rank, which has the head, gets more layers. A head that takes little is computed
+    as in mlx-lm."""
+
+    def of(counted: float, vocabulary: int, **options: Any) -> Choice:
+        config = Path(model, "config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": vocabulary}))
+        return chosen(model, machines(*ROOM), counted=counted, **options)
+
+    some, all_of_them = of(0.3, 16384), of(1.0, 16384)
+    assert some.run.batch.loss_chunk == COUNTED
+    assert "logits only where a token counts" in str(some)
+    assert all_of_them.run.batch.loss_chunk == AUTO
+    assert some.plan.stage_map.partition.sizes[-1] > all_of_them.plan.stage_map.partition.sizes[-1]
+    assert of(0.3, 64).run.batch.loss_chunk == AUTO
+    assert of(0.3, 16384, loss_chunk=OFF).run.batch.loss_chunk == OFF
