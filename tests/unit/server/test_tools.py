@@ -121,8 +121,8 @@ RECORDED: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("history", RECORDED.values(), ids=list(RECORDED))
 def test_recorded_histories(served: Serving, agent: Agent, history: list[dict[str, Any]]) -> None:
-    """LiteLLM's own answers were collected from a server once: it wants older versions of openai and
-    huggingface-hub than are tested here."""
+    """LiteLLM's own answers were collected from a server once: it wants older versions of openai
+    and huggingface-hub than are tested here."""
     body = {"model": MODEL, "messages": history, "max_tokens": 8, "tools": [LOOK]}
     answer = httpx.post(
         f"{served.address}/v1/chat/completions",
