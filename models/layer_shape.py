@@ -19,18 +19,21 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 class Activation(NamedTuple):
     """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm
-    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
+    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways. ``is_long``:
+    it takes many more operations than SwiGLU."""
 
     kept: float
     is_swiglu: bool = False
+    is_long: bool = False
 
     @property
     def without_gate(self) -> Activation:
         """The same function of an MLP without a gate, which keeps gate and up less."""
-        return Activation(self.kept - 2)
+        return Activation(self.kept - 2, is_long=self.is_long)
 
 
-SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
+SWIGLU, GELU = Activation(2, is_swiglu=True), Activation(3, is_long=True)
+GELU_APPROX = Activation(4, is_long=True)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -140,6 +143,11 @@ class LayerShape:
     def is_parallel(self) -> bool:
         """True if the MLP takes the input of attention, and both are added up at once."""
         return not any(each.source in ("mlp", "experts") for _, each in self.linears)
+
+    @property
+    def is_latent(self) -> bool:
+        """True if keys and values are made of a smaller state."""
+        return any(each.source == "latent" for _, each in self.linears)
 
     @property
     def parameters(self) -> int:

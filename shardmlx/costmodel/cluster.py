@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.layer_memory import BACKENDS
 from shardmlx.costmodel.profile_file import Profile, merge, read_profile
 from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
+from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardmlx.config.inference import WHOLE_CHUNK
-from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.models import kv_cache
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.shape import ModelShape

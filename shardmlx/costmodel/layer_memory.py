@@ -11,127 +11,22 @@ wherever it runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from typing import NamedTuple
 
-from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
-from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.costmodel.passing import (
     BACKWARD,
     DORA_DROPS,
     FORWARD,
     IN_PIECES,
+    LATENT,
     SELECTIVE_MOMENT,
+    UNLIKE,
     Counts,
 )
-from shardmlx.models.layer_shape import LayerShape, Linear
-from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
-
-FLOAT32 = 4
-"""Bytes of an element of the sums of gradients, of adapters, and of what adapters compute."""
-
-BACKENDS = ("metal", "cpu")
-"""Backends of MLX."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSetup:
-    """The facts that decide the memory of training. ``ValueError`` for what cannot be."""
-
-    shape: ModelShape
-    weight_sizes: LayerCosts
-    """Bytes of the parameters as held in memory; a tied matrix counts as the embedding."""
-    dtype_bytes: int
-    """Bytes of an element of an activation."""
-    rows: int
-    """Rows of a micro-batch."""
-    length: int
-    """Tokens of a row."""
-    fine_tune_type: str = "lora"
-    first_trained_layer: int = 0
-    """Lowest layer with trained weights; the number of layers if none has any."""
-    lora_rank: int = 8
-    lora_keys: tuple[str, ...] | None = None
-    """Linear layers that get adapters; None for all of them, as in mlx-lm."""
-    dropout: bool = False
-    """True if adapters drop some of their input."""
-    unfreeze_all: bool = False
-    """True if a full fine-tune trains embedding, norm and lm_head too."""
-    optimizer: str = "adam"
-    first_moment: bool = False
-    """True if Adafactor has a beta_1: then it keeps a moment as large as the weights."""
-    savings: Savings = NO_SAVINGS
-    masks: int = 0
-    """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
-    dp: int = 1
-    """Number of replicas."""
-    divides_optimizer: bool = False
-    """True if each replica holds the optimizer's state of a part of the weights alone."""
-    master_weights: bool = False
-    keeps_errors: bool = False
-    """True if weights of 16 bits are updated as float32 copies, with state in float32."""
-    backend: str = "metal"
-
-    def __post_init__(self) -> None:
-        layers = self.shape.num_layers
-        if len(self.weight_sizes.layers) != layers:
-            raise ValueError(f"weights of {len(self.weight_sizes.layers)} layers for {layers}")
-        if not 0 <= self.first_trained_layer <= layers:
-            raise ValueError(f"first trained layer {self.first_trained_layer} of {layers}")
-        for what, value, known in (
-            ("fine-tune type", self.fine_tune_type, FINE_TUNE_TYPES),
-            ("backend", self.backend, BACKENDS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-        ):
-            if value not in known:
-                raise ValueError(f"{what} {value!r}: one of {', '.join(known)}")
-        sizes = (self.dtype_bytes, self.rows, self.length, self.lora_rank, self.dp)
-        if min(sizes) < 1:
-            raise ValueError(f"sizes {sizes}: from 1")
-        if self.unfreeze_all and self.has_adapters:
-            raise ValueError(f"unfreeze_all with {self.fine_tune_type}: full only")
-
-    @property
-    def grad_checkpoint(self) -> bool:
-        """True if a layer holds its input alone."""
-        return self.savings.recompute == FULL
-
-    @property
-    def is_selective(self) -> bool:
-        """True if norms and activations hold their inputs alone."""
-        return self.savings.recompute == SELECTIVE
-
-    @property
-    def attention_piece(self) -> int | None:
-        """Queries of a piece of attention; None where it is computed at once."""
-        chunk, takes = self.savings.attention_chunk, self.shape.family.takes_pieces
-        return chunk if takes and chunk is not None and chunk < self.length else None
-
-    @property
-    def loss_piece(self) -> int | None:
-        """Positions whose logits are in memory at a time; None where those of all are held."""
-        chunk = self.savings.loss_chunk
-        if chunk is None or (chunk >= self.tokens and not self.savings.counted_only):
-            return None
-        return min(chunk, 2 * self.tokens)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.rows * self.length
-
-    @property
-    def message(self) -> int:
-        """Bytes of the hidden states of a micro-batch, which go from stage to stage."""
-        return self.dtype_bytes * self.tokens * self.shape.hidden_size
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if adapters are trained instead of the weights themselves."""
-        return self.fine_tune_type != "full"
+from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
+from shardmlx.models.layer_shape import NORMS, LayerShape, Linear
 
 
 class Alive(Enum):
@@ -334,12 +229,20 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
     else:
         trains = "adapters"
     forward, backward = FORWARD[trains], BACKWARD[trains]
+    unlike = _unlike(layer) if trains == "adapters" else None
+    if unlike is not None:
+        backward = UNLIKE[unlike]
     if setup.grad_checkpoint:
         moments = forward.recomputed, backward.recomputed
     else:
         moments = forward.held, backward.held
-    other = [Counts(mlp=layer.passing)] + [SELECTIVE_MOMENT] * setup.is_selective
-    if setup.attention_piece is not None:
+    other = [Counts(mlp=layer.passing)]
+    if trains == "weights" and layer.is_latent and not setup.grad_checkpoint:
+        other.append(LATENT)
+    if setup.is_selective:
+        computed = layer.activation.is_swiglu  # others are kept
+        other.append(SELECTIVE_MOMENT if computed else SELECTIVE_MOMENT._replace(mlp=0))
+    if setup.attention_piece is not None and unlike is None:
         pieces = IN_PIECES[_in_pieces(setup, trains)]
         other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)
         other += [pieces.selective] * setup.is_selective
@@ -350,6 +253,16 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
         # The loss has other arrays than MLX's own there, and no logits are left in I.
         during_backward = [each._replace(logits=min(0, each.logits)) for each in during_backward]
     return moments[0], during_backward
+
+
+def _unlike(layer: LayerShape) -> str | None:
+    """Return what makes a layer one of ``UNLIKE``; None if nothing does."""
+    around = sum("." not in path for path, _ in layer.norms)
+    if layer.experts:
+        return "experts"
+    if layer.activation.is_long:
+        return "GELU" if around <= len(NORMS) else "GELU between norms"
+    return "MLP beside normed heads" if layer.is_parallel and around < len(layer.norms) else None
 
 
 def _in_pieces(setup: TrainingSetup, trains: str) -> str:
@@ -373,6 +286,7 @@ def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
     forward, backward = (
         Counts(
             hidden=tokens * widths.hidden * of_hidden,
+            answers=tokens * widths.hidden * of_hidden * layer.experts_per_token,
             mlp=tokens * widths.mlp * size,
             queries=tokens * widths.queries * size,
             keys=tokens * widths.keys * size,

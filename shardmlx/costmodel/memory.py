@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.costmodel.layer_memory import FLOAT32, LayerMemory, TrainingSetup, layer_memory
+from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.passing import FROZEN
+from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
 from shardmlx.engine.buffers import (
     BUCKET_BYTES,
     PREPOSTED,

@@ -26,6 +26,8 @@ class Counts(NamedTuple):
 
     hidden: float = 0.0
     """Residual stream, inside and around norms."""
+    answers: float = 0.0
+    """Outputs of all the experts that a token passes through, before they are added up."""
     mlp: float = 0.0
     """Gate, up, what is between them and their product, and the gradients of these."""
     queries: float = 0.0
@@ -124,7 +126,8 @@ FORWARD: Mapping[str, Moments] = {
 """Moments of F, by what is trained: in the last layer, and in the loss."""
 
 # In the MLP, in attention, and in the loss. A layer that is computed again waits for no gradient:
-# MLX computes the last one beside the loss, whose logits are then still there.
+# MLX computes the last one beside the loss, whose logits are then still there. Answers of experts
+# were counted in float32, the only type MLX gathers on a CPU: in half precision as many bytes.
 BACKWARD: Mapping[str, Moments] = {
     "adapters": Moments(
         # With quantised weights one hidden array more than without: counted for both.
@@ -142,12 +145,14 @@ BACKWARD: Mapping[str, Moments] = {
     "adapters with dropout": Moments(
         held=(
             Counts(hidden=9, mlp=6, gradients=1, logits=-1),
+            Counts(answers=6, mlp=6, gradients=1, logits=-1),
             Counts(hidden=9, mlp=3, queries=4, scores=1, gradients=1, logits=-1),
             Counts(hidden=9, mlp=-1, queries=6, keys=1.5, scores=2, gradients=1, logits=-1),
             Counts(hidden=9, mlp=6, logits=1),
         ),
         recomputed=(
             Counts(hidden=8, mlp=10, matrices=2, gradients=1, logits=-1),
+            Counts(answers=5, mlp=10, gradients=1, logits=-1),
             Counts(hidden=8, mlp=1, queries=6, keys=1, scores=2, gradients=1, logits=-1),
             Counts(hidden=-1, mlp=-6, queries=4, matrices=3, logits=1),
         ),
@@ -157,11 +162,13 @@ BACKWARD: Mapping[str, Moments] = {
             Counts(hidden=26, mlp=10, queries=2, keys=3, scores=-1, gradients=1, logits=-1),
             Counts(hidden=21, mlp=2, queries=8, keys=1, scores=2, mask=2, gradients=1, logits=-1),
             Counts(hidden=12, mlp=10, logits=1),
+            Counts(answers=12, mlp=10, gradients=1, logits=-1),
         ),
         recomputed=(
             Counts(hidden=18, mlp=17, matrices=2, gradients=1, logits=-1),
             Counts(hidden=19, mlp=2, queries=8, keys=1, scores=2, mask=2, gradients=1, logits=-1),
             Counts(hidden=20, queries=1, matrices=3, logits=1),
+            Counts(answers=10, mlp=17, gradients=1, logits=-1),
         ),
     ),
     "attention adapters": Moments(
@@ -169,6 +176,7 @@ BACKWARD: Mapping[str, Moments] = {
             Counts(hidden=5, mlp=3, queries=10, keys=2, scores=2, gradients=1, logits=-1),
             Counts(hidden=9, mlp=3, queries=3, scores=2),
             Counts(hidden=9, mlp=3, queries=3, scores=1, logits=1),
+            Counts(answers=5, mlp=3.2, logits=-1),
         ),
         recomputed=(
             Counts(hidden=4, mlp=4, queries=10, keys=1, scores=2, gradients=1, logits=-1),
@@ -181,6 +189,7 @@ BACKWARD: Mapping[str, Moments] = {
             Counts(hidden=4, mlp=-2, queries=8, keys=6, gradients=1, logits=-1),
             Counts(hidden=10, mlp=3, queries=3, scores=2),
             Counts(hidden=10, mlp=3, queries=3, scores=1, logits=1),
+            Counts(answers=5, mlp=3.2, logits=-1),
         ),
         recomputed=(
             Counts(hidden=5, mlp=5, queries=6.5, keys=3, scores=2, logits=-1),
@@ -190,6 +199,59 @@ BACKWARD: Mapping[str, Moments] = {
     ),
 }
 """Moments of I, and of W where there is no I, by what is trained."""
+
+
+_OF_LAYER = Counts(gradients=1, logits=-1)
+
+UNLIKE: Mapping[str, Moments] = {
+    "experts": Moments(
+        held=(
+            _OF_LAYER._replace(hidden=13, mlp=6),
+            _OF_LAYER._replace(answers=6, mlp=6),
+            _OF_LAYER._replace(hidden=20, mlp=4),
+            _OF_LAYER._replace(hidden=10, mlp=2.3, queries=4, keys=4, scores=2),
+            Counts(answers=6, mlp=6, logits=1),
+        ),
+        recomputed=(
+            *BACKWARD["adapters"].recomputed,
+            _OF_LAYER._replace(answers=5, mlp=10),
+        ),
+    ),
+    "GELU": Moments(
+        held=(
+            _OF_LAYER._replace(hidden=12, mlp=4.8),
+            _OF_LAYER._replace(hidden=10, mlp=2, queries=4, scores=2),
+            Counts(hidden=10, mlp=4.8, logits=1),
+        ),
+        recomputed=BACKWARD["adapters"].recomputed,
+    ),
+    "GELU between norms": Moments(
+        held=(
+            _OF_LAYER._replace(hidden=12, mlp=4.8),
+            _OF_LAYER._replace(hidden=7, queries=5, scores=2),
+            Counts(hidden=10, mlp=4.8, logits=1),
+        ),
+        recomputed=BACKWARD["adapters"].recomputed,
+    ),
+    "MLP beside normed heads": Moments(
+        held=(
+            _OF_LAYER._replace(hidden=16, mlp=6),
+            _OF_LAYER._replace(hidden=10, mlp=0.5, queries=4, scores=2),
+            Counts(hidden=10, mlp=6, logits=1),
+        ),
+        recomputed=BACKWARD["adapters"].recomputed,
+    ),
+}
+"""Moments of I for adapters in layers of more operations than Llama's.
+
+The scheduling thread, which is as many operations ahead as ever, then has not come to attention
+while arrays of the MLP are there. Counted on layers of sixteen families, in five sizes each, and on
+mixtures of up to 8 experts a token.
+"""
+
+
+LATENT = Counts(mlp=-1.5)
+"""Difference of I for weights where latent attention, of more operations too, is in a layer."""
 
 
 class Difference(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.layer_memory import FLOAT32
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
 from shardmlx.costmodel.timing import Seconds
+from shardmlx.costmodel.training_setup import FLOAT32
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.sum_parts import levels_of
 from shardmlx.pipeline.plan import Plan

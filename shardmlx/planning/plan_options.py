@@ -11,7 +11,7 @@ from shardmlx.config.common_options import hostfile_option, model_argument
 from shardmlx.config.options import REQUIRED, declared, option
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
-from shardmlx.costmodel.layer_memory import BACKENDS
+from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 
 _MACHINES = "machines"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION, Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
-from shardmlx.costmodel.layer_memory import BACKENDS
 from shardmlx.costmodel.memory_limits import limited
 from shardmlx.costmodel.predict import Prediction
+from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model

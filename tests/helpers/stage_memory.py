@@ -216,8 +216,13 @@ def widened(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FamilyCase(Case):
-    """A family with its own tiny config, widened."""
+    """A family with its own tiny config, widened; ``changes`` are some of its fields."""
+
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([Case.__str__(self), *(f"{key} {value}" for key, value in self.changes)])
 
     @property
     def model_config(self) -> dict[str, Any]:
-        return widened(CONFIGS[self.family])
+        return {**widened(CONFIGS[self.family]), **dict(self.changes)}

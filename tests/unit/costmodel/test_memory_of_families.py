@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import pytest
 
+from shardmlx.config.specs import FULL, NONE
 from shardmlx.costmodel.memory import rank_peak
 from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.stage_memory import MICRO_BATCHES, FamilyCase, measure
 
 WITHIN = 0.05
-"""Part by which what is held between two actions may differ."""
+"""Part by which what is held between two actions may differ, and a peak may stay below."""
 ABOVE = 0.05
-"""Part by which a peak may pass the prediction. It may stay below: how far MLX's scheduling thread
-gets ahead is left to the system, and on a busy machine the same case was 4% below to 3% above."""
+"""Part by which a peak may pass the prediction. On a free machine none does by more than 3%."""
+MEASUREMENTS = 20
+"""At most, until a peak comes near: on a busy machine MLX's scheduling thread gets less far ahead,
+and less memory is taken."""
+
+# Of mixtures with many experts a token, as large ones are, and with ways to save memory.
+MANY = (("num_local_experts", 16), ("num_experts_per_tok", 8))
+CASES = [
+    *(FamilyCase(mode, 1, 3, family=family) for family in CONFIGS for mode in ("lora", "full")),
+    *(
+        FamilyCase("lora", 1, 3, family="mixtral", changes=MANY, pieces=pieces, recompute=recompute)
+        for pieces, recompute in ((None, NONE), (32, NONE), (None, FULL))
+    ),
+    FamilyCase("lora", 1, 3, family="mixtral", changes=MANY, lora=(("dropout", 0.1),)),
+]
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_stage_holds_and_passes_what_is_predicted(family: str, mode: str) -> None:
-    case = FamilyCase(mode, 1, 3, family=family)
-    measured, sizes = measure(case)
-    stage, setup = case.predicted(sizes)
-    assert stage.weights == measured.weights
-    assert stage.after_forward == pytest.approx(measured.after_forward, rel=WITHIN)
-    assert stage.after_input == pytest.approx(measured.after_input, rel=WITHIN)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_stage_holds_and_passes_what_is_predicted(case: FamilyCase) -> None:
     (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(MICRO_BATCHES)))
-    assert measured.peak <= (1 + ABOVE) * rank_peak(own, {1: stage}, setup)
+    for _ in range(MEASUREMENTS):
+        measured, sizes = measure(case)
+        stage, setup = case.predicted(sizes)
+        assert stage.weights == measured.weights
+        assert stage.after_forward == pytest.approx(measured.after_forward, rel=WITHIN)
+        assert stage.after_input == pytest.approx(measured.after_input, rel=WITHIN)
+        peak = rank_peak(own, {1: stage}, setup)
+        assert measured.peak <= (1 + ABOVE) * peak
+        if measured.peak >= (1 - WITHIN) * peak:
+            return
+    pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
