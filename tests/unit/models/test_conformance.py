@@ -54,14 +54,16 @@ BATCH = random_batch(2, longest=30)
 TOKENS = mx.array(BATCH.tokens[:, :-1])
 CUTS = [[(0, LAYERS)], [(0, 1), (1, 3), (3, LAYERS)]]
 families = pytest.mark.parametrize("family", CONFIGS)
-# mlx-lm has no DoRA for experts, and has the same for all else. LoRA is trained by each, below.
+# mlx-lm has no DoRA for experts.
 DENSE = [
     family
     for family, config in CONFIGS.items()
     if not any(each.experts for each in ModelShape.from_config(config).kinds)
 ]
-TRAINED = [*((family, "full") for family in CONFIGS), *((family, "dora") for family in DENSE[::4])]
-SCHEDULES = ("1f1b", "zb-h1")
+TRAINED = [
+    *((family, adapters) for family in CONFIGS for adapters in ("lora", "full")),
+    *((family, "dora") for family in DENSE),
+]
 
 
 @cache
@@ -130,7 +132,11 @@ def test_logits_of_stages_are_those_of_the_whole_model(family: str) -> None:
         assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS)), bits
 
 
-@pytest.mark.parametrize(("family", "adapters"), TRAINED)
+@pytest.mark.parametrize(
+    ("family", "adapters"),
+    # Adapters are trained in two stages below, and these in three by the tests that follow.
+    [each for each in TRAINED if each[1] == "full"] + [(family, "dora") for family in DENSE[::4]],
+)
 def test_gradients_of_stages_are_those_of_the_whole_model(family: str, adapters: str) -> None:
     expected_loss, expected = reference(family, adapters)
     assert all(np.isfinite(gradient).all() for gradient in expected.values())
@@ -194,25 +200,28 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(family: str) -> N
         assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
 
 
-@pytest.mark.parametrize(("number", "family"), [*enumerate(CONFIGS)])
-def test_a_schedule_gives_the_gradients_of_the_whole_model(number: int, family: str) -> None:
-    """Two micro-batches on two ranks. I and W together and apart take turns: a schedule does not
-    know the family."""
-    models = [model_of.__wrapped__(family, "lora") for _ in range(2)]
+@pytest.mark.parametrize(("family", "adapters"), TRAINED)
+def test_schedules_give_the_gradients_of_the_whole_model(family: str, adapters: str) -> None:
+    """Two micro-batches on two ranks, with I and W together and apart."""
+    model = model_of(family, adapters)
     # What modules keep beside their parameters is lazy, and belongs to the thread that made it.
-    mx.eval([model(TOKENS[:1, :4]) for model in models])
-    plan = Layout(SCHEDULES[number % len(SCHEDULES)], pp=2).plan(LAYERS, len(BATCH.tokens))
-    step = partial(one_step, plan, models)
-    found = {k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}
-    _, expected = reference(family, "lora")
-    assert set(found) == set(expected)
-    # Sums over micro-batches are rounded otherwise than those over the batch.
-    difference, name = largest_difference(found, expected)
-    assert difference <= 1e-5, name
+    mx.eval(model(TOKENS[:1, :4]))
+    _, expected = reference(family, adapters)
+    for schedule in ("1f1b", "zb-h1"):
+        plan = Layout(schedule, pp=2).plan(LAYERS, len(BATCH.tokens))
+        step = partial(one_step, plan, model)
+        found = {k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}
+        assert set(found) == set(expected)
+        # Sums over micro-batches are rounded otherwise than those over the batch. Some cancel: that
+        # of a bias of all keys is rounding alone.
+        rounding = 1e-6 * max(abs(gradient).max() for gradient in expected.values())
+        for name, gradient in expected.items():
+            difference = abs(found[name] - gradient).max()
+            assert difference <= 1e-5 * abs(gradient).max() + rounding, (schedule, name)
 
 
-def one_step(plan: Plan, models: Sequence[nn.Module], transport: Transport) -> Gradients:
-    stages = stages_of(transport, plan, models[transport.rank])
+def one_step(plan: Plan, model: nn.Module, transport: Transport) -> Gradients:
+    stages = stages_of(transport, plan, model)
     engine = Engine(plan, transport, stages)
     engine.train_step(split(BATCH, 1, 0, 1), scale=1 / BATCH.valid_tokens)
     return {name: np.array(array) for stage in stages for name, array in stage.gradients.items()}
