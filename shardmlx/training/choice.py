@@ -51,6 +51,10 @@ class SequenceLengths:
     exact: int
     counted: float = 1.0
 
+    def counted_share(self, pack: bool) -> float:
+        """Return the share of the computed positions at which a token counts."""
+        return self.counted if pack else self.counted * self.exact / self.padded
+
 
 def mean_lengths(
     samples: Sequence[Sample], batch_size: int, max_seq_length: int
@@ -141,12 +145,13 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
         alike = way.layout.schedule, batch.pack, batch.micro_batch_size, batch.loss_chunk
         if alike in fitting:
             continue
-        workload = replace(facts.sizes, batch=way.batch)
-        recompute = way.batch.recomputed
-        length = lengths.exact if way.batch.pack else lengths.padded
+        share = lengths.counted_share(bool(batch.pack))
+        workload = replace(facts.sizes, batch=batch, counted=share)
+        recompute = batch.recomputed
+        length = lengths.exact if batch.pack else lengths.padded
         try:
             # Memory is planned for the sequences that there are.
-            longest = replace(way.batch, max_seq_length=lengths.longest[0])
+            longest = replace(batch, max_seq_length=lengths.longest[0])
             plan = lay_out(way, replace(workload, batch=longest), facts.given, cluster)
             if cluster.profile is None:
                 length += -(-SET_UP_TOKENS // plan.micro_batch_size)
@@ -172,9 +177,8 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
-    counts_few = batch.loss_chunk == AUTO and facts.sizes.counted < 1
     for loss_chunk, recompute, partitioner, pack, schedule in product(
-        (AUTO, COUNTED) if counts_few else (batch.loss_chunk,),
+        (AUTO, COUNTED) if batch.loss_chunk == AUTO else (batch.loss_chunk,),
         RECOMPUTE if batch.recompute is None else (batch.recompute,),
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
         if layout.partitioner == AUTO
@@ -182,6 +186,8 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
         ((False, True) if facts.can_pack else (False,)) if batch.pack is None else (batch.pack,),
         _schedules(given, cluster, pp) if layout.schedule == AUTO else (layout.schedule,),
     ):
+        if loss_chunk != batch.loss_chunk and facts.lengths.counted_share(pack) == 1:
+            continue
         way = replace(
             run,
             layout=replace(layout, partitioner=partitioner, schedule=schedule),

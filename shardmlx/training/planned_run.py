@@ -127,7 +127,6 @@ def plan_run(
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
-        inputs = replace(inputs, sizes=replace(inputs.sizes, counted=lengths.counted))
         choice: Choice = on_all_ranks(
             transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
         )
@@ -141,7 +140,8 @@ def plan_run(
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
     run = choice.run
-    inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch))
+    share = lengths.counted_share(plan.pack)
+    inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch, counted=share))
     planned = memory_of(run, plan, inputs, lengths)
     backend = inputs.cluster.backend
     return PlannedRun(

@@ -62,14 +62,12 @@ def choice_of(
     *,
     given: StageMap | None = None,
     can_pack: bool = True,
-    counted: float = 1.0,
     **options: Any,
 ) -> Choice | None:
     config = TrainConfig(model=model, batch_size=8, num_layers=-1, **options)
     run = RunSpec.of(config)
     budgets = budgets_of(cluster)
     sizes = Workload.of(open_model(model), run.fine_tune, run.batch)
-    sizes = replace(sizes, counted=counted)
     facts = Circumstances(
         sizes=sizes,
         given=given,
@@ -228,7 +226,7 @@ def test_logits_are_computed_where_tokens_count_if_that_is_faster(model: str) ->
     def of(counted: float, vocabulary: int, **options: Any) -> Choice:
         config = Path(model, "config.json")
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": vocabulary}))
-        return chosen(model, machines(*ROOM), counted=counted, **options)
+        return chosen(model, machines(*ROOM), replace(ALIKE, counted=counted), **options)
 
     some, all_of_them = of(0.3, 16384), of(1.0, 16384)
     assert some.run.batch.loss_chunk == COUNTED
@@ -237,3 +235,5 @@ def test_logits_are_computed_where_tokens_count_if_that_is_faster(model: str) ->
     assert some.plan.stage_map.partition.sizes[-1] > all_of_them.plan.stage_map.partition.sizes[-1]
     assert of(0.3, 64).run.batch.loss_chunk == AUTO
     assert of(0.3, 16384, loss_chunk=OFF).run.batch.loss_chunk == OFF
+    # Padding does not count either.
+    assert chosen(model, machines(*ROOM), PADDED, pack=False).run.batch.loss_chunk == COUNTED
