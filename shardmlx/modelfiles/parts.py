@@ -179,7 +179,9 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
 def needed_shape(files: ModelFiles) -> ModelShape:
     """Return the model's shape. Raises ``UserError`` where it has none."""
     if not files.config:
-        raise UserError(f"{files.name} has no config.json", "name the directory of a model")
+        raise UserError(
+            f"{files.name} has no config.json, or an empty one", "name the directory of a model"
+        )
     shape = shape_of(files)
     if shape is None:
         # Says by itself what is wrong with the configuration.

@@ -65,7 +65,7 @@ def test_every_rank_opens_the_same_model(model: Path) -> None:
     assert first[:4] == (model, "", 2, 1)
 
 
-@pytest.mark.parametrize(("text", "fault"), [("{", "config.json"), ("{}", "model_type None")])
+@pytest.mark.parametrize(("text", "fault"), [("{", "config.json"), ("{}", "an empty one")])
 def test_a_bad_configuration_is_the_error_of_all_ranks(model: Path, text: str, fault: str) -> None:
     (model / "config.json").write_text(text)
     first, second = on_two_ranks(partial(opened, model))
