@@ -11,9 +11,10 @@ from tests.helpers.family_configs import CONFIGS
 from tests.helpers.stage_memory import MICRO_BATCHES, FamilyCase, measure
 
 WITHIN = 0.05
-"""Part by which what is held between two actions may differ, and a peak may stay below."""
-ABOVE = 0.05
-"""Part by which a peak may pass the prediction. On a free machine none does by more than 3%."""
+"""Part by which what is held between two actions may differ."""
+ABOVE, BELOW = 0.05, 0.07
+"""Parts by which a peak may lie above and below the prediction. On a free machine none passes it by
+more than 3%, nor stays below by more than 5%."""
 MEASUREMENTS = 20
 """At most, until a peak comes near: on a busy machine MLX's scheduling thread gets less far ahead,
 and less memory is taken."""
@@ -41,6 +42,6 @@ def test_a_stage_holds_and_passes_what_is_predicted(case: FamilyCase) -> None:
         assert stage.after_input == pytest.approx(measured.after_input, rel=WITHIN)
         peak = rank_peak(own, {1: stage}, setup)
         assert measured.peak <= (1 + ABOVE) * peak
-        if measured.peak >= (1 - WITHIN) * peak:
+        if measured.peak >= (1 - BELOW) * peak:
             return
     pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
