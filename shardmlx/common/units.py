@@ -8,6 +8,9 @@ from types import MappingProxyType
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
+MEGABYTE = 10**6
+"""Bytes of a step of progress bars."""
+
 DECIMAL: Mapping[str, float] = MappingProxyType(
     {"": 1e0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 )

@@ -127,6 +127,11 @@ class Savings:
         if self.counted_only and self.loss_chunk is None:
             raise ValueError("counted_only with logits of all positions")
 
+    def takes_loss_in_pieces(self, positions: int) -> bool:
+        """Return False where the logits of a micro-batch of so many positions are held at once."""
+        chunk = self.loss_chunk
+        return chunk is not None and (self.counted_only or chunk < positions)
+
 
 NO_SAVINGS = Savings()
 """The choice of those who hold all, as mlx-lm does."""

@@ -15,6 +15,7 @@ from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import DIGEST_BYTES, new_digest
 from shardmlx.common.durable_files import PARTIAL, replace_durably
 from shardmlx.common.reporter import Reporter
+from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
 from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
@@ -43,7 +44,6 @@ from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.models.shape import ModelShape
 
 _PIECE = 4 << 20
-_MEGABYTE = 10**6
 _WHAT = "exporting"
 
 Range = tuple[int, int]
@@ -304,7 +304,7 @@ def _receive(
         file = partial_path.open("wb")
     except OSError as failure:
         error = failure
-    with reporter.bar(f"gather {path.name}, MB", max(1, size // _MEGABYTE)) as bar:
+    with reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar:
         for piece in pieces:
             data, tail = piece[:left], tail + bytes(piece[left:])
             left -= len(data)
@@ -314,7 +314,7 @@ def _receive(
                     file.write(data)
                 except OSError as failure:  # the rest must be received all the same
                     error = failure
-            bar.show((size - left) // _MEGABYTE, max(1, size // _MEGABYTE))
+            bar.show((size - left) // MEGABYTE, max(1, size // MEGABYTE))
     if error is None:
         file.close()
     if error is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import Digest
 from shardmlx.common.reporter import Reporter
+from shardmlx.common.units import MEGABYTE
 from shardmlx.conversion.experts import part_name
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.distributed.messages import buffer_of
@@ -30,8 +31,6 @@ _PIECE = 4 << 20
 _AHEAD = 8 * _PIECE
 """Bytes of a tensor that the system is told to read before they are wanted, and that may wait to be
 written."""
-
-_MEGABYTE = 10**6
 
 
 class Crc32:
@@ -66,7 +65,7 @@ def write_tensors(
     `OSError` where the disk does not take a tensor.
     """
     specs = {spec.name: spec for spec in chain.from_iterable(files.values())}
-    total = max(1, sum(spec.nbytes for spec in specs.values()) // _MEGABYTE)
+    total = max(1, sum(spec.nbytes for spec in specs.values()) // MEGABYTE)
     written = sum(spec.nbytes for spec in specs.values() if spec.name in done)
 
     def drop() -> None:
@@ -80,7 +79,7 @@ def write_tensors(
     with (
         _stops(may_stop) as stop,
         _behind(copy) as behind,
-        reporter.bar("export, MB", total, written // _MEGABYTE) as bar,
+        reporter.bar("export, MB", total, written // MEGABYTE) as bar,
     ):
 
         def begin(nbytes: int, room: int = most) -> None:
@@ -90,7 +89,7 @@ def write_tensors(
                 copy.flush()
                 raise Stopped(
                     signals[0],
-                    f"stopped after {written // _MEGABYTE} of {total} MB: the same command goes on",
+                    f"stopped after {written // MEGABYTE} of {total} MB: the same command goes on",
                 )
             behind.make_room(nbytes, room)
 
@@ -100,7 +99,7 @@ def write_tensors(
                 written += len(data)
                 page_cache.count(2 * len(data))
                 del data  # no two steps in memory here
-                bar.show(written // _MEGABYTE, total)
+                bar.show(written // MEGABYTE, total)
         behind.finish()
     copy.flush()
     page_cache.clear()

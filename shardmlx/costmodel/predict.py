@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
@@ -108,7 +108,7 @@ def _pipeline(
     if replica is not None:
         # Its last micro-batch may have few rows.
         full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
-        stages = [replace(each.scaled(full), update=each.update) for each in stages]
+        stages = [each.of_share(full) for each in stages]
     simulation = simulate(
         plan.actions_of(replica or 0),
         stage_map.placement,

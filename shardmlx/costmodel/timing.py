@@ -58,6 +58,10 @@ class Seconds:
             factor * self.update,
         )
 
+    def of_share(self, share: float) -> Seconds:
+        """Return the times where only a share of a micro-batch is computed: the update stays."""
+        return replace(self.scaled(share), update=self.update)
+
     @property
     def microbatch(self) -> float:
         """F + I + W."""

@@ -94,7 +94,7 @@ class TrainingSetup:
     def loss_piece(self) -> int | None:
         """Positions whose logits are in memory at a time; None where those of all are held."""
         chunk = self.savings.loss_chunk
-        if chunk is None or (chunk >= self.tokens and not self.savings.counted_only):
+        if chunk is None or not self.savings.takes_loss_in_pieces(self.tokens):
             return None
         return min(chunk, 2 * self.tokens)
 

@@ -191,8 +191,7 @@ class Workload(ModelSizes):
         """Return the times with a head that is computed only where the run computes it."""
         if self.batch.loss_chunk != COUNTED:
             return times
-        head = replace(times.head.scaled(self.counted), update=times.head.update)
-        return replace(times, head=head)
+        return replace(times, head=times.head.of_share(self.counted))
 
     def measured(self, profile: Profile, host: str, kind: str | None, recompute: str) -> Measured:
         """Return the work's times on a machine that was measured.

@@ -84,8 +84,7 @@ class Head:
 
     def __init__(self, part: Slice, savings: Savings, compiled: bool) -> None:
         self._part = part
-        self._chunk = savings.loss_chunk
-        self._counted_only = savings.counted_only
+        self._savings = savings
         # What decides a piece's dropout is not an array.
         compiled = compiled and not part.drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
@@ -97,7 +96,7 @@ class Head:
         """Return False where one piece would do, unless only what counts is to be computed: then
         all logits are computed, and held, to the bit as in mlx-lm."""
         rows, length = microbatch.shape
-        return self._chunk is not None and (self._counted_only or self._chunk < rows * length)
+        return self._savings.takes_loss_in_pieces(rows * length)
 
     def loss(self, given: HeadInput) -> mx.array:
         """Compute the summed loss, in float32."""
@@ -147,7 +146,7 @@ class Head:
         counts = microbatch.counts.reshape(-1)[numbers] & (np.arange(len(numbers)) < len(counted))
         targets = microbatch.targets.reshape(-1)[numbers]
         states = given.states.flatten(0, 1)
-        size = positions_of_piece(self._chunk or len(numbers), self._multiple_of)
+        size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
         for start in range(0, len(numbers), size):
             mine = slice(start, start + size)
             piece = _Piece(

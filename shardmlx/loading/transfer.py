@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Bar, Reporter
+from shardmlx.common.units import MEGABYTE
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.loading.chains import Read, send_tensors
@@ -29,8 +30,6 @@ from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-
-_MEGABYTE = 10**6
 
 
 class Holding(Enum):
@@ -270,7 +269,7 @@ def _bar(reporter: Reporter, what: str, nbytes: int) -> AbstractContextManager[B
     """Return a progress bar in megabytes; none where this rank has nothing to do."""
     if not nbytes:
         return nullcontext()
-    return reporter.bar(f"{what}, MB", max(1, nbytes // _MEGABYTE))
+    return reporter.bar(f"{what}, MB", max(1, nbytes // MEGABYTE))
 
 
 class _Progress:
@@ -282,11 +281,11 @@ class _Progress:
         self._nbytes = 0
 
     def __call__(self, nbytes: int) -> None:
-        before = self._nbytes // _MEGABYTE
+        before = self._nbytes // MEGABYTE
         self._nbytes += nbytes
         self._page_cache.count(nbytes)
-        if self._bar is not None and self._nbytes // _MEGABYTE > before:
-            self._bar.advance(self._nbytes // _MEGABYTE - before)
+        if self._bar is not None and self._nbytes // MEGABYTE > before:
+            self._bar.advance(self._nbytes // MEGABYTE - before)
 
 
 class Weights:

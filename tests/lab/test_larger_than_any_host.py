@@ -22,15 +22,14 @@ from tests.helpers.small_models import SMALL_VOCABULARY
 SHARE = 0.7
 """The part of the model's weights that a host may have in memory."""
 
-LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 22, 1024, 3584
+LAYERS = 22
 
 
 @pytest.fixture(scope="module")
 def model(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1.2 GB of random weights."""
     path = tmp_path_factory.mktemp("large") / "model"
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE}
-    sizes |= {"eos_token_id": 1}
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "eos_token_id": 1}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": SMALL_VOCABULARY}
     save_model_directory(path, tiny_config("mistral", layers=LAYERS, **sizes))
     for file in small_tokenizer.iterdir():

@@ -96,7 +96,7 @@ def test_a_terminal_shows_how_much_is_written_and_the_time_that_is_left(
     looks = count()
     monkeypatch.setattr("rich.console.monotonic", lambda: next(looks) / 32)
     monkeypatch.setattr("shardmlx.common.reporter._shown_in_terminal", lambda: True)
-    monkeypatch.setattr("shardmlx.conversion.writer._MEGABYTE", 1000)
+    monkeypatch.setattr("shardmlx.conversion.writer.MEGABYTE", 1000)
     show = Bar.show
 
     def shown(bar: Bar, done: int, total: int) -> None:
