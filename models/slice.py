@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.activations import swiglu, use_swiglu
-from shardmlx.models.decoder import Decoder, LayerCall, View
+from shardmlx.models.decoder import Decoder, LayerCall, View, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts, find_parts
@@ -63,6 +64,10 @@ class Slice:
             self._parts |= {path: parts.ends[path] for path in parts.before}
         if self.is_last:
             self._parts |= {path: parts.ends[path] for path in (*parts.norms, *parts.heads)}
+        firsts = (parts.embedding_path, *parts.before) if self.is_first else ()
+        lasts = (*parts.norms, *self._head_paths) if self.is_last else ()
+        layers = [(f"{parts.layers_path}.{i}",) for i in range(start, stop)]
+        self._paths_of_groups = [firsts, *layers, lasts]
         self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
         self._embedding_dropouts = key_every_dropout(self._embedding)
         heads = [key_every_dropout(parts.ends[path]) for path in parts.heads]
@@ -84,6 +89,19 @@ class Slice:
         """Names of the trained parameters of the head, of the last slice."""
         prefixes = tuple(f"{path}." for path in self._head_paths)
         return tuple(name for name in self.trainable if self.is_last and name.startswith(prefixes))
+
+    @cached_property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names of the parameters by when they are used: before the first layer, in each layer,
+        after the last. A tied matrix is in the first and in the last group."""
+        prefixes = [tuple(f"{path}." for path in paths) for paths in self._paths_of_groups]
+        return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
+
+    def name_of(self, group: int) -> str:
+        """Return what people call one of the ``groups``."""
+        if group == 0:
+            return "the embedding"
+        return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
 
     @property
     def hidden_size(self) -> int:
@@ -192,6 +210,7 @@ class Slice:
         places: PackedPositions | None = None,
         checkpoint: bool = False,
         attention_chunk: int | None = None,
+        visit: Visit | None = None,
     ) -> mx.array:
         """Pass a micro-batch through the layers of the slice.
 
@@ -201,16 +220,24 @@ class Slice:
         ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say
         which sequences are in a row that holds several. ``checkpoint`` keeps only the inputs of
         layers for the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
-        ``attention_chunk`` is the most queries whose scores are in memory at a time.
+        ``attention_chunk`` is the most queries whose scores are in memory at a time. ``visit`` is
+        called for each layer in the place of its call.
         """
         if self.is_first:
             set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
 
-        def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+        def step(i: int, call: LayerCall, x: mx.array) -> mx.array:
             set_keys(self._dropouts[i - self.start], *key, i, first_row=first_row, places=places)
-            return self._checkpointed(i, call, x) if checkpoint else call(x)
+            if checkpoint:
+                call = partial(self._checkpointed, i, call)
+            return call(x) if visit is None else visit(i, call, x)
 
-        return self._decoder.run(x, visit, view=View(places, attention_chunk))
+        return self._decoder.run(x, step, view=View(places, attention_chunk))
+
+    def embed(self, tokens: mx.array, **how: Any) -> mx.array:
+        """Return the hidden states (rows, T, D) of the first slice before its first layer, of token
+        ids (rows, T). What decides dropout is as for the layers."""
+        return self(tokens, visit=lambda i, call, x: x, **how)
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the last slice's final norm of hidden states (..., D)."""

@@ -82,6 +82,11 @@ def in_a_row(array: mx.array) -> mx.array:
     return array
 
 
+def copy_into(buffer: mx.array, array: mx.array) -> None:
+    """Copy an evaluated array into a buffer of its shape and type, behind MLX's back."""
+    buffer_of(buffer)[:] = buffer_of(in_a_row(array))
+
+
 def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """Return an evaluated array of its own, to be filled by a message or from a file."""
     array = mx.zeros(shape, dtype)

@@ -46,6 +46,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
+from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.short_messages import ShortMessages
@@ -80,7 +81,8 @@ class Engine:
     """The engine of one rank: runs its stages, and sends and receives what they exchange.
 
     ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. Where it
-    ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates.
+    ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates, and
+    where it has ``weights``, it holds no others: its stages are then ``GatheredStage``s of them.
     ``links`` are the speeds of all world ranks' links, in any unit, where they are known; gradients
     travel as ``sum_dtype``, hidden states and their gradients as ``send_dtype``. All ranks must
     build their engine, and call its methods alike.
@@ -97,6 +99,7 @@ class Engine:
         links: Sequence[float] | None = None,
         sum_dtype: str = SUM_DTYPES[0],
         send_dtype: str | None = None,
+        weights: DividedWeights | None = None,
     ) -> None:
         self.plan = plan
         self.transport = transport
@@ -108,7 +111,11 @@ class Engine:
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
         wire = WIRE_FORMATS[sum_dtype]
         sums = Sums(transport, new_buffer((room // 4,), mx.float32), wire=wire)
-        self.shards = Shards(transport, replicas, stages, sums, divides=divides_optimizer)
+        if weights is not None:
+            weights.connect(sums, self.recorder, transport.name(transport.rank))
+        self.shards = Shards(
+            transport, replicas, stages, sums, divides=divides_optimizer, weights=weights
+        )
         keeps_errors = wire is not None and wire.keeps_errors
         self.reducer = GradientReducer(
             plan, transport, stages, sums, self.shards, links, keeps_errors=keeps_errors
@@ -138,10 +145,10 @@ class Engine:
         run = self._new_run(actions, microbatches, train=True)
         run.scale, run.key, run.reduce = scale, key, reduce
         losses = self._run(actions, run)
-        if reduce:
+        if reduce or self.shards.weights is not None:
             key_of_sum = (self._runs, -1, self.pipeline_rank)
             with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
-                self.reducer.finish(lambda: f"{self._who()}, summing gradients")
+                self.reducer.finish(lambda: f"{self._who()}, summing gradients", ends_update=reduce)
         return losses
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
@@ -232,8 +239,12 @@ class Engine:
 
     def _backward_input(self, action: Action, run: _Run) -> None:
         s, j = action.stage, action.microbatch
+        stage = self.stages[s]
         with self.recorder.span(Span.COMPUTE, str(action)):
-            gradient = self.stages[s].backward_input(j)
+            if stage.reduces_each:
+                for part in stage.backward_in_parts(j):
+                    self.reducer.start(stage, part)
+            gradient = stage.backward_input(j)
         if s - 1 in self.stages:
             self.stages[s - 1].fill_cotangent(j, gradient)
         else:
@@ -241,9 +252,9 @@ class Engine:
 
     def _backward_weight(self, action: Action, run: _Run) -> None:
         stage, j = self.stages[action.stage], action.microbatch
-        is_last = run.reduce and j == len(run.microbatches) - 1
+        reduces = run.reduce and j == len(run.microbatches) - 1
         with self.recorder.span(Span.COMPUTE, str(action)):
-            if not is_last:
+            if not (reduces or stage.reduces_each):
                 stage.backward_weight(j)
                 return
             # Each bucket starts on its way while the next one computes.

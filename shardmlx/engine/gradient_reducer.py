@@ -10,7 +10,7 @@ Where replicas divide the optimizer (``shards``), each gets the sums of the weig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -66,6 +66,8 @@ class GradientReducer:
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
         self._buckets: list[_Bucket] = []
+        self._own: dict[tuple[Stage, str], mx.array] = {}
+        self._who = transport.name(transport.rank)
 
     def parts(self, stage: Stage) -> list[list[str]]:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
@@ -105,6 +107,8 @@ class GradientReducer:
             ends = parts_by_speed(total.size, speeds)
             started = self._sums.all_reduce(total, self._replicas, ends, errors)
         self._buckets.append(_Bucket(stage, names, total, started))
+        if stage.reduces_each:
+            self._finish_buckets(lambda: f"{self._who}, summing gradients", 1)
 
     def _errors_of(self, name: str, size: int) -> mx.array | None:
         """Return what was rounded off of a sum, by its first weight; zeros at first."""
@@ -118,21 +122,41 @@ class GradientReducer:
         """Forget what was rounded off of sums, of which one was not finite."""
         self._errors.clear()
 
-    def finish(self, what: Callable[[], str]) -> None:
-        """Wait for all sums; ``stage.gradients`` then hold those of the whole batch, of the weights
-        that this replica updates."""
+    def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:
+        """Wait for all sums. Where the step ``ends_update``, ``stage.gradients`` then hold those of
+        all its steps, of the weights that this replica updates."""
+        self._finish_buckets(what, 0)
+        if not ends_update:
+            return
         self._sum_shared(what)
-        for bucket in self._buckets:
+        for stage, name in self._own:
+            stage.gradients[name] = self._own[stage, name]
+        self._own.clear()
+
+    def _finish_buckets(self, what: Callable[[], str], left: int) -> None:
+        """End all sums but the last ones, of which so many are ``left`` under way."""
+        while len(self._buckets) > left:
+            bucket = self._buckets.pop(0)
             self._sums.wait(bucket.sum, what)
-            offset = 0
-            for name in bucket.names:
-                shape = bucket.stage.part[name].shape
-                size = math.prod(shape)
-                if self._shards.is_mine(name):
-                    part = bucket.total[offset : offset + size].reshape(shape)
-                    bucket.stage.gradients[name] = part
-                offset += size
-        self._buckets.clear()
+            for name, part in self._mine_of(bucket):
+                key = bucket.stage, name
+                if key in self._own:
+                    part = self._own[key] + part
+                    mx.eval(part)
+                elif bucket.stage.reduces_each:
+                    # A part refers to the whole bucket, which goes.
+                    part = mx.array(np.array(part))
+                self._own[key] = part
+
+    def _mine_of(self, bucket: _Bucket) -> Iterator[tuple[str, mx.array]]:
+        """Yield the sums of a bucket whose weights this replica updates."""
+        offset = 0
+        for name in bucket.names:
+            shape = bucket.stage.part[name].shape
+            size = math.prod(shape)
+            if self._shards.is_mine(name):
+                yield name, bucket.total[offset : offset + size].reshape(shape)
+            offset += size
 
     def _sum_shared(self, what: Callable[[], str]) -> None:
         """Sum each shared weight's gradient over all stages that hold it, this rank's first."""

@@ -19,13 +19,15 @@ from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import in_a_row, new_buffer
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.divided_weights import DividedWeights, owners
 from shardmlx.engine.stage import Stage
 
 
 class Shards:
     """The weights of one rank's stages, and which of its ``replicas`` owns each.
 
-    Where ``divides`` is False each replica owns all.
+    Where ``divides`` is False each replica owns all. Where the ``weights`` themselves are divided,
+    the owner of a weight updates it, and nobody gathers before the weight is used.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Shards:
         sums: Sums,
         *,
         divides: bool,
+        weights: DividedWeights | None = None,
     ) -> None:
-        self.divides = divides and len(replicas) > 1
+        self.divides = (divides or weights is not None) and len(replicas) > 1
+        self.weights = weights
         self.replicas = tuple(replicas)
         self._who = transport.name(transport.rank)
         self._replica = self.replicas.index(transport.rank)
@@ -45,7 +49,11 @@ class Shards:
         self._sums = sums
         self._started: list[Exchange] = []
         sizes = {name: stage.part[name].size for stage in stages for name in stage.names}
-        self._owners = owners(sizes, len(self.replicas)) if self.divides else {}
+        self._owners: Mapping[str, int] = {}
+        if weights is not None:
+            self._owners = weights.owners
+        elif self.divides:
+            self._owners = owners(sizes, len(self.replicas))
 
     def owner(self, name: str) -> int:
         """Return the replica that owns a weight: this one where each owns all."""
@@ -61,7 +69,9 @@ class Shards:
         They are evaluated. Those to come have buffers at once, which are not to be read before
         ``finish_gather``. All replicas must call it, with the same names.
         """
-        if not self.divides:
+        if self.weights is not None:
+            self.weights.forget(names)
+        if not self.divides or self.weights is not None:
             return
         owned: list[list[mx.array]] = [[] for _ in self.replicas]
         for name in names:
@@ -80,26 +90,3 @@ class Shards:
         for exchange in self._started:
             self._sums.wait(exchange, lambda: f"{self._who}, gathering updated weights")
         self._started.clear()
-
-
-def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
-    """Divide weights of so many elements among ``members``, in nearly equal parts.
-
-    Weights that stand together go to all in the same proportion, so that all links are busy while
-    the gradients of a few layers are summed. Only the few that are large by themselves come first.
-    """
-    share = sum(sizes.values()) / members
-    quota = [share] * members
-    found: dict[str, int] = {}
-    large = sorted((n for n in sizes if sizes[n] > share / 4), key=lambda n: -sizes[n])
-    for name in large:
-        found[name] = max(range(members), key=lambda member: quota[member])
-        quota[found[name]] -= sizes[name]
-    taken = [0.0] * members
-    room = [max(each, 1.0) for each in quota]
-    for name, size in sizes.items():
-        if name not in found:
-            member = min(range(members), key=lambda each: (taken[each] + size) / room[each])
-            found[name] = member
-            taken[member] += size
-    return found

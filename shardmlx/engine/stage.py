@@ -28,7 +28,7 @@ NaN: what was computed too early would be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -37,12 +37,10 @@ from typing import Any
 import mlx.core as mx
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
-from shardmlx.distributed.messages import buffer_of, in_a_row
+from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.loss import Head, HeadInput, token_loss
 from shardmlx.models.slice import Slice
-from shardmlx.pipeline.actions import Kind
-from shardmlx.pipeline.lowering import gradient_kinds
 
 
 def layer_of(name: str) -> str:
@@ -61,33 +59,6 @@ class _Pending:
     weight_gradients: Mapping[str, mx.array]
     to_head: HeadInput | None = None
     """Input of a trained head whose gradients are still to be computed."""
-
-
-def build_stages(
-    slices: Sequence[Slice],
-    own: Iterable[int] | None = None,
-    *,
-    savings: Savings = NO_SAVINGS,
-    compiled: bool | None = None,
-) -> list[Stage]:
-    """Build the stages of one rank out of the slices of all stages.
-
-    ``slices[s]`` is the slice of stage s, the whole model in pipeline order: which of them are
-    trained decides which stages need the gradient of their input. ``own`` are the stages to build,
-    for a plan ``plan.stages_of(rank)``; by default all. ``savings`` and ``compiled`` are as for
-    ``Stage``.
-    """
-    gradients = gradient_kinds([bool(part.trainable) for part in slices])
-    return [
-        Stage(
-            index,
-            slices[index],
-            needs_input_gradient=Kind.I in gradients[index],
-            savings=savings,
-            compiled=compiled,
-        )
-        for index in (range(len(slices)) if own is None else own)
-    ]
 
 
 class Stage:
@@ -126,6 +97,10 @@ class Stage:
         compiles = on_gpu if compiled is None else compiled
         self._compiled = mx.compile(self._joint_graph) if compiles else None
         self._head = Head(part, savings, compiles) if part.is_last else None
+
+    reduces_each = False
+    """True if the gradients of each micro-batch are summed over replicas as soon as they are there,
+    and not those of a whole step."""
 
     @property
     def is_trained(self) -> bool:
@@ -255,12 +230,17 @@ class Stage:
         """Return that of a loss, which is its scale, or the buffer for that of hidden states."""
         if scale is not None:
             cotangent = mx.array(scale, mx.float32)
-        else:
-            # A buffer of its own: it is written behind MLX's back.
-            shape = (*microbatch.shape, self.part.hidden_size)
-            cotangent = mx.full(shape, mx.nan, self.part.dtype)
-        mx.eval(cotangent)
-        return cotangent
+            mx.eval(cotangent)
+            return cotangent
+        return self._new_buffer(microbatch)
+
+    def _new_buffer(self, microbatch: MicroBatch) -> mx.array:
+        """Return a buffer for the gradient of hidden states, of its own: it is written behind MLX's
+        back."""
+        shape = (*microbatch.shape, self.part.hidden_size)
+        buffer = mx.full(shape, mx.nan, self.part.dtype)
+        mx.eval(buffer)
+        return buffer
 
     def cotangent(self, j: int) -> mx.array:
         """Return the gradient of micro-batch ``j``'s output: to be filled before its backward."""
@@ -268,7 +248,7 @@ class Stage:
 
     def fill_cotangent(self, j: int, gradient: mx.array) -> None:
         """Take the gradient from a stage on the same rank."""
-        buffer_of(self._pending[j].cotangent)[:] = buffer_of(in_a_row(gradient))
+        copy_into(self.cotangent(j), gradient)
 
     def backward_input(self, j: int) -> mx.array:
         """Compute I of micro-batch ``j``: return the gradient of the stage's input.
@@ -287,6 +267,11 @@ class Stage:
         if not self.names:
             del self._pending[j]
         return gradient
+
+    def backward_in_parts(self, j: int) -> Iterator[Sequence[str]]:
+        """Compute I and W of micro-batch ``j`` where a stage ``reduces_each``; yield the weights
+        as soon as their gradients are added. ``backward_input`` returns what is left."""
+        raise NotImplementedError
 
     def backward_weight(self, j: int) -> None:
         """Compute W of micro-batch ``j``: add to the gradients of the trained weights."""
@@ -312,11 +297,15 @@ class Stage:
 
     def _add(self, pending: _Pending) -> None:
         gradients, pending.weight_gradients = pending.weight_gradients, {}
+        self._add_up(gradients)
+        to_head, pending.to_head = pending.to_head, None
+        if self._head is not None and to_head is not None:
+            self._head.add_gradients(to_head, self.gradients)
+
+    def _add_up(self, gradients: Mapping[str, mx.array]) -> None:
+        """Add to the sums: lazily."""
         for name, gradient in gradients.items():
             if gradient.dtype != mx.float32:
                 gradient = gradient.astype(mx.float32)
             total = self.gradients.get(name)
             self.gradients[name] = gradient if total is None else total + gradient
-        to_head, pending.to_head = pending.to_head, None
-        if self._head is not None and to_head is not None:
-            self._head.add_gradients(to_head, self.gradients)

@@ -21,6 +21,7 @@ class Span(StrEnum):
     RECEIVE = "receive"  # from the start of waiting for a message until it is there
     SEND = "send"  # the moment at which a message was posted
     REDUCE = "reduce"  # waiting for sums over replicas
+    GATHER = "gather"  # waiting for weights of other replicas, while computing
     UPDATE = "update"  # the optimizer
     STEP = "step"  # a whole step
 
@@ -28,8 +29,8 @@ class Span(StrEnum):
 class Event(NamedTuple):
     """A stretch of one rank's time, in seconds of that rank's clock.
 
-    ``key`` names the message of a SEND or RECEIVE, or the sum of a REDUCE: the same on all ranks
-    that take part.
+    ``key`` names the message of a SEND or RECEIVE, or the sum of a REDUCE or GATHER: the same on
+    all ranks that take part.
     """
 
     span: Span
@@ -106,7 +107,7 @@ def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> l
     ready: dict[tuple[int, ...], float] = {}
     for mine, offset in zip(events, offsets, strict=True):
         for event in mine:
-            if event.span in (Span.SEND, Span.REDUCE):
+            if event.span in (Span.SEND, Span.REDUCE, Span.GATHER):
                 start = event.start + offset
                 ready[event.key] = max(start, ready.get(event.key, start))
     times = []
@@ -115,13 +116,13 @@ def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> l
         exposed = 0.0
         for event in mine:
             seconds[event.span] += event.end - event.start
-            if event.span in (Span.RECEIVE, Span.REDUCE):
+            if event.span in (Span.RECEIVE, Span.REDUCE, Span.GATHER):
                 end = event.end + offset
                 exposed += max(0.0, end - max(ready.get(event.key, end), event.start + offset))
         times.append(
             RankTimes(
                 seconds[Span.STEP],
-                seconds[Span.COMPUTE] + seconds[Span.UPDATE],
+                seconds[Span.COMPUTE] + seconds[Span.UPDATE] - seconds[Span.GATHER],
                 exposed,
             )
         )

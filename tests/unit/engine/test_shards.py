@@ -11,7 +11,7 @@ from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.shards import owners
+from shardmlx.engine.divided_weights import owners
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
 

@@ -1,0 +1,170 @@
+"""Divide all weights of a rank's stages among replicas: each gathers a layer when it needs it.
+
+ZeRO, stage 3 (Rajbhandari et al., arXiv:1910.02054), with whole weights, as ``engine.shards``. A
+replica keeps the weights that it owns. Those of the others are received, layer after layer, into
+the room of two layers::
+
+    layer           0              1              2              3
+    computes        with room 0    with room 1    with room 0    with room 1
+    is received     1 to room 1    2 to room 0    3 to room 1    ...
+
+So the graphs of layers 0 and 2 refer to the same arrays. What a graph reads there is right as long
+as its layer is gathered again before it is evaluated: ``use`` does that, in forward and backward.
+Embedding and lm_head share a third room, as far as they are alike.
+
+All replicas use the same layers in the same order, and so start the same exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import mlx.core as mx
+
+from shardmlx.distributed.exchanges import Exchange
+from shardmlx.distributed.messages import in_a_row, new_buffer
+from shardmlx.distributed.sums import Sums
+from shardmlx.engine.trace import Recorder, Span
+from shardmlx.models.slice import Slice
+
+ENDS = 2
+"""Number of the room of embedding and lm_head; those of layers are 0 and 1."""
+
+Place = tuple[int, tuple[int, ...], mx.Dtype, int]
+"""The room of a weight, its shape and type, and its number among those that are alike there."""
+
+
+class DividedWeights:
+    """The weights of one rank's stages, of which it holds its own and two layers of the others.
+
+    ``parts`` are the slices of the stages, of which nothing is read yet: in the place of what other
+    replicas own they get the arrays of a room. ``replicas`` are the world ranks that hold the same
+    stages, and ``rank`` is one of them.
+    """
+
+    def __init__(self, rank: int, replicas: Sequence[int], parts: Sequence[Slice]) -> None:
+        self._replicas = tuple(replicas)
+        self._member = self._replicas.index(rank)
+        every = {name: array for part in parts for name, array in part.parameters().items()}
+        self.owners = owners(
+            {name: array.nbytes for name, array in every.items()}, len(self._replicas)
+        )
+        self._places = _places(parts)
+        self._room: dict[Place, mx.array] = {}
+        for part in parts:
+            for name in part.parameters():
+                if not self.is_mine(name):
+                    part[name] = self._in_room(self._places[name])
+        self._present: dict[Place, str] = {}
+        self._under_way: tuple[str, Exchange] | None = None
+        self._count = 0
+
+    def _in_room(self, place: Place) -> mx.array:
+        if place not in self._room:
+            _, shape, dtype, _ = place
+            # A buffer of its own: it is written behind MLX's back.
+            self._room[place] = new_buffer(shape, dtype)
+        return self._room[place]
+
+    def is_mine(self, name: str) -> bool:
+        """Tell whether this replica keeps a weight, and updates it if it is trained."""
+        return self.owners[name] == self._member
+
+    def nbytes(self, parts: Sequence[Slice]) -> int:
+        """Return the bytes of this replica's weights, and of the room for those of the others."""
+        own = {
+            name: array.nbytes
+            for part in parts
+            for name, array in part.parameters().items()
+            if self.is_mine(name)
+        }
+        return sum(own.values()) + sum(array.nbytes for array in self._room.values())
+
+    def connect(self, sums: Sums, recorder: Recorder, who: str) -> None:
+        """Take what reaches the other replicas, before the first ``use``."""
+        self._sums, self._recorder, self._who = sums, recorder, who
+
+    def use(self, part: Slice, group: int, following: int | None = None) -> None:
+        """Return once all weights of a group of ``part`` are there: ``Slice.groups`` has them.
+
+        The ``following`` group is then on its way, so that it is received while this one computes.
+        What was there before those two is gone. All replicas must call it.
+        """
+        self._start(part, group)
+        self._finish()
+        if following is not None:
+            self._start(part, following)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Gather these weights again before their next use: they have changed."""
+        for name in names:
+            if self._present.get(self._places[name]) == name:
+                del self._present[self._places[name]]
+
+    def _start(self, part: Slice, group: int) -> None:
+        """Start to receive what is not there of a group, and to send this replica's own."""
+        lacking = [
+            name for name in part.groups[group] if self._present.get(self._places[name]) != name
+        ]
+        if not lacking:
+            return
+        # One at a time: two might be for the same room.
+        self._finish()
+        owned: list[list[mx.array]] = [[] for _ in self._replicas]
+        for name in lacking:
+            self._present[self._places[name]] = name
+            owned[self.owners[name]].append(in_a_row(part[name]))
+        what = part.name_of(group)
+        self._under_way = what, self._sums.all_gather(owned, self._replicas)
+
+    def _finish(self) -> None:
+        if self._under_way is None:
+            return
+        what, exchange = self._under_way
+        self._under_way = None
+        self._count += 1
+        key = (self._count, -3, self._replicas[0])
+        with self._recorder.span(Span.GATHER, f"weights of {what}", key):
+            self._sums.wait(exchange, lambda: f"{self._who}, gathering the weights of {what}")
+
+
+def _places(parts: Sequence[Slice]) -> dict[str, Place]:
+    """Return the place of each weight in the rooms."""
+    places: dict[str, Place] = {}
+    for part in parts:
+        last = len(part.groups) - 1
+        for group, names in enumerate(part.groups):
+            room = ENDS if group in (0, last) else group % 2
+            taken = {places[name] for name in names if name in places}  # a tied matrix
+            for name in names:
+                if name not in places:
+                    kind = room, tuple(part[name].shape), part[name].dtype
+                    places[name] = next(
+                        place for number in count() if (place := (*kind, number)) not in taken
+                    )
+                    taken.add(places[name])
+    return places
+
+
+def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
+    """Divide weights of so many elements, or bytes, among ``members``, in nearly equal parts.
+
+    Weights that stand together go to all in the same proportion, so that all links are busy while
+    a few layers are summed or gathered. Only the few that are large by themselves come first.
+    """
+    share = sum(sizes.values()) / members
+    quota = [share] * members
+    found: dict[str, int] = {}
+    large = sorted((n for n in sizes if sizes[n] > share / 4), key=lambda n: -sizes[n])
+    for name in large:
+        found[name] = max(range(members), key=lambda member: quota[member])
+        quota[found[name]] -= sizes[name]
+    taken = [0.0] * members
+    room = [max(each, 1.0) for each in quota]
+    for name, size in sizes.items():
+        if name not in found:
+            member = min(range(members), key=lambda each: (taken[each] + size) / room[each])
+            found[name] = member
+            taken[member] += size
+    return found

@@ -1,0 +1,272 @@
+"""Run a stage whose weights are divided among replicas: a layer is there while it computes.
+
+The stage is ``engine.stage``'s, cut into segments: embedding, each layer, and norm with lm_head and
+loss. Each is a joint graph of its own, evaluated as soon as its weights are gathered, so that
+nothing is sent or awaited inside of a graph::
+
+    F   gather layer 0, compute, gather layer 1 meanwhile, compute ...       each graph stays lazy
+    B   gather layer n, gradients, gather layer n-1 meanwhile, gradients ...
+
+Where a segment ends, the gradient that comes down is copied into the buffer that its graph takes
+for its cotangent: one for all segments, which are evaluated one after the other. I and W are one:
+W apart would gather all layers once more. The sums of a segment's gradients over replicas start at
+once, in every micro-batch, so that no replica holds those of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from shardmlx.config.specs import NO_SAVINGS, Savings
+from shardmlx.distributed.messages import copy_into
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.loss import HeadInput, token_loss
+from shardmlx.engine.stage import Stage
+from shardmlx.models.decoder import LayerCall
+from shardmlx.models.slice import Slice
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A segment of a micro-batch between its forward and its backward: gradients, lazy.
+
+    ``to_head`` is the input of a trained head whose gradients are computed in pieces.
+    """
+
+    group: int
+    input_gradient: mx.array | None
+    weight_gradients: Mapping[str, mx.array]
+    to_head: HeadInput | None = None
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A micro-batch between the beginning of its forward and the end of its backward.
+
+    ``cotangent`` is the buffer to which the graphs of layers refer, ``gradient`` that which comes
+    down to the last of the ``segments``: at first a buffer for what other stages send, if any do.
+    """
+
+    cotangent: mx.array
+    gradient: mx.array | None
+    segments: list[_Segment] = field(default_factory=list)
+
+
+class GatheredStage(Stage):
+    """A stage that gathers each layer before it computes it, in forward and backward.
+
+    Of ``weights`` this replica has a part. All replicas run the same micro-batches in the same
+    order. The gradients are those of ``Stage``.
+    """
+
+    reduces_each = True
+
+    def __init__(
+        self,
+        index: int,
+        part: Slice,
+        weights: DividedWeights,
+        *,
+        needs_input_gradient: bool,
+        savings: Savings = NO_SAVINGS,
+    ) -> None:
+        super().__init__(
+            index, part, needs_input_gradient=needs_input_gradient, savings=savings, compiled=False
+        )
+        self._weights = weights
+        self._in_flight: dict[int, _Gathered] = {}
+        trained = set(self.names)
+        groups = part.groups
+        self._trained = [tuple(n for n in self.names if n in names) for names in groups]
+        # A tied matrix is in the first group too, with which its gradient is complete.
+        self._last_names = tuple(n for n in self._trained[-1] if n not in self._trained[0])
+        self._tail = len(groups) - 1
+        passes_all = needs_input_gradient or bool(trained & {*groups[0]})
+        # The lowest group with a backward: a gradient for stages below passes through all.
+        self._lowest = (
+            0
+            if passes_all
+            else next((group for group, names in enumerate(self._trained) if names), self._tail + 1)
+        )
+
+    def forward(
+        self,
+        j: int,
+        microbatch: MicroBatch,
+        x: mx.array | None,
+        *,
+        scale: float,
+        key: tuple[int, ...] = (0,),
+    ) -> mx.array:
+        """Compute F of micro-batch ``j``, and prepare its backward, as ``Stage.forward``."""
+        if not (self.names or self.needs_input_gradient):
+            return self.evaluate(microbatch, x)
+        self._in_flight[j] = state = self._new_state(microbatch)
+        how: dict[str, Any] = {"key": key, "first_row": microbatch.first_row, "places": microbatch.places}
+        source, answers = self._given(microbatch, x)
+        names = self._trained[0]
+        if names and self.part.is_first:
+            self._weights.use(self.part, 0)
+            state.segments.append(
+                self._segment(0, names, lambda: self.part.embed(source, **how), state.cotangent)[1]
+            )
+
+        def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+            group = self._begin_layer(i, x)
+            if group < self._lowest:
+                out = call(x)
+            else:
+                out, segment = self._segment(
+                    group, self._trained[group], call, state.cotangent, x, group > self._lowest
+                )
+                state.segments.append(segment)
+            mx.eval(out)
+            return out
+
+        hidden = self._through_layers(source, visit, recomputes=True, **how)
+        if self._head is None:
+            return hidden
+        self._weights.use(self.part, self._tail)
+        names, below = self._trained[-1], self._tail > self._lowest
+        norm = self.part.norm
+        if answers:
+
+            def loss_of(hidden: mx.array) -> mx.array:
+                return token_loss(self.part.logits(norm(hidden), **how), *answers)
+
+            cotangent = mx.array(scale, mx.float32)
+            loss, segment = self._segment(self._tail, names, loss_of, cotangent, hidden, below)
+        else:
+            normed = norm(hidden)
+            mx.eval(normed)
+            given = HeadInput(normed, microbatch, scale, key)
+            loss, slopes = self._head.loss_and_gradient(given)
+            names = tuple(name for name in names if name not in self._head.names)
+            _, segment = self._segment(self._tail, names, norm, slopes, hidden, below)
+            segment.to_head = given if self._head.names else None
+        state.segments.append(segment)
+        mx.eval(loss)
+        return loss
+
+    def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
+        """Compute what ``forward`` returns, without a backward pass to follow."""
+        source, answers = self._given(microbatch, x)
+
+        def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+            self._begin_layer(i, x)
+            out = call(x)
+            mx.eval(out)
+            return out
+
+        out = self._through_layers(source, visit, recomputes=False, places=microbatch.places)
+        if self._head is None:
+            return out
+        self._weights.use(self.part, self._tail)
+        normed = self.part.norm(out)
+        if not answers:
+            mx.eval(normed)
+            return self._head.loss(HeadInput(normed, microbatch))
+        loss = token_loss(self.part.logits(normed, places=microbatch.places), *answers)
+        mx.eval(loss)
+        return loss
+
+    def _through_layers(self, source: mx.array, visit: Any, **how: Any) -> mx.array:
+        if self.part.is_first:
+            self._weights.use(self.part, 0, 1)
+        recomputes = how.pop("recomputes")
+        return self.part(
+            source,
+            checkpoint=self.checkpoint and recomputes,
+            attention_chunk=self.savings.attention_chunk,
+            visit=visit,
+            **how,
+        )
+
+    def _begin_layer(self, i: int, x: mx.array) -> int:
+        """Gather layer ``i``, of which ``x`` is the input; return the number of its group."""
+        # The embedding is used before another matrix takes its place.
+        mx.eval(x)
+        group = i - self.part.start + 1
+        following = group + 1 if group < self._tail - 1 or self.part.is_last else None
+        self._weights.use(self.part, group, following)
+        return group
+
+    def _segment(
+        self,
+        group: int,
+        names: Sequence[str],
+        run: Callable[..., mx.array],
+        cotangent: mx.array,
+        x: mx.array | None = None,
+        needs_input_gradient: bool = False,
+    ) -> tuple[mx.array, _Segment]:
+        """Return the output of ``run``, of input ``x`` if there is one, and its gradients: lazy."""
+        given = [] if x is None else [x]
+
+        def with_weights(*primals: mx.array) -> mx.array:
+            arrays = list(primals)
+            inputs = [arrays.pop(0)] if needs_input_gradient else given
+            return self.part.with_parameters(names, arrays, lambda: run(*inputs))
+
+        primals = [*given] if needs_input_gradient else []
+        primals += [self.part[name] for name in names]
+        if not primals:
+            return with_weights(), _Segment(group, None, {})
+        (out,), gradients = mx.vjp(with_weights, primals, [cotangent])
+        input_gradient = gradients.pop(0) if needs_input_gradient else None
+        return out, _Segment(group, input_gradient, dict(zip(names, gradients, strict=True)))
+
+    def _new_state(self, microbatch: MicroBatch) -> _Gathered:
+        shape = (*microbatch.shape, self.part.hidden_size)
+        others = (state.cotangent for state in self._in_flight.values())
+        cotangent = next((each for each in others if each.shape == shape), None)
+        return _Gathered(
+            self._new_buffer(microbatch) if cotangent is None else cotangent,
+            None if self.part.is_last else self._new_buffer(microbatch),
+        )
+
+    def cotangent(self, j: int) -> mx.array:
+        """Return the gradient of micro-batch ``j``'s output: to be filled before its backward."""
+        gradient = self._in_flight[j].gradient
+        assert gradient is not None, "nothing comes to the last stage"
+        return gradient
+
+    def backward_in_parts(self, j: int) -> Iterator[Sequence[str]]:
+        """Compute I and W of micro-batch ``j``; yield the trained weights of each segment once
+        their gradients are added."""
+        state = self._in_flight[j]
+        while state.segments:
+            segment = state.segments.pop()
+            if state.gradient is not None:
+                copy_into(state.cotangent, state.gradient)
+            below = state.segments[-1].group if state.segments else None
+            self._weights.use(self.part, segment.group, below)
+            state.gradient = segment.input_gradient
+            self._add_up(segment.weight_gradients)
+            if segment.to_head is not None and self._head is not None:
+                self._head.add_gradients(segment.to_head, self.gradients)
+            sums = [self.gradients[name] for name in self._trained[segment.group]]
+            mx.eval(sums if state.gradient is None else [state.gradient, *sums])
+            yield self._last_names if segment.group == self._tail else self._trained[segment.group]
+        if not self.needs_input_gradient:
+            del self._in_flight[j]
+
+    def backward_input(self, j: int) -> mx.array:
+        """Compute I and W of micro-batch ``j``: return the gradient of the stage's input."""
+        for _ in self.backward_in_parts(j):
+            pass
+        gradient = self._in_flight.pop(j).gradient
+        assert gradient is not None, "lowering asks for I only where it is needed"
+        return gradient
+
+    def backward_weight_in_parts(
+        self, j: int, parts: Sequence[Sequence[str]]
+    ) -> Iterator[Sequence[str]]:
+        """Compute W, unless it came with I; yield the weights of each segment."""
+        if j in self._in_flight:
+            yield from self.backward_in_parts(j)
