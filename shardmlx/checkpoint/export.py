@@ -7,7 +7,7 @@ more than it must. Files appear under their final names only once they are compl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -64,13 +64,23 @@ class SaveError(RuntimeError):
 
 
 class Collector:
-    """The tensors of one replica's slices, brought to rank 0. All methods are collective."""
+    """The tensors of one replica's slices, brought to rank 0. All methods are collective.
 
-    def __init__(self, plan: Plan, transport: Transport, parts: Sequence[Slice]) -> None:
+    Where replicas divide the weights themselves they are brought from all: ``holds`` tells of which
+    this rank has the tensor.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        parts: Sequence[Slice],
+        holds: Callable[[str], bool] | None = None,
+    ) -> None:
         self._transport = transport
         replica, _ = plan.mesh.coordinates(transport.rank)
-        self._parts = parts if replica == 0 else []
-        self._sources = range(plan.mesh.pp)
+        self._holds = holds or (lambda name: replica == 0)
+        self._parts = parts
 
     @property
     def writes(self) -> bool:
@@ -83,10 +93,12 @@ class Collector:
         return self._transport.name(self._transport.rank)
 
     def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
-        """Return (rank, its tensors) for each rank of the first replica, each tensor once."""
+        """Return (rank, its tensors) for each rank that has some, each tensor once."""
         mine: dict[str, TensorSpec] = {}
         for part in self._parts:
             for name in part.trainable if trained_only else part.parameters():
+                if not self._holds(name):
+                    continue
                 array = part[name]
                 mine[name] = TensorSpec(name, tuple(array.shape), array.dtype)
         seen: set[str] = set()
@@ -100,7 +112,7 @@ class Collector:
                 if name not in seen
             ]
             seen.update(spec.name for spec in new)
-            if rank in self._sources:
+            if new:
                 result.append((rank, new))
         return result
 

@@ -51,6 +51,12 @@ SEND_DTYPES = ("bfloat16", "float16")
 """Types, shorter than their own, in which stages may send hidden states and their gradients."""
 
 
+ZERO = (0, 1, 3)
+"""Stages of ZeRO: of what replicas divide nothing, the optimizer's state, or the weights too."""
+
+DIVIDED_WEIGHTS = ZERO[-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTune(Spec):
     """The part of a model that is trained, and the optimizer. Where ``train`` is False nothing is
@@ -76,6 +82,11 @@ class FineTune(Spec):
         """True if replicas divide the optimizer's state among them: by default where it is large,
         that of the weights themselves."""
         return self.is_full if self.zero is None else self.zero > 0
+
+    @property
+    def divides_weights(self) -> bool:
+        """True if replicas divide the weights themselves, and gather them layer by layer."""
+        return self.zero == DIVIDED_WEIGHTS
 
     @property
     def is_full(self) -> bool:

@@ -47,6 +47,7 @@ from shardmlx.config.specs import (
     RECOMPUTE,
     SEND_DTYPES,
     SUM_DTYPES,
+    ZERO,
 )
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 
@@ -283,8 +284,8 @@ class TrainConfig(DataConfig):
     )
     zero: int | None = option(
         None,
-        "1: replicas divide the optimizer's state (ZeRO-1)",
-        metavar="{0,1}",
+        "replicas divide: 1, the optimizer's state; 3, the weights too (ZeRO)",
+        metavar="{0,1,3}",
         unset="1 in full fine-tunes",
         minimum=0,
         group=_PIPELINE,
@@ -432,8 +433,8 @@ class TrainConfig(DataConfig):
             check_replica_rows(self.replica_rows)
         if self.loss_scale is not None:
             check_loss_scale(self.loss_scale)
-        if self.zero is not None and self.zero > 1:
-            raise OptionError("zero", f"is {self.zero}", "give 0 or 1")
+        if self.zero is not None and self.zero not in ZERO:
+            raise OptionError("zero", f"is {self.zero}", "give 0, 1 or 3")
         if self.metrics_port is not None and self.metrics_port > 65535:
             raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:

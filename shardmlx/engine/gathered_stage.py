@@ -107,7 +107,11 @@ class GatheredStage(Stage):
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
         self._in_flight[j] = state = self._new_state(microbatch)
-        how: dict[str, Any] = {"key": key, "first_row": microbatch.first_row, "places": microbatch.places}
+        how: dict[str, Any] = {
+            "key": key,
+            "first_row": microbatch.first_row,
+            "places": microbatch.places,
+        }
         source, answers = self._given(microbatch, x)
         names = self._trained[0]
         if names and self.part.is_first:

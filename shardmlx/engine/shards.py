@@ -63,6 +63,10 @@ class Shards:
         """Tell whether this replica updates a weight."""
         return self.owner(name) == self._replica
 
+    def holds(self, name: str) -> bool:
+        """Tell whether this replica has a weight when nothing is computed."""
+        return self.weights is None or self.is_mine(name)
+
     def start_gather(self, names: Sequence[str]) -> None:
         """Start to send the weights ``names`` that are this replica's, and to receive the others.
 

@@ -18,6 +18,7 @@ from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.version_check import package_versions
 from shardmlx.engine.optimizer import Updater
+from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
@@ -105,7 +106,8 @@ class Checkpoints:
 
     def restore(self, found: Found) -> None:
         """Give the stages and the optimizer what a checkpoint holds for them."""
-        _restore(found, self._transport, self._job.stages, self._updater)
+        job = self._job
+        _restore(found, self._transport, job.stages, self._updater, job.engine.shards)
 
     def go_on_from(self, point: Point) -> None:
         """Take up the run at a restored ``point``, which is not saved again in the same place."""
@@ -194,14 +196,14 @@ class Checkpoints:
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights and optimizer state, each once in the whole job."""
         replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
-        divided = self._job.engine.shards.divides
-        if replica != 0 and not divided:
+        shards = self._job.engine.shards
+        if replica != 0 and not shards.divides:
             return []
         weights = {
             name: stage.part[name]
             for stage in self._job.stages
             for name in stage.names
-            if stage.part.is_first or not stage.part.shares(name)
+            if shards.holds(name) and (stage.part.is_first or not stage.part.shares(name))
         }
         state = self._updater.state()
         kept = {
@@ -211,15 +213,24 @@ class Checkpoints:
         }
         if self._transport.rank != 0:
             kept = {name: array for name, array in kept.items() if "." in name}
-        number = f"{pipeline_rank:02d}"
-        state_of = f"{number}-{replica:02d}" if divided else number
-        snapshots = [Snapshot.of(f"{OPTIMIZER}-{state_of}.safetensors", kept)]
-        if replica == 0:
-            snapshots.insert(0, Snapshot.of(f"{WEIGHTS}-{number}.safetensors", weights))
+        whole = f"{pipeline_rank:02d}"
+        part = f"{whole}-{replica:02d}"
+        snapshots = []
+        if replica == 0 or shards.weights is not None:
+            number = whole if shards.weights is None else part
+            snapshots.append(Snapshot.of(f"{WEIGHTS}-{number}.safetensors", weights))
+        number = part if shards.divides else whole
+        snapshots.append(Snapshot.of(f"{OPTIMIZER}-{number}.safetensors", kept))
         return snapshots
 
 
-def _restore(found: Found, transport: Transport, stages: Sequence[Stage], updater: Updater) -> None:
+def _restore(
+    found: Found,
+    transport: Transport,
+    stages: Sequence[Stage],
+    updater: Updater,
+    shards: Shards,
+) -> None:
     reader = CheckpointReader(transport, found)
     missing = sorted(
         {name for stage in stages for name in stage.names} - set(reader.names(WEIGHTS))
@@ -228,7 +239,7 @@ def _restore(found: Found, transport: Transport, stages: Sequence[Stage], update
     if any(lacking):
         name = next(names[0] for names in lacking if names)
         raise AgreedError(f"the checkpoint of step {found.manifest.step} lacks {name}")
-    mine = {name for stage in stages for name in stage.names}
+    mine = {name for stage in stages for name in stage.names if shards.holds(name)}
     for name, array in reader.read(WEIGHTS, mine.__contains__):
         for stage in stages:
             if name in stage.part:

@@ -22,6 +22,7 @@ from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.stages import build_stages
@@ -83,7 +84,7 @@ def _load_run(
         identity, resumption = _find_checkpoint(
             config, transport, reporter, opened, planned.data, plan
         )
-        stages = _load(
+        weights, stages = _load(
             transport,
             reporter,
             plan,
@@ -91,6 +92,7 @@ def _load_run(
             opened,
             planned.limits,
             planned.inputs.sizes.savings(config.recomputed, planned.inputs.cluster.backend),
+            divides_weights=tune.divides_weights,
         )
     return TrainingRun(
         config=config,
@@ -108,6 +110,7 @@ def _load_run(
             links=planned.inputs.cluster.links,
             sum_dtype=tune.sum_dtype,
             send_dtype=tune.send_dtype,
+            weights=weights,
         ),
         optimizer=planned.optimizer,
         data=planned.data,
@@ -159,13 +162,20 @@ def _load(
     opened: OpenedModel,
     limits: Sequence[MemoryLimits],
     savings: Savings,
-) -> list[Stage]:
-    """Load this rank's stages, and show what each rank holds. Collective."""
+    *,
+    divides_weights: bool,
+) -> tuple[DividedWeights | None, list[Stage]]:
+    """Load this rank's stages, or its part of them, and show what each rank holds. Collective."""
     start = time.monotonic()
     own = plan.stages_of(transport.rank)
-    opened.weights.load([slices[index] for index in own], opened.shape, reporter)
-    stages = build_stages(slices, own, savings=savings)
-    nbytes = sum(stage.part.nbytes for stage in stages)
+    parts = [slices[index] for index in own]
+    weights = None
+    if divides_weights and plan.mesh.dp > 1:
+        _, pipeline_rank = plan.mesh.coordinates(transport.rank)
+        weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
+    opened.weights.load(parts, opened.shape, reporter)
+    stages = build_stages(slices, own, savings=savings, weights=weights)
+    nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")
     if gathered is not None:
@@ -184,4 +194,4 @@ def _load(
                 for rank, (nbytes, trained, seconds) in enumerate(gathered)
             ],
         )
-    return stages
+    return weights, stages

@@ -95,9 +95,11 @@ class Trainer:
         trace = Path(config.trace) if config.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
         self._report = TrainingReport(job, self._meter)
-        self._collector = Collector(job.plan, job.transport, [s.part for s in job.stages])
+        shards, parts = job.engine.shards, [stage.part for stage in job.stages]
+        holds = None if shards.weights is None else shards.holds
+        self._collector = Collector(job.plan, job.transport, parts, holds)
         masters = config.master_weights
-        updater = Updater(job.optimizer, job.stages, job.engine.shards, masters=masters)
+        updater = Updater(job.optimizer, job.stages, shards, masters=masters)
         self._checkpoints = Checkpoints(job, updater)
         self._loss_scale = LossScale.of(config.loss_scale, job.workload.dtype)
         resumed = job.resumption.found is not None

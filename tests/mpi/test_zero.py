@@ -73,3 +73,20 @@ def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(
         assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
         assert resumed.weights == whole.weights
         assert resumed.saved("optimizer") == whole.saved("optimizer")
+
+
+def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path: Path) -> None:
+    """With one micro-batch a step gradients are summed in the same order: equal to the bit."""
+    one = ("--micro-batch-size", "2")
+    whole = Run(tmp_path / "0", small, pirate, "--zero", "0", *one)
+    parts = Run(tmp_path / "3", small, pirate, "--zero", "3", *one)
+    assert parts.steps == whole.steps
+    assert parts.weights == whole.weights
+    for kind in ("weights", "optimizer"):
+        assert parts.saved(kind) == whole.saved(kind)
+    for name, before, zero in (("a", whole, "3"), ("b", parts, "0")):
+        place = tmp_path / name / "checkpoints" / "step-0000003"
+        shutil.copytree(before.checkpoints / place.name, place)
+        resumed = Run(tmp_path / name, small, pirate, "--zero", zero, *one)
+        assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
+        assert resumed.weights == whole.weights

@@ -9,9 +9,9 @@ import pytest
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.engine.batches import split
+from shardmlx.engine.divided_weights import owners
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.divided_weights import owners
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
 
