@@ -14,6 +14,7 @@ input alone. Attention computes its scores on both: in training MLX does not use
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,12 +39,14 @@ class StageMemory:
     """Bytes of one stage. What is held is of each micro-batch, what passes of one action."""
 
     weights: int
-    """Parameters, frozen and trained."""
+    """Parameters, frozen and trained; of divided ones the replica's own, and the room for others'
+    of two layers and of a matrix at an end."""
     optimizer: int
     """State of the optimizer, from the first update: on the replica that holds the most; and what
     is rounded off of sums until the next."""
     gradients: int
-    """Sums of the gradients, in float32, from the first W to the update."""
+    """Sums of the gradients, in float32, from the first W to the update; of divided weights the
+    replica's own."""
     after_forward: int
     """Arrays held from F to I, or to W where there is no I."""
     after_input: int
@@ -131,6 +134,8 @@ class _Stage:
         if not self.setup.shape.tied or (self.start == 0) == self.is_last:
             return 0.0
         embedding = self.setup.weight_sizes.embedding
+        if self.setup.divides_weights:
+            return embedding / self.setup.dp
         if not self.setup.unfreeze_all or self.setup.divides_optimizer:
             return embedding
         return embedding * (1 + _state_bytes(self.setup) / self.setup.dtype_bytes)
@@ -150,18 +155,16 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     stage = _Stage(setup, start, stop, _kinds(setup))
     trained = stage.trained
     parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
-    weights = sum(setup.weight_sizes.layers[start:stop]) + sum(stage.ends)
-    if setup.has_adapters:
-        weights += FLOAT32 * parameters
+    summed = _updated(stage, parameters) if setup.divides_weights else parameters
     after_forward, after_input = _held(stage)
     during_forward, during_input = _passing(stage, after_forward)
     return StageMemory(
-        weights=round(weights),
+        weights=round(_weights(stage, parameters)),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
         + FLOAT32 * parameters * (setup.keeps_errors and setup.dp > 1),
-        gradients=FLOAT32 * parameters,
+        gradients=FLOAT32 * summed,
         after_forward=after_forward,
-        after_input=after_input if stage.has_input_gradient else 0,
+        after_input=after_input if stage.has_input_gradient and not setup.joins_weights else 0,
         during_forward=round(during_forward),
         during_input=round(during_input),
         during_weight=round(_during_weight(stage, during_input, parameters, largest)),
@@ -171,6 +174,18 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         is_trained=parameters > 0,
         has_input_gradient=stage.has_input_gradient,
     )
+
+
+def _weights(stage: _Stage, parameters: int) -> float:
+    """Return the bytes of a stage's weights, ``parameters`` of them trained."""
+    setup, layers = stage.setup, stage.setup.weight_sizes.layers[stage.start : stage.stop]
+    total = sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters
+    if not setup.divides_weights:
+        return total
+    # Matrices go as a whole. Layers of different sizes have a room each.
+    end = max(stage.ends, default=0.0)
+    room = sum(min(2, count) * size for size, count in Counter(layers).items()) + end
+    return max(total / setup.dp, end) + room
 
 
 def _updated(stage: _Stage, parameters: int) -> int:
@@ -254,7 +269,7 @@ def _passing(stage: _Stage, held: int) -> tuple[float, float]:
     if not live:
         return max(loss, *passing), 0.0
     forward, backward = [loss, *(each - held for each in passing)], [0.0]
-    with_weights = setup.grad_checkpoint or not stage.has_input_gradient
+    with_weights = setup.joins_weights or not stage.has_input_gradient
     for layer in live:
         sizes = layer.forward_sizes._replace(logits=logits)
         forward += [moment.nbytes(sizes) for moment in layer.forward]
@@ -272,6 +287,10 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
     ``largest`` are the bytes of those of the largest layer or matrix.
     """
     setup = stage.setup
+    if setup.divides_weights:
+        # The buffer for the gradient between two layers; the gradients of one layer, and as a
+        # bucket on their way those of the one before.
+        return setup.message + max(during_input, float(largest)) + largest
     passing = 0.0 if setup.grad_checkpoint else float(largest)
     if not stage.has_input_gradient:
         passing = max(passing, during_input)  # I and W in one
@@ -316,6 +335,8 @@ def rank_peak(
             case Kind.I if stage.has_input_gradient:
                 # Without W to come nothing is held for it.
                 passing, left = stage.during_input, stage.after_input * stage.is_trained
+                if setup.divides_weights:
+                    passing = stage.during_weight
             case Kind.W:
                 passing, left = stage.during_weight, 0
             case Kind.RECV_F:
@@ -324,8 +345,8 @@ def rank_peak(
                 sent = True
         buffers = (min(PREPOSTED, to_receive) + sent) * setup.message
         summed = sum(sums.values())
-        if action.kind is Kind.W or (action.kind is Kind.I and setup.grad_checkpoint):
-            sums[action.stage] = stage.gradients  # with gradient checkpointing W comes with I
+        if action.kind is Kind.W or (action.kind is Kind.I and setup.joins_weights):
+            sums[action.stage] = stage.gradients
         total -= held.get(key, 0)
         most = total + max(summed + before, sum(sums.values()) + left)
         peak = max(peak, resident + most + passing + buffers)

@@ -49,6 +49,8 @@ class TrainingSetup:
     """Number of replicas."""
     divides_optimizer: bool = False
     """True if each replica holds the optimizer's state of a part of the weights alone."""
+    divides_weights: bool = False
+    """True if each replica holds a part of the weights, and gathers those of a layer it needs."""
     master_weights: bool = False
     """True if weights of 16 bits are updated as float32 copies, with state in float32."""
     keeps_errors: bool = False
@@ -71,6 +73,8 @@ class TrainingSetup:
         sizes = (self.dtype_bytes, self.rows, self.length, self.lora_rank, self.dp)
         if min(sizes) < 1:
             raise ValueError(f"sizes {sizes}: from 1")
+        if self.divides_weights and self.dp == 1:
+            raise ValueError("divides_weights among 1 replica")
         if self.unfreeze_all and self.has_adapters:
             raise ValueError(f"unfreeze_all with {self.fine_tune_type}: full only")
 
@@ -78,6 +82,11 @@ class TrainingSetup:
     def grad_checkpoint(self) -> bool:
         """True if a layer holds its input alone."""
         return self.savings.recompute == FULL
+
+    @property
+    def joins_weights(self) -> bool:
+        """True if the gradients of weights are computed with those of the stage's input."""
+        return self.grad_checkpoint or self.divides_weights
 
     @property
     def is_selective(self) -> bool:

@@ -171,6 +171,7 @@ class Workload(ModelSizes):
             masks=(1 + any(self.shape.windows)) * bool(self.batch.pack),
             dp=dp,
             divides_optimizer=tune.divides_optimizer,
+            divides_weights=tune.divides_weights and dp > 1,
             master_weights=tune.master_weights,
             keeps_errors=tune.sum_dtype == "int8",
             backend=backend,

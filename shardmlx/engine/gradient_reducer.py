@@ -89,6 +89,9 @@ class GradientReducer:
         names = [name for name in names if name not in self._shared]
         if len(self._replicas) == 1 or not names:
             return
+        if stage.reduces_each:
+            # At most one bucket is there besides the new one.
+            self._finish_buckets(lambda: f"{self._who}, summing gradients")
         # What one replica owns stands together.
         names.sort(key=self._shards.owner)
         total = mx.concatenate([stage.gradients[name].reshape(-1) for name in names])
@@ -107,8 +110,6 @@ class GradientReducer:
             ends = parts_by_speed(total.size, speeds)
             started = self._sums.all_reduce(total, self._replicas, ends, errors)
         self._buckets.append(_Bucket(stage, names, total, started))
-        if stage.reduces_each:
-            self._finish_buckets(lambda: f"{self._who}, summing gradients", 1)
 
     def _errors_of(self, name: str, size: int) -> mx.array | None:
         """Return what was rounded off of a sum, by its first weight; zeros at first."""
@@ -125,7 +126,7 @@ class GradientReducer:
     def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:
         """Wait for all sums. Where the step ``ends_update``, ``stage.gradients`` then hold those of
         all its steps, of the weights that this replica updates."""
-        self._finish_buckets(what, 0)
+        self._finish_buckets(what)
         if not ends_update:
             return
         self._sum_shared(what)
@@ -133,10 +134,9 @@ class GradientReducer:
             stage.gradients[name] = self._own[stage, name]
         self._own.clear()
 
-    def _finish_buckets(self, what: Callable[[], str], left: int) -> None:
-        """End all sums but the last ones, of which so many are ``left`` under way."""
-        while len(self._buckets) > left:
-            bucket = self._buckets.pop(0)
+    def _finish_buckets(self, what: Callable[[], str]) -> None:
+        """End all sums, and keep those of the weights that this replica updates."""
+        for bucket in self._buckets:
             self._sums.wait(bucket.sum, what)
             for name, part in self._mine_of(bucket):
                 key = bucket.stage, name
@@ -147,6 +147,7 @@ class GradientReducer:
                     # A part refers to the whole bucket, which goes.
                     part = mx.array(np.array(part))
                 self._own[key] = part
+        self._buckets.clear()
 
     def _mine_of(self, bucket: _Bucket) -> Iterator[tuple[str, mx.array]]:
         """Yield the sums of a bucket whose weights this replica updates."""
