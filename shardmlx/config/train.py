@@ -284,7 +284,7 @@ class TrainConfig(DataConfig):
     )
     zero: int | None = option(
         None,
-        "replicas divide: 1, the optimizer's state; 3, the weights too (ZeRO)",
+        "ZeRO: 1 divides optimizer state, 3 weights too",
         metavar="{0,1,3}",
         unset="1 in full fine-tunes",
         minimum=0,

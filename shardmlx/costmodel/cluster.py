@@ -75,6 +75,14 @@ class Cluster:
         return workload.at_speed(machine.flops * self.efficiency, recompute)
 
     @property
+    def knows_messages(self) -> bool:
+        """True if it is known how long messages take beside computing; within a host they take
+        next to nothing."""
+        if len({each.host for each in self.machines}) == 1:
+            return True
+        return self.unit == "seconds" and all(each.link is not None for each in self.machines)
+
+    @property
     def links(self) -> tuple[float, ...] | None:
         """Bytes a second of each rank's link; None where some are not known, or ranks share one."""
         links = [each.link for each in self.machines if each.link is not None]

@@ -158,16 +158,19 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     summed = _updated(stage, parameters) if setup.divides_weights else parameters
     after_forward, after_input = _held(stage)
     during_forward, during_input = _passing(stage, after_forward)
+    during_weight = _during_weight(stage, during_input, parameters, largest)
+    if setup.divides_weights:
+        after_input, during_input = 0, during_weight  # W comes with I
     return StageMemory(
         weights=round(_weights(stage, parameters)),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
         + FLOAT32 * parameters * (setup.keeps_errors and setup.dp > 1),
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
-        after_input=after_input if stage.has_input_gradient and not setup.joins_weights else 0,
+        after_input=after_input if stage.has_input_gradient else 0,
         during_forward=round(during_forward),
         during_input=round(during_input),
-        during_weight=round(_during_weight(stage, during_input, parameters, largest)),
+        during_weight=round(during_weight),
         during_update=OPTIMIZERS[setup.optimizer].passing * largest,
         message=setup.message,
         tied=round(stage.tied),
@@ -335,8 +338,6 @@ def rank_peak(
             case Kind.I if stage.has_input_gradient:
                 # Without W to come nothing is held for it.
                 passing, left = stage.during_input, stage.after_input * stage.is_trained
-                if setup.divides_weights:
-                    passing = stage.during_weight
             case Kind.W:
                 passing, left = stage.during_weight, 0
             case Kind.RECV_F:

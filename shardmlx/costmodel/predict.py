@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
@@ -102,7 +102,7 @@ def _pipeline(
         workload, cluster, mesh, size, length, recompute=recompute, replica=replica
     )
     stages = [
-        models[rank].stage(*ends)
+        _with_gathers(models[rank].stage(*ends), rank, ends, plan, workload, cluster)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
     if replica is not None:
@@ -117,6 +117,45 @@ def _pipeline(
         latency=between_ranks(mesh, cluster.latency, replica),
     )
     return _Pipeline(stages, simulation)
+
+
+def _with_gathers(
+    stage: Seconds,
+    rank: int,
+    ends: tuple[int, int],
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+) -> Seconds:
+    """Return the times of a stage that gathers each layer, where replicas divide the weights.
+
+    A layer comes while the one before computes, the first while nothing does. In the backward pass
+    the gradients of a layer go to their owners on the same link.
+    """
+    mesh, tune, (start, stop) = plan.mesh, workload.fine_tune, ends
+    if mesh.dp == 1 or not tune.divides_weights:
+        return stage
+    sizes = workload.weight_sizes
+    layers = sizes.layers[start:stop]
+    total = sum(layers) + sizes.embedding * (start == 0)
+    total += workload.held_sizes.head * (stop == workload.shape.num_layers)
+    gather = _ring_seconds(cluster, plan, rank, total)
+    first = gather * max(layers) / total
+    forward = max(stage.forward, gather) + first
+    backward = stage.input_gradient + stage.weight_gradient
+    if not backward:
+        return replace(stage, forward=forward)
+    trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
+    if not tune.is_full:
+        trained = 0.0
+    elif tune.unfreeze_all:
+        trained = total
+    gradients = workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32)
+    sent = gather + _ring_seconds(cluster, plan, rank, gradients)
+    backward = max(backward, sent) + first
+    if stage.input_gradient:
+        return Seconds(forward, backward, 0.0, stage.update)
+    return Seconds(forward, 0.0, backward, stage.update)
 
 
 def predict(
@@ -183,8 +222,8 @@ def _reduce_seconds(
     updated weights. That is an upper bound: buckets start while the backward pass still computes.
     """
     mesh, stage_map, tune = plan.mesh, plan.stage_map, workload.fine_tune
-    if mesh.dp == 1:
-        return 0.0
+    if mesh.dp == 1 or tune.divides_weights:
+        return 0.0  # what divided weights take is a part of each micro-batch
     times = []
     for rank in range(mesh.pp):
         gradients = sum(stages[index].gradients for index in stage_map.stages_of(rank))
@@ -192,12 +231,17 @@ def _reduce_seconds(
         back = sent
         if tune.divides_optimizer and tune.is_full:
             back = gradients // FLOAT32 * workload.dtype_bytes
-        ring = mesh.replicas_of(rank)
-        slowest_link = max(
-            cluster.link_seconds(a, b, sent + back)
-            for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
-        )
-        levels = levels_of(rank, ring, [each.host for each in cluster.machines])
-        members = mesh.dp if levels is None else len(levels.between)
-        times.append((members - 1) / members * slowest_link)
+        times.append(_ring_seconds(cluster, plan, rank, sent + back))
     return max(times)
+
+
+def _ring_seconds(cluster: Cluster, plan: Plan, rank: int, nbytes: float) -> float:
+    """Return the seconds in which each replica of a pipeline rank has sent the others its part of
+    so many bytes, or has got their parts."""
+    ring = plan.mesh.replicas_of(rank)
+    slowest_link = max(
+        cluster.link_seconds(a, b, nbytes) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+    )
+    levels = levels_of(rank, ring, [each.host for each in cluster.machines])
+    members = plan.mesh.dp if levels is None else len(levels.between)
+    return (members - 1) / members * slowest_link

@@ -10,7 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from shardmlx.config.specs import BatchOptions, LayoutOptions, MachineOptions, RunSpec
+from shardmlx.config.specs import (
+    DIVIDED_WEIGHTS,
+    BatchOptions,
+    FineTune,
+    LayoutOptions,
+    MachineOptions,
+    RunSpec,
+)
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, is_unnamed, same_host
 from shardmlx.costmodel.memory_limits import limited
@@ -135,7 +142,7 @@ def _planned(
     cluster: Cluster,
 ) -> DegradedLayout | None:
     """Return the planner's choice for all machines, or for as many as there is work for."""
-    limits = settled(layout, batch)
+    limits = settled(layout, batch, workload.fine_tune)
     for ranks in range(cluster.size, 0, -1):
         some = replace(cluster, machines=cluster.machines[:ranks])
         try:
@@ -147,7 +154,7 @@ def _planned(
         except UserError:
             return None
         new = _changes(layout, choice, workload, some, limits)
-        again = _again(batch, choice)
+        again = _again(batch, workload.fine_tune, choice)
         text = shlex.join(replaced((), **new) + again)
         return DegradedLayout(
             ranks,
@@ -173,17 +180,20 @@ def _changes(
     if layout.data_parallel is not None:
         wanted["data_parallel"] = way.mesh.dp
     if limits.partitioner is None:
-        problem = make_problem(way, workload, cluster, limits.length)
+        problem = make_problem(way, way.of(workload), cluster, limits.length)
         is_even = get_partitioner("balanced")(problem) == choice.prediction.plan.stage_map
         wanted["partitioner"] = "balanced" if is_even else "memory"
     asked = {**asdict(workload.batch), **asdict(layout), "pipeline_stages": None}
     return {name: value for name, value in wanted.items() if asked[name] != value}
 
 
-def _again(batch: BatchOptions, choice: ChosenPlan) -> tuple[str, ...]:
-    """Return the option of what is computed again, where it has to change."""
+def _again(batch: BatchOptions, fine_tune: FineTune, choice: ChosenPlan) -> tuple[str, ...]:
+    """Return the options of what is computed, and gathered, again, where they have to change."""
     wanted = choice.candidate.recompute
-    return () if wanted == batch.first.recompute else ("--recompute", wanted)
+    words = [] if wanted == batch.first.recompute else ["--recompute", wanted]
+    if choice.candidate.divides_weights and not fine_tune.divides_weights:
+        words += ["--zero", str(DIVIDED_WEIGHTS)]
+    return tuple(words)
 
 
 def _default(

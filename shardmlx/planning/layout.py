@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import BatchOptions, LayoutOptions
+from shardmlx.config.specs import BatchOptions, FineTune, LayoutOptions
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
@@ -53,7 +53,7 @@ def make_stage_map(
     return get_partitioner(layout.partitioner)(problem)
 
 
-def settled(layout: LayoutOptions, batch: BatchOptions) -> Limits:
+def settled(layout: LayoutOptions, batch: BatchOptions, fine_tune: FineTune) -> Limits:
     """Return what the planner must leave as it is: what the options do not leave to the run."""
     return Limits(
         batch_size=batch.batch_size,
@@ -64,6 +64,7 @@ def settled(layout: LayoutOptions, batch: BatchOptions) -> Limits:
         recompute=batch.recompute,
         partitioner=None if layout.partitioner == AUTO else layout.partitioner,
         replica_rows=batch.replica_rows,
+        divides_weights=None if fine_tune.zero is None else fine_tune.divides_weights,
     )
 
 

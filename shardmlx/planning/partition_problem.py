@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
+from shardmlx.config.specs import DIVIDED_WEIGHTS
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, TrainingSetup, stage_memory
 from shardmlx.costmodel.peak_terms import Term, peak_of, peak_terms
@@ -30,6 +31,14 @@ class Candidate:
     rows: int
     micro_batch_size: int
     recompute: str
+    divides_weights: bool = False
+
+    def of(self, workload: Workload) -> Workload:
+        """Return the work as it is done in this way."""
+        if not self.divides_weights:
+            return workload
+        tune = replace(workload.fine_tune, zero=DIVIDED_WEIGHTS)
+        return replace(workload, fine_tune=tune)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -181,7 +190,7 @@ def _peaks(
                     [action for action in of_stage[stage] if action.kind in kinds],
                     has_input_gradient=memory.has_input_gradient,
                     is_trained=memory.is_trained,
-                    sums_at_input=setup.grad_checkpoint,
+                    sums_at_input=setup.joins_weights,
                 )
             known[stage, number] = peak_of(terms[has], memory, setup)
         return known[stage, number]

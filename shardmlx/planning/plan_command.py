@@ -18,6 +18,7 @@ from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
 from shardmlx.planning.model_facts import facts_of
+from shardmlx.planning.other_way import other_way
 from shardmlx.planning.plan_options import PlanOptions
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
@@ -65,6 +66,7 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
         limits.length,
         recompute=choice.candidate.recompute,
     )
+    facts += other_way(planned.workload, cluster, limits, choice)
     print(report(choice, cluster, limits, options.hostfile, options.output, train_options, facts))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))

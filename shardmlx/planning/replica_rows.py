@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
 from shardmlx.pipeline.plan import Plan
 
 
@@ -18,7 +19,8 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
     """Return the plan with the rows of each replica that ``--replica-rows`` asks for.
 
     By speed, the replica that is through last is through as early as can be, with rows of
-    ``length`` tokens. Raises ``UserError`` where the speed of a machine is not known.
+    ``length`` tokens. Raises ``UserError`` where the speed of a machine is not known, and where
+    replicas that gather weights together would do so different numbers of times.
     """
     batch, dp = workload.batch, plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
@@ -30,7 +32,16 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
     if batch.micro_batch_size is None and size == plan.rows:
         size = max(rows)  # all rows of a replica are one micro-batch
     unequal = rows if len(set(rows)) > 1 else ()
-    return replace(plan, rows=max(rows), replica_rows=unequal, micro_batch_size=size)
+    plan = replace(plan, rows=max(rows), replica_rows=unequal, micro_batch_size=size)
+    counts = [plan.microbatches_of(replica) for replica in range(dp)]
+    if workload.fine_tune.divides_weights and len(set(counts)) > 1:
+        raise UserError(
+            f"--replica-rows {batch.replica_rows}: replicas would have "
+            f"{', '.join(map(str, counts))} micro-batches of {size}, and with --zero 3 all gather "
+            "weights for each",
+            f"give --micro-batch-size {max(rows)}, or leave --replica-rows out",
+        )
+    return plan
 
 
 def rows_by_speed(total: int, seconds: Sequence[float]) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ def _headline(choice: ChosenPlan, limits: Limits) -> str:
     again = ", packed" * plan.pack
     if plan.replica_rows:
         again += f", rows {' + '.join(map(str, plan.replica_rows))}"
+    again += ", with weights divided among replicas" * way.divides_weights
     again += f", with --recompute {way.recompute}" * (way.recompute != NONE)
     return (
         f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
@@ -166,6 +167,7 @@ def _how_to_run(
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
+    words += ["--zero", "3"] * (choice.candidate.divides_weights and "--zero" not in options)
     words += ["--recompute", choice.candidate.recompute] * (choice.candidate.recompute != NONE)
     command = shlex.join(words)
     if stage_map is None:
@@ -191,6 +193,7 @@ def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
         "pack": plan.pack,
         "rows": plan.shares,
         "recompute": choice.candidate.recompute,
+        "divides_weights": choice.candidate.divides_weights,
         "step_seconds": prediction.step_seconds,
         "update_seconds": prediction.update_seconds,
         "reduce_seconds": prediction.reduce_seconds,

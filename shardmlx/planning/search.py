@@ -42,6 +42,7 @@ class Limits:
     partitioner: str | None = None
     stage_map: StageMap | None = None
     replica_rows: str | None = None
+    divides_weights: bool | None = None
 
     def divides_among(self, replicas: int) -> bool:
         """Tell whether the batch can be divided among so many."""
@@ -138,7 +139,11 @@ def _of_mesh(limits: Limits, mesh: Mesh) -> Iterator[Candidate]:
                     raise
                 continue
             for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
-                yield Candidate(mesh, name, virtual, rows, size, recompute)
+                way = Candidate(mesh, name, virtual, rows, size, recompute)
+                if not limits.divides_weights or mesh.dp == 1:
+                    yield way
+                if limits.divides_weights is not False and mesh.dp > 1:
+                    yield replace(way, divides_weights=True)
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -157,7 +162,7 @@ def choose(
     ``advance`` is told how many plans of how many were looked at. ``DoesNotFitError`` says by how
     much the best of them fails, another ``UserError`` what keeps all of them from being divided.
     """
-    choice = _fastest(workload, cluster, limits, advance)
+    choice = fastest(workload, cluster, limits, advance)
     if all(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
         return choice
     roomy = replace(
@@ -165,39 +170,54 @@ def choose(
         machines=tuple(replace(each, memory=None, wired=None) for each in cluster.machines),
     )
     try:
-        unlimited = _fastest(workload, roomy, limits, advance).prediction
+        unlimited = fastest(workload, roomy, limits, advance).prediction
     except UserError:
         return choice  # the partitioner goes by memory
     is_slower = choice.prediction.step_seconds > unlimited.step_seconds * (1 + CLOSE)
     return replace(choice, unlimited=unlimited if is_slower else None)
 
 
-def _fastest(
-    workload: Workload, cluster: Cluster, limits: Limits, advance: Callable[[int, int], None]
+def fastest(
+    workload: Workload,
+    cluster: Cluster,
+    limits: Limits,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> ChosenPlan:
+    """Return the plan that ``choose`` returns, without a look at what more memory would bring."""
     ways = candidates(limits, cluster.size, workload.shape.num_layers)
+    if limits.divides_weights is None and not cluster.knows_messages:
+        ways = [way for way in ways if not way.divides_weights]
     found: list[tuple[Candidate, Prediction]] = []
     failures: list[UserError] = []
-    fastest = math.inf
+    fitting: set[Candidate] = set()
+    shortest = math.inf
     # The most promising first: what cannot be faster than the best so far is not worked out.
     bounds = sorted(((_least(way, workload, cluster, limits), way) for way in ways), key=_first)
     for done, (least, way) in enumerate(bounds):
         advance(done, len(bounds))
-        if least > fastest * (1 + CLOSE):
+        if least > shortest * (1 + CLOSE):
             break
+        if way.divides_weights and replace(way, divides_weights=False) in fitting:
+            continue  # it takes longer
         try:
             prediction = predict_candidate(way, workload, cluster, limits)
         except UserError as error:
             failures.append(error)
             continue
         found.append((way, prediction))
-        fastest = min(fastest, prediction.step_seconds)
+        fitting.add(way)
+        shortest = min(shortest, prediction.step_seconds)
     if not found:
         raise min(failures, key=_shortage)
-    close = [each for each in found if each[1].step_seconds <= fastest * (1 + CLOSE)]
-    # As little as possible is computed again; what that costs is predicted roughly.
+    close = [each for each in found if each[1].step_seconds <= shortest * (1 + CLOSE)]
+    # As little as possible is computed, or sent, again; what that costs is predicted roughly.
     candidate, prediction = min(
-        close, key=lambda each: (RECOMPUTE.index(each[0].recompute), _fullness(each[1]))
+        close,
+        key=lambda each: (
+            RECOMPUTE.index(each[0].recompute),
+            each[0].divides_weights,
+            _fullness(each[1]),
+        ),
     )
     return ChosenPlan(candidate=candidate, prediction=prediction, tried=len(bounds), unlimited=None)
 
@@ -238,6 +258,7 @@ def predict_candidate(
 
     ``DoesNotFitError`` when no division fits, or the user's does not.
     """
+    workload = way.of(workload)
     problem = make_problem(way, workload, cluster, limits.length)
     stage_map = limits.stage_map or _divide(problem, limits.partitioner)
     prediction = _predict(way, stage_map, workload, cluster, limits)

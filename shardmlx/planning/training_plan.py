@@ -83,6 +83,7 @@ def plan_training(
     if limits.stage_map is not None:
         limits.stage_map.check_layers(workload.shape.num_layers)
     choice = _choose(workload, cluster, limits, advance)
+    workload = choice.candidate.of(workload)
     return TrainingPlan(choice=choice, cluster=cluster, limits=limits, workload=workload)
 
 
@@ -96,7 +97,8 @@ def _limits(run: RunSpec, data_parallel: int | None, ranks: int) -> Limits:
         stage_map.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
     pp = layout.pipeline_stages if stage_map is None else stage_map.pp
     replicas = None if pp is None else Mesh.for_world(ranks, pp).dp
-    return replace(settled(layout, run.batch), data_parallel=replicas, stage_map=stage_map)
+    limits = settled(layout, run.batch, run.fine_tune)
+    return replace(limits, data_parallel=replicas, stage_map=stage_map)
 
 
 def _choose(

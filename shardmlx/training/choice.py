@@ -5,6 +5,7 @@ No MLX, no MPI.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
-from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, BatchOptions, RunSpec
+from shardmlx.config.specs import COUNTED, DIVIDED_WEIGHTS, NONE, RECOMPUTE, BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryBudget, overfull
 from shardmlx.costmodel.predict import predict
@@ -92,6 +93,8 @@ class Choice:
             parts.append("logits only where a token counts")
         if self.run.batch.recompute not in (None, NONE):
             parts.append(f"--recompute {self.run.batch.recompute}")
+        if self.plan.mesh.dp > 1 and self.run.fine_tune.divides_weights:
+            parts.append("weights divided among replicas (--zero 3)")
         if self.run.layout.partitioner == SMALLEST:
             sizes = " + ".join(map(str, self.plan.stage_map.partition.sizes))
             parts.append(f"layers divided by memory, {sizes}")
@@ -138,15 +141,19 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
     chosen: tuple[float, RunSpec, Plan] | None = None
     first: float | None = None
     lacking: str | None = None
-    fitting: set[tuple[object, ...]] = set()
+    fitting: dict[tuple[object, ...], int] = {}
     for way in _ways(run, facts):
         # What needs less memory is slower: in vain where the faster way fits.
-        batch = way.batch
+        batch, tune = way.batch, way.fine_tune
         alike = way.layout.schedule, batch.pack, batch.micro_batch_size, batch.loss_chunk
-        if alike in fitting:
+        if alike in fitting and not tune.divides_weights:
             continue
+        if tune.divides_weights and tune != run.fine_tune:
+            is_known = chosen is None or cluster.knows_messages
+            if not is_known or fitting.get(alike, math.inf) <= RECOMPUTE.index(batch.recomputed):
+                continue
         share = lengths.counted_share(bool(batch.pack))
-        workload = replace(facts.sizes, batch=batch, counted=share)
+        workload = replace(facts.sizes, batch=batch, fine_tune=tune, counted=share)
         recompute = batch.recomputed
         length = lengths.exact if batch.pack else lengths.padded
         try:
@@ -163,7 +170,7 @@ def _fastest(run: RunSpec, facts: Circumstances) -> Choice | None:
         if first is None:
             first, lacking = seconds, fault
         if fault is None:
-            fitting.add(alike)
+            fitting[alike] = RECOMPUTE.index(recompute)
             if chosen is None or seconds < WORTH_IT * chosen[0]:
                 chosen = seconds, way, plan
     if chosen is None or first is None:
@@ -177,7 +184,11 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
-    for loss_chunk, recompute, partitioner, pack, schedule in product(
+    tunes = [run.fine_tune]
+    if run.fine_tune.train and run.fine_tune.zero is None and cluster.size > pp:
+        tunes.append(replace(run.fine_tune, zero=DIVIDED_WEIGHTS))
+    for tune, loss_chunk, recompute, partitioner, pack, schedule in product(
+        tunes,
         (AUTO, COUNTED) if batch.loss_chunk == AUTO else (batch.loss_chunk,),
         RECOMPUTE if batch.recompute is None else (batch.recompute,),
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
@@ -190,6 +201,7 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
             continue
         way = replace(
             run,
+            fine_tune=tune,
             layout=replace(layout, partitioner=partitioner, schedule=schedule),
             batch=replace(batch, loss_chunk=loss_chunk, recompute=recompute, pack=pack),
         )
@@ -218,9 +230,7 @@ def _schedules(given: StageMap | None, cluster: Cluster, pp: int) -> list[str]:
     names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
     if given is not None:
         return [name for name in names if suits(given, get_schedule(name))] or [SIMPLEST]
-    hosts = {machine.host for machine in cluster.machines}
-    links = all(machine.link is not None for machine in cluster.machines)
-    if len(hosts) > 1 and not (links and cluster.unit == "seconds"):
+    if not cluster.knows_messages:
         return [SIMPLEST]  # the one with the fewest messages, where they cost who knows what
     return names
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.specs import RECOMPUTE, RunSpec
+from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
@@ -104,7 +104,10 @@ def choose_plan(
         # The way that needs the least, of those that are left open.
         recompute, rows = run.batch.recompute or RECOMPUTE[-1], run.batch.micro_batch_size or 1
         least = replace(run.batch, recompute=recompute, micro_batch_size=rows)
-        tightest = replace(run, batch=least).first
+        tune = run.fine_tune
+        if tune.zero is None:
+            tune = replace(tune, zero=DIVIDED_WEIGHTS)
+        tightest = replace(run, batch=least, fine_tune=tune).first
         plan, _ = make_plan(tightest, inputs, opened, model)
         planned = memory_of(tightest, plan, inputs, lengths)
         allowed = how_to_allow(inputs.budgets, planned)
@@ -119,7 +122,7 @@ def memory_of(
     run: RunSpec, plan: Plan, inputs: PlanInputs[Workload], lengths: SequenceLengths
 ) -> tuple[PlannedMemory, ...]:
     """Return what the plan expects of every rank's memory, for the longest sequences."""
-    workload = replace(inputs.sizes, batch=run.batch)
+    workload = replace(inputs.sizes, batch=run.batch, fine_tune=run.fine_tune)
     recompute = run.batch.recomputed
     return planned_memory(plan, workload, inputs.cluster, lengths.longest, recompute)
 
@@ -130,7 +133,7 @@ def what_would_fit(run: RunSpec, inputs: PlanInputs[Workload], length: int) -> s
     given, size = inputs.stage_map, inputs.cluster.size
     pp = given.pp if given is not None else run.layout.pipeline_stages or size
     limits = replace(
-        settled(run.layout, run.batch),
+        settled(run.layout, run.batch, run.fine_tune),
         length=max(1, length),
         data_parallel=max(1, size // pp),
         stage_map=given,

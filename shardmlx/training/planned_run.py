@@ -141,7 +141,8 @@ def plan_run(
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
     run = choice.run
     share = lengths.counted_share(plan.pack)
-    inputs = replace(inputs, sizes=replace(inputs.sizes, batch=run.batch, counted=share))
+    sizes_of_run = replace(inputs.sizes, batch=run.batch, fine_tune=run.fine_tune, counted=share)
+    inputs = replace(inputs, sizes=sizes_of_run)
     planned = memory_of(run, plan, inputs, lengths)
     backend = inputs.cluster.backend
     return PlannedRun(
@@ -242,6 +243,7 @@ def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
         micro_batch_size=run.batch.micro_batch_size,
         recompute=run.batch.recompute,
         loss_chunk=run.batch.loss_chunk,
+        zero=run.fine_tune.zero,
     )
 
 

@@ -446,7 +446,7 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> Non
             "lr_schedule has warmup -1: give a whole number of steps",
         ),
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4: give at most the batch si"),
-        ("zero: 2", "zero is 2: give 0 or 1"),
+        ("zero: 2", "zero is 2: give 0, 1 or 3"),
         ("loss_scale: 1000", "loss_scale is 1000.0: give auto, none, or a power of two"),
         ("loss_scale: often", "loss_scale is 'often': give auto, none, or a power of two"),
         ("loss_scale: -2", "loss_scale is -2.0: give auto, none, or a power of two"),

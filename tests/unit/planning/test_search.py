@@ -101,7 +101,7 @@ def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path)
 def test_what_the_user_settled_stays() -> None:
     limits = Limits(
         batch_size=8, length=512, data_parallel=2, schedule="zb-h1", micro_batch_size=2,
-        recompute="full",
+        recompute="full", divides_weights=False,
     )  # fmt: skip
     assert candidates(limits, 4, 32) == [Candidate(Mesh(2, 2), "zb-h1", 1, 4, 2, "full")]
 
