@@ -73,8 +73,8 @@ class TrainingSetup:
         sizes = (self.dtype_bytes, self.rows, self.length, self.lora_rank, self.dp)
         if min(sizes) < 1:
             raise ValueError(f"sizes {sizes}: from 1")
-        if self.divides_weights and self.dp == 1:
-            raise ValueError("divides_weights among 1 replica")
+        if self.divides_weights and not (self.divides_optimizer and self.dp > 1):
+            raise ValueError(f"divides_weights without the optimizer, or with dp {self.dp}")
         if self.unfreeze_all and self.has_adapters:
             raise ValueError(f"unfreeze_all with {self.fine_tune_type}: full only")
 

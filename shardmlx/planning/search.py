@@ -184,9 +184,13 @@ def fastest(
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> ChosenPlan:
     """Return the plan that ``choose`` returns, without a look at what more memory would bring."""
-    ways = candidates(limits, cluster.size, workload.shape.num_layers)
     if limits.divides_weights is None and not cluster.knows_messages:
-        ways = [way for way in ways if not way.divides_weights]
+        # Nobody knows what gathering takes: only where nothing else fits.
+        try:
+            return fastest(workload, cluster, replace(limits, divides_weights=False), advance)
+        except DoesNotFitError:
+            limits = replace(limits, divides_weights=True)
+    ways = candidates(limits, cluster.size, workload.shape.num_layers)
     found: list[tuple[Candidate, Prediction]] = []
     failures: list[UserError] = []
     fitting: set[Candidate] = set()

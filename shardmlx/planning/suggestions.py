@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.specs import RECOMPUTE
+from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.errors import UserError
@@ -87,6 +87,8 @@ def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
     if limits.recompute is not None:
         for more in RECOMPUTE[RECOMPUTE.index(limits.recompute) + 1 :]:
             yield f"--recompute {more}", replace(limits, recompute=more)
+    if limits.divides_weights is False:
+        yield f"--zero {DIVIDED_WEIGHTS}", replace(limits, divides_weights=True)
     if limits.schedule not in (None, "1f1b") and limits.stage_map is None:
         yield "--schedule 1f1b", replace(limits, schedule="1f1b", virtual=None)
 

@@ -162,6 +162,19 @@ def test_a_tied_matrix_is_held_at_both_ends_and_once_by_a_rank_that_has_both() -
     assert both == each - matrix - stages[0].during_update
 
 
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_replicas_that_divide_the_weights_hold_their_part_and_room_for_two_layers(
+    mode: str,
+) -> None:
+    whole = stage_memory(setup(fine_tune_type=mode, dp=2), 0, 4)
+    divided = setup(fine_tune_type=mode, dp=2, divides_weights=True, divides_optimizer=True)
+    part = stage_memory(divided, 0, 4)
+    end = 4 * (SHAPE.embedding_parameters() + SHAPE.hidden_size)
+    assert part.weights == whole.weights / 2 + 2 * 4 * LAYER + end
+    assert part.gradients == whole.gradients / 2
+    assert part.after_forward == whole.after_forward
+
+
 def test_layers_below_the_first_trained_one_hold_nothing() -> None:
     partly = setup(first_trained_layer=2)
     below, across, above = (stage_memory(partly, *ends) for ends in ((0, 2), (1, 3), (2, 4)))

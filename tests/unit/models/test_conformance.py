@@ -27,7 +27,9 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import pack, split
+from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.stages import build_stages
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
@@ -211,13 +213,17 @@ def test_schedules_give_the_gradients_of_the_whole_model(family: str, adapters: 
         plan = Layout(schedule, pp=2).plan(LAYERS, len(BATCH.tokens))
         step = partial(one_step, plan, model)
         found = {k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}
-        assert set(found) == set(expected)
-        # Sums over micro-batches are rounded otherwise than those over the batch. Some cancel: that
-        # of a bias of all keys is rounding alone.
-        rounding = 1e-6 * max(abs(gradient).max() for gradient in expected.values())
-        for name, gradient in expected.items():
-            difference = abs(found[name] - gradient).max()
-            assert difference <= 1e-5 * abs(gradient).max() + rounding, (schedule, name)
+        check_same(found, expected)
+
+
+def check_same(found: Gradients, expected: Gradients) -> None:
+    assert set(found) == set(expected)
+    # Sums over micro-batches are rounded otherwise than those over the batch. Some cancel: that of
+    # a bias of all keys is rounding alone.
+    rounding = 1e-6 * max(abs(gradient).max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = abs(found[name] - gradient).max()
+        assert difference <= 1e-5 * abs(gradient).max() + rounding, name
 
 
 def one_step(plan: Plan, model: nn.Module, transport: Transport) -> Gradients:
@@ -225,6 +231,29 @@ def one_step(plan: Plan, model: nn.Module, transport: Transport) -> Gradients:
     engine = Engine(plan, transport, stages)
     engine.train_step(split(BATCH, 1, 0, 1), scale=1 / BATCH.valid_tokens)
     return {name: np.array(array) for stage in stages for name, array in stage.gradients.items()}
+
+
+@pytest.mark.parametrize(("family", "adapters"), TRAINED[::5])
+def test_replicas_that_divide_the_weights_have_the_same_gradients(
+    family: str, adapters: str
+) -> None:
+    # A replica puts others in the place of weights that it does not own.
+    models = [model_of.__wrapped__(family, adapters) for _ in range(2)]
+    for model in models:
+        mx.eval(model(TOKENS[:1, :4]))
+    _, expected = reference(family, adapters)
+    plan = Layout("1f1b", pp=1, dp=2).plan(LAYERS, 1)
+
+    def step(transport: Transport) -> Gradients:
+        part = Slice(models[transport.rank], 0, LAYERS)
+        weights = DividedWeights(transport.rank, plan.mesh.replicas_of(0), [part])
+        (stage,) = build_stages([part], weights=weights)
+        engine = Engine(plan, transport, [stage], weights=weights)
+        rows = split(BATCH, 2, engine.replica, len(BATCH.tokens) // 2)
+        engine.train_step(rows, scale=1 / BATCH.valid_tokens)
+        return {name: np.array(array) for name, array in stage.gradients.items()}
+
+    check_same({k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}, expected)
 
 
 @families

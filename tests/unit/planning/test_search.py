@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.other_way import other_way
 from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.planning.replica_rows import with_replica_rows
 from shardmlx.planning.search import (
     ChosenPlan,
     Limits,
@@ -344,6 +347,79 @@ def test_replicas_must_be_a_number_from_1(model: Path) -> None:
     for count in (0, -1):
         with pytest.raises(UserError, match=f"--data-parallel {count}: give 1 or more"):
             candidates(replace(LIMITS, data_parallel=count), 4, 32)
+
+
+TIGHT, LONG = ((16, 5.2), (16, 5.2)), Limits(batch_size=4, length=1024)
+"""Macs that hold no whole Mistral-7B, and a step long enough for weights to be gathered in it."""
+
+
+def test_replicas_divide_the_weights_where_that_is_faster_than_a_pipeline(model: Path) -> None:
+    fast = choose(work(model), macs(*TIGHT, link=2.5e9), LONG)
+    assert fast.candidate.divides_weights
+    assert fast.candidate.mesh == Mesh(2, 1)
+    assert fits(fast)
+    slow = choose(work(model), macs(*TIGHT, link=0.1e9), LONG)
+    assert slow.candidate.mesh == Mesh(1, 2)
+    asked = replace(LONG, data_parallel=2)
+    forced = choose(work(model), macs(*TIGHT, link=0.1e9), asked)
+    assert forced.candidate.divides_weights
+    seconds = forced.prediction.step_seconds
+    gathered = 2 * work(model).shape.parameters() / 2 / 0.1e9  # by each, before F and before B
+    assert seconds == pytest.approx(2 * gathered, rel=0.05)
+
+
+def test_nobody_divides_weights_of_which_each_machine_holds_all(model: Path) -> None:
+    choice = choose(work(model), macs((64, 10), (64, 10)), LONG)
+    assert choice.candidate.mesh == Mesh(2, 1)
+    assert not choice.candidate.divides_weights
+
+
+def test_where_links_are_not_known_weights_are_divided_only_if_nothing_else_fits(
+    model: Path,
+) -> None:
+    cluster = macs(*TIGHT)
+    unknown = tuple(replace(each, link=None) for each in cluster.machines)
+    cluster = replace(cluster, machines=unknown)
+    assert choose(work(model), cluster, LONG).candidate.mesh == Mesh(1, 2)
+    asked = replace(LONG, data_parallel=2)
+    assert choose(work(model), cluster, asked).candidate.divides_weights
+
+
+def test_the_plan_says_what_the_other_way_would_take(model: Path) -> None:
+    def line(link: float, limits: Limits = LONG, *machines: tuple[float, float]) -> list[str]:
+        cluster = macs(*(machines or TIGHT), link=link)
+        choice = choose(work(model), cluster, limits)
+        return other_way(choice.candidate.of(work(model)), cluster, limits, choice)
+
+    (pipeline,) = line(2.5e9)
+    assert re.fullmatch(
+        r"layers divided instead: step 3\d\.\d+ s, 1\.\d\d times as long, with a peak of 8.\d+ GiB",
+        pipeline,
+    )
+    (divided,) = line(0.1e9)
+    assert divided.startswith("weights divided among 2 replicas (--zero 3) instead: step 1")
+    assert line(0.1e9, replace(LONG, data_parallel=1)) == []
+    assert line(0.1e9, replace(LONG, batch_size=1)) == []
+    assert line(5e9, LONG, (64, 10), (64, 10)) == []
+    (neither,) = line(0.1e9, LONG, (11.5, 5.2), (11.5, 5.2))
+    assert neither == "weights divided among 2 replicas (--zero 3) instead: does not fit"
+
+
+def test_dividing_the_weights_is_a_remedy(model: Path) -> None:
+    workload, cluster = work(model, zero=0), macs(*TIGHT)
+    limits = replace(LONG, data_parallel=2, divides_weights=False)
+    with pytest.raises(DoesNotFitError):
+        choose(workload, cluster, limits)
+    assert "--zero 3" in remedies(workload, cluster, limits)
+
+
+def test_replicas_that_gather_together_have_as_many_micro_batches(model: Path) -> None:
+    workload = work(model, zero=3, batch_size=4, replica_rows="3,1", micro_batch_size=1)
+    way = Candidate(Mesh(2, 1), "1f1b", 1, 3, 1, "none")
+    stage_map = StageMap(Partition.from_sizes([32]), (0,))
+    with pytest.raises(UserError, match=r"would have 3, 1 micro-batches of 1, .* all gather") as no:
+        with_replica_rows(plan_of(way, stage_map, workload), workload, macs(*TIGHT), 512)
+    assert "give --micro-batch-size 3" in str(no.value)
 
 
 def test_each_remedy_was_tried(model: Path) -> None:

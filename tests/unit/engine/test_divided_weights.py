@@ -1,0 +1,206 @@
+"""Replicas that divide the weights train as those that hold all of them, and hold little more than
+their part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.engine.batches import split
+from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+from shardmlx.engine.stages import build_stages
+from shardmlx.models.slice import Slice
+from shardmlx.pipeline.plan import Plan
+from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
+
+STEPS = 2
+TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
+
+
+class Trained(NamedTuple):
+    """What one rank has after a few steps; ``held`` are the bytes of its weights."""
+
+    weights: Bytes
+    losses: list[dict[int, float]]
+    norms: list[float]
+    held: int
+
+
+def stages_and_weights(
+    transport: LocalTransport, plan: Plan, model: nn.Module, savings: Savings, *, divides: bool
+) -> tuple[list[Stage], DividedWeights | None]:
+    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
+    own = plan.stages_of(transport.rank)
+    parts = [slices[index] for index in own]
+    weights = None
+    if divides:
+        _, pipeline_rank = plan.mesh.coordinates(transport.rank)
+        weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
+    return build_stages(slices, own, savings=savings, weights=weights), weights
+
+
+def train(
+    layout: Layout,
+    models: Sequence[nn.Module],
+    *,
+    divides: bool,
+    savings: Savings = NO_SAVINGS,
+    accumulated: int = 1,
+) -> list[Trained]:
+    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep."""
+    plan = layout.plan(len(models[0].layers), layout.pp)
+
+    def work(transport: LocalTransport) -> Trained:
+        model = models[transport.rank]
+        stages, weights = stages_and_weights(transport, plan, model, savings, divides=divides)
+        engine = Engine(plan, transport, stages, divides_optimizer=True, weights=weights)
+        updater = Updater(build_optimizer("adamw", 1e-2, None, {}), stages, engine.shards)
+        losses, norms = [], []
+        for step in range(STEPS):
+            for part in range(accumulated):
+                batch = random_batch(2 * layout.pp * layout.dp, 7 * step + part, longest=30)
+                mine = split(batch, layout.dp, engine.replica, 2)
+                scale = 1 / batch.valid_tokens
+                last = part == accumulated - 1
+                losses.append(engine.train_step(mine, scale=scale, key=(step, part), reduce=last))
+            norms.append(engine.gradient_norm())
+            updater.apply(1 / norms[-1])
+            losses.append(engine.evaluate(mine))
+        parts = [stage.part for stage in stages]
+        trained = {name: stage.part[name] for stage in stages for name in stage.names}
+        own = {name: array for name, array in trained.items() if engine.shards.holds(name)}
+        held = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
+        return Trained(as_bytes(own), losses, norms, held)
+
+    return LocalNetwork(layout.ranks).run(work)
+
+
+def tiny_models(layout: Layout, *, tied: bool = False, layers: int = 4) -> list[nn.Module]:
+    return [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "savings"),
+    [
+        (TWO, False, NO_SAVINGS),
+        (THREE, True, Savings(recompute=FULL)),
+        (TWO, False, Savings(recompute=SELECTIVE, attention_chunk=8, loss_chunk=16)),
+    ],
+)
+def test_with_one_micro_batch_losses_and_weights_are_equal_to_the_bit(
+    layout: Layout, tied: bool, savings: Savings
+) -> None:
+    whole = train(layout, tiny_models(layout, tied=tied), divides=False, savings=savings)
+    parts = train(layout, tiny_models(layout, tied=tied), divides=True, savings=savings)
+    every: Bytes = {}
+    for one, other in zip(whole, parts, strict=True):
+        assert (other.losses, other.norms) == (one.losses, one.norms)
+        assert not every.keys() & other.weights.keys(), "each weight is held once"
+        every |= other.weights
+    assert every == whole[0].weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "accumulated"),
+    [
+        (Layout("1f1b", 2, 1, 2), True, 1),
+        (Layout("gpipe", 2, 1, 2), False, 2),
+        (Layout("zb-v", 2, 2, 2), True, 1),
+        (Layout("interleaved-1f1b", 2, 2, 2), False, 1),
+        (TWO, True, 3),
+    ],
+)
+def test_in_every_schedule_sums_of_several_micro_batches_differ_by_rounding(
+    layout: Layout, tied: bool, accumulated: int
+) -> None:
+    """They are added up over replicas first: no replica holds those of all weights."""
+    whole, parts = (
+        train(layout, tiny_models(layout, tied=tied), divides=divides, accumulated=accumulated)
+        for divides in (False, True)
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert other.norms == pytest.approx(one.norms, rel=2e-6)
+        for mine, theirs in zip(other.losses, one.losses, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_adapters_and_frozen_weights_are_divided_and_dropout_is_the_same() -> None:
+    """The weights are quantised; layers below the adapters have a forward pass only."""
+
+    def models() -> list[nn.Module]:
+        made = []
+        for model in tiny_models(TWO):
+            nn.quantize(model, group_size=32, bits=4)
+            model.freeze()
+            mx.random.seed(3)
+            linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.3})
+            mx.eval(model.parameters())
+            made.append(model)
+        return made
+
+    whole = train(TWO, models(), divides=False, accumulated=2)
+    parts = train(TWO, models(), divides=True, accumulated=2)
+    for one, other in zip(whole, parts, strict=True):
+        assert other.losses[:2] == one.losses[:2]
+        assert other.norms == pytest.approx(one.norms, rel=2e-6)
+        assert 0 < len(other.weights) < len(one.weights)
+
+
+@pytest.mark.parametrize("layout", [TWO, THREE])
+def test_a_replica_holds_its_part_two_layers_and_an_end(layout: Layout) -> None:
+    whole, parts = (
+        train(layout, tiny_models(layout, layers=12), divides=divides) for divides in (False, True)
+    )
+    model = tiny_model(layers=12)
+    layer = Slice(model, 1, 2).nbytes
+    end = model.lm_head.weight.nbytes
+    for one, other in zip(whole, parts, strict=True):
+        assert other.held <= 1.1 * one.held / layout.dp + 2 * layer + end
+        assert other.held < 0.75 * one.held
+
+
+def test_a_replica_that_stays_away_is_named_with_what_is_gathered() -> None:
+    models = tiny_models(TWO)
+    plan = TWO.plan(4, 1)
+
+    def work(transport: LocalTransport) -> str:
+        stages, weights = stages_and_weights(
+            transport, plan, models[transport.rank], NO_SAVINGS, divides=True
+        )
+        engine = Engine(plan, transport, stages, weights=weights)
+        if engine.replica == 1:
+            return ""
+        batch = random_batch(4, 0)
+        transport.set_timeout(0.3)
+        with pytest.raises(TransportTimeout) as caught:
+            engine.evaluate(split(batch, 2, 0, 2))
+        return str(caught.value)
+
+    said = LocalNetwork(2).run(work)[0]
+    assert "gathering the weights of the embedding" in said
+    assert "waiting for rank 1" in said
+
+
+def test_the_room_of_one_layer_is_that_of_the_next_but_one() -> None:
+    """Ranks do not talk here: only what stands in the place of others' weights is looked at."""
+    part = Slice(tiny_model(layers=6), 0, 6)
+    weights = DividedWeights(0, (0, 1), [part])
+    others = [name for name in part.parameters() if not weights.is_mine(name)]
+    assert others
+    arrays = {id(part[name]) for name in others}
+    by_kind = {(part[name].shape, name.rpartition(".")[0].rpartition(".")[2]) for name in others}
+    assert len(arrays) <= 2 * len(by_kind)
+    assert all(np.array(part[name]).max() == 0 for name in others)
