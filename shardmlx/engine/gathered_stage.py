@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +28,7 @@ from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.loss import HeadInput, token_loss
 from shardmlx.engine.stage import Stage
-from shardmlx.models.decoder import LayerCall
+from shardmlx.models.decoder import LayerCall, Visit
 from shardmlx.models.slice import Slice
 
 
@@ -80,19 +81,15 @@ class GatheredStage(Stage):
         )
         self._weights = weights
         self._in_flight: dict[int, _Gathered] = {}
-        trained = set(self.names)
-        groups = part.groups
-        self._trained = [tuple(n for n in self.names if n in names) for names in groups]
+        self._trained = [
+            tuple(name for name in self.names if name in group) for group in part.groups
+        ]
+        self._tail = len(part.groups) - 1
         # A tied matrix is in the first group too, with which its gradient is complete.
         self._last_names = tuple(n for n in self._trained[-1] if n not in self._trained[0])
-        self._tail = len(groups) - 1
-        passes_all = needs_input_gradient or bool(trained & {*groups[0]})
         # The lowest group with a backward: a gradient for stages below passes through all.
-        self._lowest = (
-            0
-            if passes_all
-            else next((group for group, names in enumerate(self._trained) if names), self._tail + 1)
-        )
+        with_gradients = [group for group, names in enumerate(self._trained) if names]
+        self._lowest = 0 if needs_input_gradient or not with_gradients else with_gradients[0]
 
     def forward(
         self,
@@ -107,51 +104,43 @@ class GatheredStage(Stage):
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
         self._in_flight[j] = state = self._new_state(microbatch)
-        how: dict[str, Any] = {
-            "key": key,
-            "first_row": microbatch.first_row,
-            "places": microbatch.places,
-        }
         source, answers = self._given(microbatch, x)
-        names = self._trained[0]
-        if names and self.part.is_first:
+        how: dict[str, Any] = {"first_row": microbatch.first_row, "places": microbatch.places}
+        how["key"] = key
+        if self.part.is_first and self._trained[0]:
             self._weights.use(self.part, 0)
-            state.segments.append(
-                self._segment(0, names, lambda: self.part.embed(source, **how), state.cotangent)[1]
-            )
+            embed = partial(self.part.embed, source, **how)
+            _, segment = self._segment(0, self._trained[0], embed, state.cotangent)
+            state.segments.append(segment)
 
         def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
             group = self._begin_layer(i, x)
             if group < self._lowest:
                 out = call(x)
             else:
-                out, segment = self._segment(
-                    group, self._trained[group], call, state.cotangent, x, group > self._lowest
-                )
+                out, segment = self._segment(group, self._trained[group], call, state.cotangent, x)
                 state.segments.append(segment)
             mx.eval(out)
             return out
 
-        hidden = self._through_layers(source, visit, recomputes=True, **how)
+        hidden = self._through_layers(source, visit, self.checkpoint, how)
         if self._head is None:
             return hidden
         self._weights.use(self.part, self._tail)
-        names, below = self._trained[-1], self._tail > self._lowest
-        norm = self.part.norm
         if answers:
 
             def loss_of(hidden: mx.array) -> mx.array:
-                return token_loss(self.part.logits(norm(hidden), **how), *answers)
+                return token_loss(self.part.logits(self.part.norm(hidden), **how), *answers)
 
             cotangent = mx.array(scale, mx.float32)
-            loss, segment = self._segment(self._tail, names, loss_of, cotangent, hidden, below)
+            loss, segment = self._segment(self._tail, self._trained[-1], loss_of, cotangent, hidden)
         else:
-            normed = norm(hidden)
+            normed = self.part.norm(hidden)
             mx.eval(normed)
             given = HeadInput(normed, microbatch, scale, key)
             loss, slopes = self._head.loss_and_gradient(given)
-            names = tuple(name for name in names if name not in self._head.names)
-            _, segment = self._segment(self._tail, names, norm, slopes, hidden, below)
+            of_norm = tuple(n for n in self._trained[-1] if n not in self._head.names)
+            _, segment = self._segment(self._tail, of_norm, self.part.norm, slopes, hidden)
             segment.to_head = given if self._head.names else None
         state.segments.append(segment)
         mx.eval(loss)
@@ -167,7 +156,7 @@ class GatheredStage(Stage):
             mx.eval(out)
             return out
 
-        out = self._through_layers(source, visit, recomputes=False, places=microbatch.places)
+        out = self._through_layers(source, visit, False, {"places": microbatch.places})
         if self._head is None:
             return out
         self._weights.use(self.part, self._tail)
@@ -179,17 +168,13 @@ class GatheredStage(Stage):
         mx.eval(loss)
         return loss
 
-    def _through_layers(self, source: mx.array, visit: Any, **how: Any) -> mx.array:
+    def _through_layers(
+        self, source: mx.array, visit: Visit, checkpoint: bool, how: Mapping[str, Any]
+    ) -> mx.array:
         if self.part.is_first:
             self._weights.use(self.part, 0, 1)
-        recomputes = how.pop("recomputes")
-        return self.part(
-            source,
-            checkpoint=self.checkpoint and recomputes,
-            attention_chunk=self.savings.attention_chunk,
-            visit=visit,
-            **how,
-        )
+        chunk = self.savings.attention_chunk
+        return self.part(source, checkpoint=checkpoint, attention_chunk=chunk, visit=visit, **how)
 
     def _begin_layer(self, i: int, x: mx.array) -> int:
         """Gather layer ``i``, of which ``x`` is the input; return the number of its group."""
@@ -206,23 +191,21 @@ class GatheredStage(Stage):
         names: Sequence[str],
         run: Callable[..., mx.array],
         cotangent: mx.array,
-        x: mx.array | None = None,
-        needs_input_gradient: bool = False,
+        *inputs: mx.array,
     ) -> tuple[mx.array, _Segment]:
-        """Return the output of ``run``, of input ``x`` if there is one, and its gradients: lazy."""
-        given = [] if x is None else [x]
+        """Return the output of ``run``, and its gradients: for the weights ``names``, and for its
+        input if it has one and something below is trained. Lazy."""
+        differentiates = bool(inputs) and group > self._lowest
 
         def with_weights(*primals: mx.array) -> mx.array:
-            arrays = list(primals)
-            inputs = [arrays.pop(0)] if needs_input_gradient else given
-            return self.part.with_parameters(names, arrays, lambda: run(*inputs))
+            given, arrays = primals[:differentiates] or inputs, primals[differentiates:]
+            return self.part.with_parameters(names, arrays, lambda: run(*given))
 
-        primals = [*given] if needs_input_gradient else []
-        primals += [self.part[name] for name in names]
+        primals = [*inputs] * differentiates + [self.part[name] for name in names]
         if not primals:
             return with_weights(), _Segment(group, None, {})
         (out,), gradients = mx.vjp(with_weights, primals, [cotangent])
-        input_gradient = gradients.pop(0) if needs_input_gradient else None
+        input_gradient = gradients.pop(0) if differentiates else None
         return out, _Segment(group, input_gradient, dict(zip(names, gradients, strict=True)))
 
     def _new_state(self, microbatch: MicroBatch) -> _Gathered:
