@@ -19,7 +19,7 @@ from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.mpirun import events, mpirun
 from tests.helpers.small_models import SMALL_VOCABULARY
 
-SHARE = 0.7
+SHARE = 0.77
 """The part of the model's weights that a host may have in memory."""
 
 LAYERS = 22
@@ -115,6 +115,23 @@ def test_two_hosts_train_and_generate(
     )
     assert job.returncode == 0, job.output
     assert "Generation: 4 tokens" in job.stdout
+
+
+def test_two_replicas_divide_the_weights_that_neither_can_hold(
+    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup]
+) -> None:
+    """The run chooses that, since nothing else fits; its losses are those of the pipeline."""
+    flags = ("--pipeline-stages", "1", "--adapter-path", "divided", "--metrics-file", "metrics3")
+    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, *flags))
+    assert job.returncode == 0, job.output
+    assert "weights divided among replicas (--zero 3)" in job.stdout
+    home = lab.home("mac1")
+    losses, expected = (
+        [event["loss"] for event in events(home / name, "train")]
+        for name in ("metrics3", "metrics")
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert max(cgroup.peak for cgroup in cgroups.values()) <= SHARE * weights
 
 
 def test_one_host_exports_in_a_quarter_of_the_memory(lab: Lab, weights: int) -> None:
