@@ -31,6 +31,8 @@ class Exchange:
     left: int
     wire: WireFormat | None
     after: Exchange | None  # begins with what that leaves
+    room: int  # elements, or in a gather bytes, of a chunk
+    ahead: int  # chunks under way at a time
     done: threading.Event = field(default_factory=threading.Event)
 
 

@@ -11,8 +11,8 @@ order of the group, in float32, and sends the sum to all, chunk after chunk::
 Each member sends and receives 2 (n - 1) / n of the array, as in a ring, but in two steps instead of
 2 (n - 1). The order of adding does not depend on who owns what: any parts give the same bits.
 
-A thread does it, so that the main thread computes meanwhile. It has ``AHEAD`` chunks on their way
-to their owners, and as many on their way back::
+A thread does it, so that the main thread computes meanwhile. It has some chunks on their way to
+their owners, and as many on their way back (``pace`` says how many)::
 
     chunk      0        1        2        3        4        5
     thread     scatter  scatter  scatter  scatter  scatter  ...
@@ -49,15 +49,10 @@ from shardmlx.distributed.messages import (
     TransportTimeout,
     buffer_of,
 )
+from shardmlx.distributed.pace import FULL, pace_between_hosts, pace_of
 from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.transport import Transport
-from shardmlx.distributed.wire_formats import WireFormat
-
-AHEAD = 8
-"""Chunks whose contributions are on their way at a time."""
-
-MOST_CHUNK_BYTES = 1 << 19
-"""Size of a chunk, where that many of all members fit into the buffer."""
+from shardmlx.distributed.wire_formats import BLOCK, WireFormat
 
 SECONDS_TO_LOOK_HARD = 0.02
 """Seconds for which a chunk is looked for as often as a message that the main thread waits for."""
@@ -71,7 +66,7 @@ SLICE = 0.1
 
 class Sums:
     """The exchanges of one rank. ``room`` is the buffer, float32, for what others contribute; it is
-    of one size on all ranks, and the chunks of larger groups are smaller.
+    of one size on all ranks, and the chunks of larger groups are smaller. All ranks must build one.
 
     Contributions and sums travel as ``wire`` has them. In bfloat16 a rank rounds its own as well,
     so that the bits depend on nobody's part; in int8 blocks begin with the parts, and they do.
@@ -83,6 +78,7 @@ class Sums:
         self._transport = transport
         self._wire = wire
         self._room = np.frombuffer(buffer_of(room), np.float32)
+        self._between = pace_between_hosts(transport, self._room)
         self._queue: deque[Exchange] = deque()
         self._lock = threading.Lock()
         self._runs = False
@@ -213,7 +209,8 @@ class Sums:
         wire: WireFormat | None = None,
         after: Exchange | None = None,
     ) -> Exchange:
-        room = self._room_of_chunk(len(group)) if scatters else MOST_CHUNK_BYTES
+        pace = pace_of(group, self._transport.hosts, self._between)
+        room = self._room_of_chunk(len(group), pace.nbytes) if scatters else pace.nbytes
         chunks, of_errors = (
             deque(zip_longest(*(pieces_of(part, room) for part in each)))
             for each in (parts, errors)
@@ -221,8 +218,9 @@ class Sums:
         if len(group) == 1:
             chunks.clear()
         exchange = Exchange(
-            tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks), wire, after
-        )
+            tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks), wire, after,
+            room=room, ahead=pace.ahead,
+        )  # fmt: skip
         if not chunks:
             exchange.done.set()
             return exchange
@@ -235,10 +233,12 @@ class Sums:
                 threading.Thread(target=self._run, name="sums", daemon=True).start()
         return exchange
 
-    def _room_of_chunk(self, members: int) -> int:
-        """Return the elements of a chunk, of which ``AHEAD`` of each other member have room."""
-        most = MOST_CHUNK_BYTES // self._room.itemsize
-        return max(1, min(most, self._room.size // AHEAD // max(1, members - 1)))
+    def _room_of_chunk(self, members: int, nbytes: int) -> int:
+        """Return the elements of a chunk, as large as those of each other member have room."""
+        most = nbytes // self._room.itemsize
+        size = max(1, min(most, self._room.size // FULL.ahead // max(1, members - 1)))
+        # Whole blocks in int8: then it does not matter for the bits how large chunks are.
+        return size - size % BLOCK if size > BLOCK else size
 
     def _run(self) -> None:
         """Move exchanges until there are none."""
@@ -249,12 +249,13 @@ class Sums:
                 step = self._next(is_last=not (posted or returned))
                 if step is None and not (posted or returned):
                     return
-                if posted and (step is None or len(posted) == AHEAD):
+                ahead = FULL.ahead if step is None else step.exchange.ahead
+                if posted and (step is None or len(posted) >= ahead):
                     oldest = posted.popleft()
                     self._add(oldest)
                     self._return(oldest)
                     returned.append(oldest)
-                elif returned and (step is None or len(returned) > AHEAD):
+                if returned and (len(returned) > ahead or (step is None and not posted)):
                     self._finish(returned.popleft())
                 if step is not None:
                     self._scatter(step)
@@ -283,11 +284,11 @@ class Sums:
         exchange = step.exchange
         if not exchange.scatters:
             return
-        self._turn = (self._turn + 1) % AHEAD
-        mine, room = step.pieces[self._member(exchange)], self._room_of_chunk(len(exchange.group))
+        self._turn = (self._turn + 1) % FULL.ahead
+        mine, room = step.pieces[self._member(exchange)], exchange.room
         for place, peer in enumerate(self._others(exchange)):
             if mine is not None:
-                start = self._room.size // AHEAD * self._turn + room * place
+                start = self._room.size // FULL.ahead * self._turn + room * place
                 inbox: np.ndarray = self._room[start : start + mine.size]
                 if exchange.wire is not None:
                     nbytes = exchange.wire.nbytes(mine.size)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
+from shardmlx.distributed import sums
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.pace import FULL, Pace, pace_between_hosts, pace_of
 from shardmlx.distributed.sum_parts import equal_parts, levels_of, parts_by_speed
+from shardmlx.distributed.wire_formats import WIRE_FORMATS
+from tests.helpers.transport_checks import contribution
 
 
 def shares(ends: list[int]) -> list[int]:
@@ -48,3 +55,38 @@ def test_a_slow_link_owns_nothing() -> None:
     """It then sends each number once, and its time decides."""
     assert shares(parts_by_speed(900, [10.0, 1.0, 10.0])) == [450, 0, 450]
     assert shares(parts_by_speed(900, [1.0, 10.0, 1.0])) == [0, 900, 0]
+
+
+def test_hosts_agree_on_the_pace_that_they_measure() -> None:
+    def work(transport: LocalTransport) -> Pace:
+        transport.hosts = ("a", "b", "c")
+        return pace_between_hosts(transport, np.zeros(1 << 17, np.float32))
+
+    (pace,) = set(LocalNetwork(3).run(work))
+    assert pace.ahead < FULL.ahead
+    assert pace.nbytes <= FULL.nbytes
+
+
+def test_only_sums_of_three_hosts_or_more_go_at_that_pace() -> None:
+    slow = Pace(3, 1 << 14)
+    assert pace_of((0, 1, 2), "abc", slow) is slow
+    assert pace_of((0, 1, 2), "aba", slow) is pace_of((1, 2), "abc", slow) is FULL
+
+
+@pytest.mark.parametrize("dtype", WIRE_FORMATS)
+def test_the_bits_of_a_sum_do_not_depend_on_its_pace(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(transport: LocalTransport) -> bytes:
+        transport.hosts = ("a", "b", "c")
+        room, array = (mx.zeros(1 << 15), mx.array(contribution(transport.rank, 9_001)))
+        mx.eval(room, array)
+        own = sums.Sums(transport, room, wire=WIRE_FORMATS[dtype])
+        own.wait(own.all_reduce(array, (0, 1, 2)), lambda: "a sum")
+        return np.array(array).tobytes()
+
+    found = set()
+    for pace in (FULL, Pace(3, 1 << 12), Pace(1, 5_000)):
+        monkeypatch.setattr(sums, "pace_between_hosts", lambda *_, pace=pace: pace)
+        found |= set(LocalNetwork(3).run(work))
+    assert len(found) == 1

@@ -1,0 +1,80 @@
+"""The pace of a sum: how much of it is under way at a time.
+
+Two hosts take large chunks: nothing is faster. Of three or more, each sends to all others at once,
+and over each link come the streams of several. None of these may run far ahead of another: a link
+would then stand idle while it waits for the slow ones. So what is under way is what a link carries
+in a few milliseconds, by a measurement. Measured at 100 Mbit/s, as multiples of the bound, chunks
+of 512 KiB took 1.2, and of 24 KiB 1.07.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmlx.distributed.messages import SCATTER_TAG
+from shardmlx.distributed.transport import Transport
+
+SECONDS_OF_CHUNK = 1.8e-3
+"""Time in which a link carries a chunk, beside the latency."""
+
+LEAST_BYTES = 1 << 12
+
+SAMPLE_BYTES = 1 << 18
+"""Size of the message that is measured: a fiftieth of a second at 100 Mbit/s."""
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Chunks on their way to a rank at a time: ``ahead``, each of at most ``nbytes``."""
+
+    ahead: int
+    nbytes: int
+
+
+FULL = Pace(8, 1 << 19)
+"""Pace of two hosts, and of the ranks of one: what costs least."""
+
+
+def pace_between_hosts(transport: Transport, room: np.ndarray) -> Pace:
+    """Measure how fast all ranks send, each to the next, and return the pace of sums of three hosts
+    or more; ``room`` is overwritten.
+
+    It is the same on all ranks. All ranks must call it.
+    """
+    if len(set(transport.hosts)) < 3:
+        return FULL
+    count = SAMPLE_BYTES // room.itemsize
+    if min(transport.all_gather(room.size, "measuring links")) < 2 * count:
+        return FULL  # a rank has no room: it sums nothing
+    small, large = [], []
+    for _ in range(ROUNDS):
+        # The small one also lets neighbours begin together.
+        small.append(_seconds(transport, room[0:1], room[1:2]))
+        large.append(_seconds(transport, room[:count], room[count : 2 * count]))
+    latency = min(small)
+    speed = SAMPLE_BYTES / max(min(large) - latency, 1e-6)
+    chunk = int(speed * (SECONDS_OF_CHUNK + latency))
+    slowest = min(transport.all_gather(chunk, "measuring links"))
+    return Pace(3, max(LEAST_BYTES, min(FULL.nbytes, slowest)))
+
+
+def pace_of(group: Sequence[int], hosts: Sequence[str], between: Pace) -> Pace:
+    """Return the pace of the ranks of a group on ``hosts[rank]``."""
+    return between if len({hosts[rank] for rank in group}) > 2 else FULL
+
+
+def _seconds(transport: Transport, out: np.ndarray, into: np.ndarray) -> float:
+    """Return how long it takes to send to the next rank while the one before sends."""
+    rank, size = transport.rank, transport.size
+    start = time.monotonic()
+    received = transport.receive(into, (rank - 1) % size, SCATTER_TAG)
+    sent = transport.send(out, (rank + 1) % size, SCATTER_TAG)
+    transport.wait(received, lambda: "measuring links")
+    transport.wait(sent, lambda: "measuring links")
+    return time.monotonic() - start
