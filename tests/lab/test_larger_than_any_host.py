@@ -86,16 +86,21 @@ def test_one_host_alone_is_refused_before_a_weight_is_read(
     assert cgroups["mac1"].peak < weights / 4
 
 
-def test_two_hosts_train_and_generate(
-    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup]
-) -> None:
+@pytest.fixture(scope="module")
+def pipeline_metrics(lab: Lab) -> Path:
+    """The metrics of a run of two stages."""
     job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--metrics-file", "metrics"))
     assert job.returncode == 0, job.output
     assert "  the memory cgroup" in job.stdout
-    metrics = lab.home("mac1") / "metrics"
-    first, last = (event["loss"] for event in events(metrics, "train"))
+    return lab.home("mac1") / "metrics"
+
+
+def test_two_hosts_train_and_generate(
+    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup], pipeline_metrics: Path
+) -> None:
+    first, last = (event["loss"] for event in events(pipeline_metrics, "train"))
     assert first != last
-    (summary,) = events(metrics, "summary")
+    (summary,) = events(pipeline_metrics, "summary")
     for limits, rank, cgroup in zip(
         summary["memory_limits"], summary["ranks"], cgroups.values(), strict=True
     ):
@@ -118,17 +123,16 @@ def test_two_hosts_train_and_generate(
 
 
 def test_two_replicas_divide_the_weights_that_neither_can_hold(
-    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup]
+    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup], pipeline_metrics: Path
 ) -> None:
     """The run chooses that, since nothing else fits; its losses are those of the pipeline."""
-    flags = ("--pipeline-stages", "1", "--adapter-path", "divided", "--metrics-file", "metrics3")
+    flags = ("--pipeline-stages", "1", "--adapter-path", "other", "--metrics-file", "divided")
     job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, *flags))
     assert job.returncode == 0, job.output
     assert "weights divided among replicas (--zero 3)" in job.stdout
-    home = lab.home("mac1")
     losses, expected = (
-        [event["loss"] for event in events(home / name, "train")]
-        for name in ("metrics3", "metrics")
+        [event["loss"] for event in events(metrics, "train")]
+        for metrics in (lab.home("mac1") / "divided", pipeline_metrics)
     )
     assert losses == pytest.approx(expected, rel=1e-5)
     assert max(cgroup.peak for cgroup in cgroups.values()) <= SHARE * weights
