@@ -128,7 +128,7 @@ class CheckpointReader:
         self._headers = self._read_headers()
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all tensors in the files of a kind: ``weights`` or ``optimizer``."""
+        """Return the names of all tensors in the files of a kind: ``weights``, for one."""
         return [
             name
             for file, header in self._headers.items()

@@ -6,6 +6,7 @@
         step-0000100/
             weights-00.safetensors    what is trained on pipeline rank 0, by global names
             optimizer-00.safetensors  its optimizer state: the name of the weight, and of the state
+            errors-00-01.safetensors  what its replica 1 has rounded off of sums, where that is kept
             ...
             checkpoint.json           all else, and the checksums of the files above
             COMMITTED                 the checksum of checkpoint.json: written last

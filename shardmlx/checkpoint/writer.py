@@ -25,7 +25,7 @@ from shardmlx.checkpoint.placement import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed.byte_stream import PIECE_BYTES, Outgoing, incoming
-from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of
+from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
@@ -52,8 +52,9 @@ class Snapshot:
     @classmethod
     def of(cls, name: str, tensors: Mapping[str, mx.array]) -> Snapshot:
         """Hold these tensors, which must not change until they are written."""
-        arrays = [mx.contiguous(array) for array in tensors.values()]
-        mx.eval(arrays)
+        mx.eval(list(tensors.values()))
+        # Parts of larger arrays too are held as they are.
+        arrays = [in_a_row(array) for array in tensors.values()]
         specs = [
             TensorSpec(key, tuple(array.shape), array.dtype)
             for key, array in zip(tensors, arrays, strict=True)

@@ -89,6 +89,11 @@ class FineTune(Spec):
         return self.zero == DIVIDED_WEIGHTS
 
     @property
+    def keeps_errors(self) -> bool:
+        """True if what is rounded off of a sum over replicas is kept for the next."""
+        return self.sum_dtype == "int8"
+
+    @property
     def is_full(self) -> bool:
         """True if the weights of layers are trained themselves, without adapters."""
         return self.fine_tune_type == "full"

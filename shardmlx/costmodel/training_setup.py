@@ -54,7 +54,8 @@ class TrainingSetup:
     master_weights: bool = False
     """True if weights of 16 bits are updated as float32 copies, with state in float32."""
     keeps_errors: bool = False
-    """True if what is rounded off of sums over replicas is kept for the next step."""
+    """True if what is rounded off of sums over replicas is kept for the next step, and in
+    checkpoints."""
     backend: str = "metal"
 
     def __post_init__(self) -> None:

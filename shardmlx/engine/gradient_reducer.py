@@ -5,20 +5,22 @@ so that it travels while the rest of the backward pass computes. Tied embeddings
 first and the last stage: their gradient sums over both, and counts once in the norm.
 
 Where replicas divide the optimizer (``shards``), each gets the sums of the weights that it owns.
+
+What a wire format rounds off of a rank's contribution is added to the next one of the same weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.exchanges import Exchange
-from shardmlx.distributed.messages import new_buffer
+from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sum_parts import parts_by_speed
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
@@ -31,8 +33,9 @@ from shardmlx.pipeline.plan import Plan
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     stage: Stage
-    names: Sequence[str]
+    sizes: Mapping[str, int]
     total: mx.array
+    errors: mx.array | None
     sum: Exchange
 
 
@@ -62,6 +65,7 @@ class GradientReducer:
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
         self._holders = tuple(sorted(rank for end in ends for rank in plan.mesh.replicas_of(end)))
         self._stages = stages
+        self._trained = {name for stage in stages for name in stage.names}
         self._shared = sorted(
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
@@ -98,26 +102,70 @@ class GradientReducer:
         mx.eval(total)
         for name in names:
             del stage.gradients[name]  # the bucket holds it now: it exists once
-        errors = self._errors_of(names[0], total.size)
+        sizes = {name: stage.part[name].size for name in names}
+        errors = self._take_errors(sizes)
         if self._shards.divides:
-            sizes = [0] * len(self._replicas)
-            for name in names:
-                sizes[self._shards.owner(name)] += stage.part[name].size
-            ends = [0, *accumulate(sizes)]
+            owned = [0] * len(self._replicas)
+            for name, size in sizes.items():
+                owned[self._shards.owner(name)] += size
+            ends = [0, *accumulate(owned)]
             started = self._sums.reduce_scatter(total, self._replicas, ends, errors)
         else:
             speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
             ends = parts_by_speed(total.size, speeds)
             started = self._sums.all_reduce(total, self._replicas, ends, errors)
-        self._buckets.append(_Bucket(stage, names, total, started))
+        self._buckets.append(_Bucket(stage, sizes, total, errors, started))
 
-    def _errors_of(self, name: str, size: int) -> mx.array | None:
-        """Return what was rounded off of a sum, by its first weight; zeros at first."""
+    def _take_errors(self, sizes: Mapping[str, int]) -> mx.array | None:
+        """Return what was rounded off of weights of these ``sizes``, for a sum to change; zeros at
+        first. It is a copy: a checkpoint may still refer to what was there."""
         if not self._keeps_errors:
             return None
-        if name not in self._errors:
-            self._errors[name] = new_buffer((size,), mx.float32)
-        return self._errors[name]
+        errors = new_buffer((sum(sizes.values()),), mx.float32)
+        buffer, start = buffer_of(errors), 0
+        for name, size in sizes.items():
+            stop = start + errors.itemsize * size
+            if name in self._errors:
+                buffer[start:stop] = buffer_of(self._errors.pop(name))
+            start = stop
+        return errors
+
+    def _keep_errors(self, sizes: Mapping[str, int], errors: mx.array | None) -> None:
+        """Keep what a sum has left of ``errors``."""
+        if errors is not None:
+            ends = accumulate(sizes.values(), initial=0)
+            kept = [errors[start:stop] for start, stop in pairwise(ends)]
+            mx.eval(kept)
+            self._errors.update(zip(sizes, kept, strict=True))
+
+    def errors(self) -> dict[str, mx.array]:
+        """Return what this rank has rounded off, as ``WEIGHT.MEMBER``: its place among those that
+        sum the weight. These arrays do not change."""
+        return {
+            f"{name}.{self._group(name).index(self._transport.rank)}": error
+            for name, error in self._errors.items()
+        }
+
+    def takes(self, key: str) -> bool:
+        """Tell whether this rank is to add, to its next sum, what ``errors`` has returned as
+        ``key``. Where fewer ranks go on, some take those of several: nothing is lost."""
+        name, _, member = key.rpartition(".")
+        if not self._keeps_errors or name not in self._trained:
+            return False
+        group = self._group(name)
+        return len(group) > 1 and group[int(member) % len(group)] == self._transport.rank
+
+    def restore_error(self, key: str, error: mx.array) -> None:
+        """Add what ``errors`` has returned as ``key`` to the next sum."""
+        name = key.rpartition(".")[0]
+        if name in self._errors:
+            error = self._errors[name] + error
+            mx.eval(error)
+        self._errors[name] = error
+
+    def _group(self, name: str) -> Sequence[int]:
+        """Return the ranks that sum a weight."""
+        return self._holders if name in self._shared else self._replicas
 
     def forget_errors(self) -> None:
         """Forget what was rounded off of sums, of which one was not finite."""
@@ -138,6 +186,7 @@ class GradientReducer:
         """End all sums, and keep those of the weights that this replica updates."""
         for bucket in self._buckets:
             self._sums.wait(bucket.sum, what)
+            self._keep_errors(bucket.sizes, bucket.errors)
             for name, part in self._mine_of(bucket):
                 key = bucket.stage, name
                 if key in self._own:
@@ -152,10 +201,9 @@ class GradientReducer:
     def _mine_of(self, bucket: _Bucket) -> Iterator[tuple[str, mx.array]]:
         """Yield the sums of a bucket whose weights this replica updates."""
         offset = 0
-        for name in bucket.names:
-            shape = bucket.stage.part[name].shape
-            size = math.prod(shape)
+        for name, size in bucket.sizes.items():
             if self._shards.is_mine(name):
+                shape = bucket.stage.part[name].shape
                 yield name, bucket.total[offset : offset + size].reshape(shape)
             offset += size
 
@@ -168,8 +216,10 @@ class GradientReducer:
                 total = total + stage.gradients[name]
             shape, total = total.shape, mx.contiguous(total.reshape(-1))
             mx.eval(total)
-            errors = self._errors_of(name, total.size)
+            sizes = {name: total.size}
+            errors = self._take_errors(sizes)
             self._sums.wait(self._sums.all_reduce(total, self._holders, None, errors), what)
+            self._keep_errors(sizes, errors)
             for stage in holders:
                 stage.gradients[name] = total.reshape(shape)
                 if not self._shards.is_mine(name):

@@ -17,13 +17,13 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.version_check import package_versions
+from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
-from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
 
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
+WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ class Checkpoints:
                 job.transport, place.store, place.storage, job.config.keep_checkpoints
             )
         self._point: Point | None = None
+        self._errors: Mapping[str, mx.array] = {}
         self._saved_step = 0
         self._saves: list[_Save] = []
         self._saved: list[Saved] = []
@@ -107,7 +108,7 @@ class Checkpoints:
     def restore(self, found: Found) -> None:
         """Give the stages and the optimizer what a checkpoint holds for them."""
         job = self._job
-        _restore(found, self._transport, job.stages, self._updater, job.engine.shards)
+        _restore(found, self._transport, job.stages, self._updater, job.engine)
 
     def go_on_from(self, point: Point) -> None:
         """Take up the run at a restored ``point``, which is not saved again in the same place."""
@@ -125,6 +126,9 @@ class Checkpoints:
     def mark(self, point: Point) -> None:
         """Note that an update was made: ``save`` would now save ``point``. Not collective."""
         self._point = point
+        if self._writer is not None:
+            # Sums may change what is rounded off before ``save``, and while that writes.
+            self._errors = self._job.engine.reducer.errors()
 
     def save(self) -> int | None:
         """Begin to save the last update unless that is done; return the step that is saved then.
@@ -194,11 +198,17 @@ class Checkpoints:
         )
 
     def _parts(self) -> list[Snapshot]:
-        """Return this rank's weights and optimizer state, each once in the whole job."""
+        """Return this rank's weights and optimizer state, each once in the whole job, and what it
+        has rounded off of sums."""
         replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
+        whole = f"{pipeline_rank:02d}"
+        part = f"{whole}-{replica:02d}"
+        snapshots = []
+        if self._errors:
+            snapshots.append(Snapshot.of(f"{ERRORS}-{part}.safetensors", self._errors))
         shards = self._job.engine.shards
         if replica != 0 and not shards.divides:
-            return []
+            return snapshots
         weights = {
             name: stage.part[name]
             for stage in self._job.stages
@@ -213,9 +223,6 @@ class Checkpoints:
         }
         if self._transport.rank != 0:
             kept = {name: array for name, array in kept.items() if "." in name}
-        whole = f"{pipeline_rank:02d}"
-        part = f"{whole}-{replica:02d}"
-        snapshots = []
         if replica == 0 or shards.weights is not None:
             number = whole if shards.weights is None else part
             snapshots.append(Snapshot.of(f"{WEIGHTS}-{number}.safetensors", weights))
@@ -229,8 +236,9 @@ def _restore(
     transport: Transport,
     stages: Sequence[Stage],
     updater: Updater,
-    shards: Shards,
+    engine: Engine,
 ) -> None:
+    shards, reducer = engine.shards, engine.reducer
     reader = CheckpointReader(transport, found)
     missing = sorted(
         {name for stage in stages for name in stage.names} - set(reader.names(WEIGHTS))
@@ -251,6 +259,8 @@ def _restore(
     ):
         state[name] = array
     updater.restore(state)
+    for key, error in reader.read(ERRORS, reducer.takes):
+        reducer.restore_error(key, error)
 
 
 def _layout(plan: Plan) -> dict[str, Any]:

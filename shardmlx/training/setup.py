@@ -139,8 +139,8 @@ def _find_checkpoint(
     )
     if not config.train:
         return identity, Resumption()
-    mesh = plan.mesh
-    owners = mesh.size if FineTune.of(config).divides_optimizer else mesh.pp
+    mesh, tune = plan.mesh, FineTune.of(config)
+    owners = mesh.size if tune.divides_optimizer or tune.keeps_errors else mesh.pp
     return identity, prepare_resumption(checkpoints, transport, reporter, identity, owners)
 
 

@@ -187,6 +187,8 @@ class Trainer:
         self._report.restore(state["report"], state["ranks"])
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
+            if self._loss_scale.factor != state["loss_scale"][0]:
+                self._engine.reducer.forget_errors()  # they are of gradients that were scaled
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])

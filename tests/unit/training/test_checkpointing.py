@@ -1,0 +1,116 @@
+"""What is rounded off of sums in int8 goes on with a run, on ranks that are threads."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.checkpoint.store import Store
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.loading import allocator
+from shardmlx.training.trainer import train_model
+from tests.helpers.checkpoints import Bytes, as_bytes
+
+COMMON: dict[str, Any] = {
+    "batch_size": 4,
+    "micro_batch_size": 1,
+    "num_layers": -1,
+    "pipeline_stages": 1,
+    "iters": 3,
+    "learning_rate": 1e-3,
+    "checkpoint_every": 2,
+    "val_batches": 0,
+    "pack": False,
+    "sum_dtype": "int8",
+}
+FULL: dict[str, Any] = {"fine_tune_type": "full", "unfreeze_all": True}
+ACCUMULATED: dict[str, Any] = {"grad_accumulation_steps": 2, "checkpoint_every": 3, "iters": 4}
+
+
+@pytest.fixture(autouse=True)
+def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves limits and locks to the end of its process, and here that goes on."""
+    monkeypatch.setattr(allocator, "set_limits", lambda limits: None)
+    monkeypatch.setattr(Store, "lock", lambda store: None)
+
+
+class Run:
+    """A finished run, and the tensors that it has left."""
+
+    def __init__(
+        self, directory: Path, ranks: int, model: Path, data: Path, **options: Any
+    ) -> None:
+        self.store = Store(directory / "checkpoints")
+        paths = {
+            "model": model,
+            "data": data,
+            "adapter_path": directory / "out",
+            "checkpoint_dir": self.store.directory,
+        }
+        config = TrainConfig(**{**COMMON, **options, **{key: str(paths[key]) for key in paths}})
+        LocalNetwork(ranks, timeout=60).run(lambda transport: train_model(config, transport))
+        self.weights = tensors(directory / "out", "*.safetensors")
+
+    def saved(self, kind: str) -> Bytes:
+        """Return the tensors of a kind in the last checkpoint."""
+        return tensors(self.store.path(self.store.steps()[-1]), f"{kind}-*.safetensors")
+
+
+def tensors(directory: Path, pattern: str) -> Bytes:
+    found: Bytes = {}
+    for path in directory.glob(pattern):
+        arrays = mx.load(str(path))
+        assert isinstance(arrays, dict)
+        found |= as_bytes(arrays)
+    return found
+
+
+def interrupted(before: Run, directory: Path, *, lacks: str = "none") -> None:
+    """Leave in ``directory`` what a run had when it was killed after its checkpoint of step 2, but
+    for a kind of files."""
+    step = 2
+    store, manifest = Store(directory / "checkpoints"), before.store.manifest(step)
+    files = tuple(file for file in manifest.files if not file.name.startswith(lacks))
+    partial = store.begin(step)
+    for file in files:
+        shutil.copy(before.store.path(step) / file.name, partial)
+    store.commit(replace(manifest, files=files))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {}, id="lora"),
+        pytest.param(4, FULL | {"pipeline_stages": 2}, id="zero 1, both ends tied"),
+        # Step 3 is in the middle of an update: its sums have changed what step 2 left.
+        pytest.param(2, FULL | ACCUMULATED | {"zero": 3}, id="zero 3, accumulated"),
+    ],
+)
+def test_the_same_layout_goes_on_to_the_bit(
+    ranks: int, options: dict[str, Any], small_tied: Path, pirate: Path, tmp_path: Path
+) -> None:
+    whole = Run(tmp_path / "a", ranks, small_tied, pirate, **options)
+    interrupted(whole, tmp_path / "b")
+    resumed = Run(tmp_path / "b", ranks, small_tied, pirate, **options)
+    assert resumed.weights == whole.weights
+    for kind in ("weights", "optimizer", "errors"):
+        assert resumed.saved(kind) == whole.saved(kind)
+    assert len(whole.saved("errors")) >= 2 * len(whole.saved("weights"))
+
+
+def test_a_run_begins_without_them_after_an_older_checkpoint_or_with_another_loss_scale(
+    small_tied: Path, pirate: Path, tmp_path: Path
+) -> None:
+    whole = Run(tmp_path / "a", 2, small_tied, pirate)
+    interrupted(whole, tmp_path / "b", lacks="errors")
+    without = Run(tmp_path / "b", 2, small_tied, pirate)
+    assert without.weights != whole.weights, "they matter"
+    interrupted(whole, tmp_path / "c")
+    # A power of two by itself changes no bit.
+    assert Run(tmp_path / "c", 2, small_tied, pirate, loss_scale=2.0).weights == without.weights
