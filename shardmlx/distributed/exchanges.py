@@ -27,7 +27,7 @@ class Exchange:
     gathers: bool
     chunks: deque[tuple[np.ndarray | None, ...]]
     errors: deque[tuple[np.ndarray | None, ...]]  # none where none are kept
-    arrays: Sequence[mx.array | None]  # keeps the buffers alive
+    arrays: Sequence[mx.array]  # keeps the buffers alive
     left: int
     wire: WireFormat | None
     after: Exchange | None  # begins with what that leaves

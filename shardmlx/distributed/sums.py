@@ -102,23 +102,24 @@ class Sums:
         must call it.
         """
         bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
-        parts = self._parts(array, bounds), self._parts(errors, bounds)
-        return self._begin(group, *parts, [array, errors], scatters=True, gathers=True)
+        kept = [] if errors is None else [errors]
+        parts = self._parts([array], [bounds]), self._parts(kept, [bounds])
+        return self._begin(group, *parts, [array, *kept], scatters=True, gathers=True)
 
     def reduce_scatter(
         self,
-        array: mx.array,
+        arrays: Sequence[mx.array],
         group: Sequence[int],
-        bounds: Sequence[int],
-        errors: mx.array | None = None,
+        bounds: Sequence[Sequence[int]],
+        errors: Sequence[mx.array] = (),
     ) -> Exchange:
-        """Start summing ``array`` (N,), float32, in place, on each member its own part.
+        """Start summing ``arrays`` (N,), float32, in place, on each member its own part of each.
 
-        What is in the other parts then means nothing. ``errors`` are those of ``all_reduce``. All
-        ranks of the group must call it.
+        What is in the other parts then means nothing. ``bounds`` and ``errors``, if any, are those
+        of ``all_reduce``, for each array. All ranks of the group must call it.
         """
-        parts = self._parts(array, bounds), self._parts(errors, bounds)
-        return self._begin(group, *parts, [array, errors], scatters=True, gathers=False)
+        parts = self._parts(arrays, bounds), self._parts(errors, bounds)
+        return self._begin(group, *parts, [*arrays, *errors], scatters=True, gathers=False)
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -157,20 +158,23 @@ class Sums:
             if self._error is not None:
                 raise self._error
 
-    def _parts(self, array: mx.array | None, bounds: Sequence[int]) -> list[list[np.ndarray]]:
-        if array is None:
-            return []
-        if array.dtype != mx.float32:
-            raise ValueError(f"sums are in float32, not {array.dtype}")
-        whole = np.frombuffer(buffer_of(array), np.float32)
-        return [[whole[start:stop]] for start, stop in pairwise(bounds)]
+    def _parts(
+        self, arrays: Sequence[mx.array], bounds: Sequence[Sequence[int]]
+    ) -> list[list[np.ndarray]]:
+        parts = []
+        for array, ends in zip(arrays, bounds if arrays else (), strict=True):
+            if array.dtype != mx.float32:
+                raise ValueError(f"sums are in float32, not {array.dtype}")
+            whole = np.frombuffer(buffer_of(array), np.float32)
+            parts.append([whole[start:stop] for start, stop in pairwise(ends)])
+        return [list(each) for each in zip(*parts, strict=True)]
 
     def _begin(
         self,
         group: Sequence[int],
         parts: Sequence[Sequence[np.ndarray]],
         errors: Sequence[Sequence[np.ndarray]],
-        arrays: Sequence[mx.array | None],
+        arrays: Sequence[mx.array],
         *,
         scatters: bool,
         gathers: bool,
@@ -203,7 +207,7 @@ class Sums:
         parts: Sequence[Sequence[np.ndarray]],
         errors: Sequence[Sequence[np.ndarray]],
         *,
-        arrays: Sequence[mx.array | None],
+        arrays: Sequence[mx.array],
         scatters: bool,
         gathers: bool,
         wire: WireFormat | None = None,

@@ -4,7 +4,9 @@ Replicas of a stage sum in float32, in buckets, each started as soon as its grad
 so that it travels while the rest of the backward pass computes. Tied embeddings are held by the
 first and the last stage: their gradient sums over both, and counts once in the norm.
 
-Where replicas divide the optimizer (``shards``), each gets the sums of the weights that it owns.
+Where replicas divide the optimizer (``shards``), each gets the sums of the weights that it owns. A
+bucket of a large matrix goes to one replica, and would leave the links of the others idle: buckets
+then wait for some that go elsewhere, and travel together.
 
 What a wire format rounds off of a rank's contribution is added to the next one of the same weight.
 """
@@ -34,9 +36,13 @@ from shardmlx.pipeline.plan import Plan
 class _Bucket:
     stage: Stage
     sizes: Mapping[str, int]
+    ends: Sequence[int]  # of what each replica owns
     total: mx.array
     errors: mx.array | None
-    sum: Exchange
+
+
+MOST_UNEVEN = 1.25
+"""Share of a sum that one replica may get, as a multiple of the mean."""
 
 
 class GradientReducer:
@@ -69,7 +75,8 @@ class GradientReducer:
         self._shared = sorted(
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
-        self._buckets: list[_Bucket] = []
+        self._held: list[_Bucket] = []
+        self._started: list[tuple[Exchange, Sequence[_Bucket]]] = []
         self._own: dict[tuple[Stage, str], mx.array] = {}
         self._who = transport.name(transport.rank)
 
@@ -104,17 +111,37 @@ class GradientReducer:
             del stage.gradients[name]  # the bucket holds it now: it exists once
         sizes = {name: stage.part[name].size for name in names}
         errors = self._take_errors(sizes)
-        if self._shards.divides:
-            owned = [0] * len(self._replicas)
-            for name, size in sizes.items():
-                owned[self._shards.owner(name)] += size
-            ends = [0, *accumulate(owned)]
-            started = self._sums.reduce_scatter(total, self._replicas, ends, errors)
-        else:
+        if not self._shards.divides:
             speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
-            ends = parts_by_speed(total.size, speeds)
-            started = self._sums.all_reduce(total, self._replicas, ends, errors)
-        self._buckets.append(_Bucket(stage, sizes, total, errors, started))
+            bucket = _Bucket(stage, sizes, parts_by_speed(total.size, speeds), total, errors)
+            started = self._sums.all_reduce(total, self._replicas, bucket.ends, errors)
+            self._started.append((started, [bucket]))
+            return
+        owned = [0] * len(self._replicas)
+        for name, size in sizes.items():
+            owned[self._shards.owner(name)] += size
+        self._held.append(_Bucket(stage, sizes, [0, *accumulate(owned)], total, errors))
+        if stage.reduces_each or self._keeps_all_busy():
+            self._start_held()
+
+    def _keeps_all_busy(self) -> bool:
+        """Tell whether each replica gets about as much of the held buckets as the others, or they
+        are so many that more would not help."""
+        parts = [[stop - start for start, stop in pairwise(each.ends)] for each in self._held]
+        gets = list(map(sum, zip(*parts, strict=True)))
+        is_even = max(gets) * len(gets) <= MOST_UNEVEN * sum(gets)
+        return is_even or sum(gets) >= len(gets) * max(map(sum, parts))
+
+    def _start_held(self) -> None:
+        if self._held:
+            started = self._sums.reduce_scatter(
+                [each.total for each in self._held],
+                self._replicas,
+                [each.ends for each in self._held],
+                [each.errors for each in self._held if each.errors is not None],
+            )
+            self._started.append((started, tuple(self._held)))
+            self._held.clear()
 
     def _take_errors(self, sizes: Mapping[str, int]) -> mx.array | None:
         """Return what was rounded off of weights of these ``sizes``, for a sum to change; zeros at
@@ -184,19 +211,25 @@ class GradientReducer:
 
     def _finish_buckets(self, what: Callable[[], str]) -> None:
         """End all sums, and keep those of the weights that this replica updates."""
-        for bucket in self._buckets:
-            self._sums.wait(bucket.sum, what)
-            self._keep_errors(bucket.sizes, bucket.errors)
-            for name, part in self._mine_of(bucket):
-                key = bucket.stage, name
-                if key in self._own:
-                    part = self._own[key] + part
-                    mx.eval(part)
-                elif bucket.stage.reduces_each:
-                    # A part refers to the whole bucket, which goes.
-                    part = mx.array(np.array(part))
-                self._own[key] = part
-        self._buckets.clear()
+        self._start_held()
+        for started, buckets in self._started:
+            self._sums.wait(started, what)
+            for bucket in buckets:
+                self._keep_errors(bucket.sizes, bucket.errors)
+                self._keep(bucket)
+        self._started.clear()
+
+    def _keep(self, bucket: _Bucket) -> None:
+        """Add the sums of a bucket to those of the same weights."""
+        for name, part in self._mine_of(bucket):
+            key = bucket.stage, name
+            if key in self._own:
+                part = self._own[key] + part
+                mx.eval(part)
+            elif bucket.stage.reduces_each:
+                # A part refers to the whole bucket, which goes.
+                part = mx.array(np.array(part))
+            self._own[key] = part
 
     def _mine_of(self, bucket: _Bucket) -> Iterator[tuple[str, mx.array]]:
         """Yield the sums of a bucket whose weights this replica updates."""

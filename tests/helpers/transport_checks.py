@@ -258,7 +258,7 @@ def check_ranks_of_one_host_sum_among_themselves_first(transport: Transport) -> 
         bounds = [0, *range(50_000, 49_999 + transport.size), 100_001]
         mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
         array = own(transport)
-        sums.wait(sums.reduce_scatter(array, world, bounds), lambda: "a scatter")
+        sums.wait(sums.reduce_scatter([array], world, [bounds]), lambda: "a scatter")
         assert np.array(array)[mine].tobytes() == expected[mine].tobytes()
         copies = [[full(rank * (rank == transport.rank), (900,))] for rank in world]
         sums.wait(sums.all_gather(copies, world), lambda: "a gather")
@@ -274,9 +274,17 @@ def check_a_scatter_leaves_each_its_part(transport: Transport) -> None:
     world, sums = tuple(range(transport.size)), summing(transport)
     bounds = [0, *range(50_000, 49_999 + transport.size), 100_001]
     array = own(transport)
-    sums.wait(sums.reduce_scatter(array, world, bounds), lambda: "a scatter")
+    sums.wait(sums.reduce_scatter([array], world, [bounds]), lambda: "a scatter")
     mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
     assert np.array(array)[mine].tobytes() == in_order(world)[mine].tobytes()
+
+
+def check_arrays_that_belong_to_one_rank_each_are_scattered_together(transport: Transport) -> None:
+    world, sums = tuple(range(transport.size)), summing(transport)
+    arrays = [own(transport) for _ in world]
+    ends = [[0] * (owner + 1) + [100_001] * (transport.size - owner) for owner in world]
+    sums.wait(sums.reduce_scatter(arrays, world, ends), lambda: "a scatter")
+    assert np.array(arrays[transport.rank]).tobytes() == in_order(world).tobytes()
 
 
 def check_arrays_of_any_type_are_gathered_from_their_owners(transport: Transport) -> None:
@@ -304,7 +312,7 @@ def check_many_sums_gathers_and_scatters_are_under_way_together(transport: Trans
         copies = [[full(rank * (rank == transport.rank), (turn, 900))] for rank in world]
         started.append((sums.all_reduce(total, world), total, slice(None)))
         gather = sums.all_gather(copies, world)
-        started.append((sums.reduce_scatter(part, world, bounds), part, mine))
+        started.append((sums.reduce_scatter([part], world, [bounds]), part, mine))
         if turn % 2:
             sums.wait(gather, lambda: "a gather")
             assert all(mx.all(copy == rank).item() for rank, (copy,) in enumerate(copies))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.distributed.sums import Sums
+from shardmlx.engine import gradient_reducer
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import owners
 from shardmlx.engine.engine import Engine
@@ -86,6 +91,26 @@ def check_same(layout: Layout, optimizer: str, *, tied: bool = False, **settings
 def test_every_optimizer(optimizer: str) -> None:
     settings = {"relative_step": False} if optimizer == "adafactor" else {}
     check_same(TWO, optimizer, **settings)
+
+
+def test_large_weights_of_several_owners_are_summed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By themselves they would all go to one replica, and the links of the others be idle."""
+    scatter, shares = Sums.reduce_scatter, []
+
+    def recorded(
+        sums: Sums, arrays: Any, group: Sequence[int], bounds: Any, errors: Any
+    ) -> Exchange:
+        gets = [sum(ends[member + 1] - ends[member] for ends in bounds) for member in group]
+        shares.append(max(gets) / sum(gets))
+        return scatter(sums, arrays, group, bounds, errors)
+
+    monkeypatch.setattr(Sums, "reduce_scatter", recorded)
+    monkeypatch.setattr(gradient_reducer, "BUCKET_BYTES", 1)
+    check_same(Layout("1f1b", 1, 1, 2), "sgd")
+    assert max(shares) < 1
+    assert median(shares) < 0.72
 
 
 def test_gradients_that_travel_in_bfloat16() -> None:
