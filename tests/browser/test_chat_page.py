@@ -89,12 +89,16 @@ def fetch_is_real(page: Page) -> None:
     page.run("window.fetch = window.real;")
 
 
-def test_an_answer_says_what_it_cost_and_is_copied(page: Page) -> None:
+def test_an_answer_says_what_it_cost_and_is_copied(page: Page, stage: Stage) -> None:
     page.chrome.execute_cdp_cmd(
         "Browser.grantPermissions",
         {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
     )
+    # A rate needs two moments: a browser may read an answer without a pause at once.
+    stage.pauses_after(3)
     page.send("Ahoy!")
+    page.wait(f"{LENGTH} > 0")
+    stage.goes_on()
     page.ended()
     assert page.texts() == ["Ahoy!", "Ahoy!A"]
     about = page.one(".answer .about").text
