@@ -76,6 +76,7 @@ class FineTune(Spec):
     master_weights: bool = False
     sum_dtype: str = SUM_DTYPES[0]
     send_dtype: str | None = None
+    checkpoint_dir: str | None = None
 
     @property
     def divides_optimizer(self) -> bool:
@@ -92,6 +93,12 @@ class FineTune(Spec):
     def keeps_errors(self) -> bool:
         """True if what is rounded off of a sum over replicas is kept for the next."""
         return self.sum_dtype == "int8"
+
+    @property
+    def error_copies(self) -> int:
+        """Number of copies of what is rounded off that a replica holds: where checkpoints are
+        saved, that of the last update too."""
+        return self.keeps_errors * (1 + (self.checkpoint_dir is not None))
 
     @property
     def is_full(self) -> bool:

@@ -43,7 +43,7 @@ class StageMemory:
     of two layers and of a matrix at an end."""
     optimizer: int
     """State of the optimizer, from the first update: on the replica that holds the most; and what
-    is rounded off of sums until the next, beside that of the last update, for checkpoints."""
+    is rounded off of sums until the next."""
     gradients: int
     """Sums of the gradients, in float32, from the first W to the update; of divided weights the
     replica's own."""
@@ -164,7 +164,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     return StageMemory(
         weights=round(_weights(stage, parameters)),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + 2 * FLOAT32 * parameters * (setup.keeps_errors and setup.dp > 1),
+        + FLOAT32 * parameters * setup.error_copies * (setup.dp > 1),
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,

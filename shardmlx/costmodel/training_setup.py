@@ -53,9 +53,8 @@ class TrainingSetup:
     """True if each replica holds a part of the weights, and gathers those of a layer it needs."""
     master_weights: bool = False
     """True if weights of 16 bits are updated as float32 copies, with state in float32."""
-    keeps_errors: bool = False
-    """True if what is rounded off of sums over replicas is kept for the next step, and in
-    checkpoints."""
+    error_copies: int = 0
+    """Number of copies of what is rounded off of sums that a replica holds."""
     backend: str = "metal"
 
     def __post_init__(self) -> None:

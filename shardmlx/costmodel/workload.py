@@ -173,7 +173,7 @@ class Workload(ModelSizes):
             divides_optimizer=tune.divides_optimizer,
             divides_weights=tune.divides_weights and dp > 1,
             master_weights=tune.master_weights,
-            keeps_errors=tune.keeps_errors,
+            error_copies=tune.error_copies,
             backend=backend,
         )
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.config.specs import FULL, NO_SAVINGS, Savings
+from shardmlx.config.specs import FULL, NO_SAVINGS, FineTune, Savings
+from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.memory import (
@@ -173,6 +174,20 @@ def test_replicas_that_divide_the_weights_hold_their_part_and_room_for_two_layer
     assert part.weights == whole.weights / 2 + 2 * 4 * LAYER + end
     assert part.gradients == whole.gradients / 2
     assert part.after_forward == whole.after_forward
+
+
+def test_what_is_rounded_off_of_sums_is_as_large_as_gradients_and_kept_for_checkpoints() -> None:
+    def optimizer(dp: int, sum_dtype: str, checkpoint_dir: str | None) -> int:
+        tune = FineTune.of(
+            TrainConfig(model="m", data="d", sum_dtype=sum_dtype, checkpoint_dir=checkpoint_dir)
+        )
+        full = setup(fine_tune_type="full", dp=dp, error_copies=tune.error_copies)
+        return stage_memory(full, 0, 4).optimizer
+
+    plain = optimizer(2, "bfloat16", "checkpoints")
+    assert optimizer(1, "int8", "checkpoints") == plain
+    copies = [optimizer(2, "int8", place) - plain for place in (None, "checkpoints")]
+    assert copies == [4 * 4 * LAYER, 2 * 4 * 4 * LAYER]
 
 
 def test_layers_below_the_first_trained_one_hold_nothing() -> None:
