@@ -106,9 +106,9 @@ def test_two_hosts_train_and_generate(
     ):
         planned = limits["planned_process_bytes"]
         assert planned <= SHARE * weights
-        assert rank["peak_memory_bytes"] == pytest.approx(limits["planned_peak_bytes"], rel=0.05)
-        # The plan also counts freed memory that MLX may keep, whether or not it does.
-        assert 0.9 * planned <= rank["process_peak_bytes"] <= 1.03 * planned
+        # A busy machine computes less far behind the thread that allocates, and keeps less of what
+        # is freed: the plan is an upper bound.
+        assert 0.85 * planned <= rank["process_peak_bytes"] <= 1.03 * planned
         # The kernel counts mpirun's daemon too, nothing of what was read of the weights, and pages
         # of libraries only if no other process has brought them in before.
         assert 0.85 * planned <= cgroup.peak <= 1.05 * planned
