@@ -125,6 +125,10 @@ AUTO_CHUNKS = {"cpu": 128, "metal": 512}
 """Tokens of a chunk that is left to the run, by backend: on a CPU the fastest that was measured; a
 GPU does more at a time."""
 
+AUTO_LOGITS = 2**20
+"""Logits that are computed at once where the chunk is left to the run, even if they are of more
+tokens: pieces of 4 MiB would save little, and a trained lm_head computes pieces twice."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
@@ -191,18 +195,18 @@ class BatchOptions(Spec):
         """The amount that is recomputed; none where that is left to the run."""
         return self.recompute or NONE
 
-    def savings(self, recompute: str, backend: str) -> Savings:
+    def savings(self, recompute: str, backend: str, vocab_size: int) -> Savings:
         """Return what stages do to hold less, on machines of one backend."""
         usual = AUTO_CHUNKS[backend]
-        words = {AUTO: usual, COUNTED: usual, OFF: None}
-        attention, loss = (
-            words[chunk] if isinstance(chunk, str) else chunk
-            for chunk in (self.attention_chunk, self.loss_chunk)
-        )
+
+        def tokens(chunk: Chunk, left_to_run: int) -> int | None:
+            words = {AUTO: left_to_run, COUNTED: left_to_run, OFF: None}
+            return words[chunk] if isinstance(chunk, str) else chunk
+
         return Savings(
             recompute=recompute,
-            attention_chunk=attention,
-            loss_chunk=loss,
+            attention_chunk=tokens(self.attention_chunk, usual),
+            loss_chunk=tokens(self.loss_chunk, max(usual, AUTO_LOGITS // vocab_size)),
             counted_only=self.loss_chunk == COUNTED,
         )
 

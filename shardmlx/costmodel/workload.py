@@ -142,7 +142,7 @@ class Workload(ModelSizes):
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return what stages do to hold less."""
-        return self.batch.savings(recompute, backend)
+        return self.batch.savings(recompute, backend, self.shape.vocab_size)
 
     def setup(
         self, rows: int, length: int, *, recompute: str, dp: int, backend: str

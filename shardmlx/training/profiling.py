@@ -343,7 +343,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
             shapes,
             transport,
             bar.advance,
-            BatchOptions.of(options).savings(NONE, this_backend()),
+            workload.savings(NONE, this_backend()),
             _pattern_of(workload.shape, max(length for _, length in shapes)),
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -80,3 +80,15 @@ def test_few_modules_know_all_options_of_train() -> None:
         "planning/training_plan.py",
         "config/profile.py",
     }
+
+
+def test_chunks_that_are_left_to_the_run_go_by_the_backend_and_the_vocabulary() -> None:
+    def chunks(backend: str, vocab_size: int, **options: Any) -> tuple[int | None, int | None]:
+        batch = BatchOptions.of(TrainConfig(model="m", data="d", **options))
+        savings = batch.savings("none", backend, vocab_size)
+        return savings.attention_chunk, savings.loss_chunk
+
+    assert (chunks("cpu", 49152), chunks("metal", 49152)) == ((128, 128), (512, 512))
+    assert (chunks("cpu", 1024), chunks("metal", 1024)) == ((128, 1024), (512, 1024))
+    assert chunks("cpu", 1024, attention_chunk=7, loss_chunk="counted") == (7, 1024)
+    assert chunks("cpu", 1024, attention_chunk="off", loss_chunk=7) == (None, 7)
