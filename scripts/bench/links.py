@@ -56,8 +56,14 @@ TRAINING = {
 }  # fmt: skip
 
 
+PINNED = ("sh", "-c", 'exec taskset --cpu-list "$OMPI_COMM_WORLD_RANK" "$0" "$@"')
+"""A core for each host: else the kernel moves processes between those of this machine."""
+
+
 def run(lab: Lab, *arguments: object) -> None:
     command = lab.mpirun(2, "-m", *map(str, arguments))
+    program = command.index(sys.executable)
+    command[program:program] = PINNED
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode:
         raise SystemExit(f"{command}\n{done.stdout}\n{done.stderr}")
