@@ -185,10 +185,13 @@ def _weights(stage: _Stage, parameters: int) -> float:
     total = sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters
     if not setup.divides_weights:
         return total
-    # Matrices go as a whole. Layers of different sizes have a room each.
+    # Matrices go as a whole, what is trained apart. Layers of different sizes have a room each.
     end = max(stage.ends, default=0.0)
     room = sum(min(2, count) * size for size, count in Counter(layers).items()) + end
-    return max(total / setup.dp, end) + room
+    if setup.unfreeze_all:
+        return max(total / setup.dp, end) + room
+    trained = parameters * (FLOAT32 if setup.has_adapters else setup.dtype_bytes)
+    return trained / setup.dp + max((total - trained) / setup.dp, end) + room
 
 
 def _updated(stage: _Stage, parameters: int) -> int:

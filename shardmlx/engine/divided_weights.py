@@ -46,10 +46,7 @@ class DividedWeights:
     def __init__(self, rank: int, replicas: Sequence[int], parts: Sequence[Slice]) -> None:
         self._replicas = tuple(replicas)
         self._member = self._replicas.index(rank)
-        every = {name: array for part in parts for name, array in part.parameters().items()}
-        self.owners = owners(
-            {name: array.nbytes for name, array in every.items()}, len(self._replicas)
-        )
+        self.owners = _divide(parts, len(self._replicas))
         self._places = _places(parts)
         self._room: dict[Place, mx.array] = {}
         for part in parts:
@@ -127,6 +124,16 @@ class DividedWeights:
         key = (self._count, -3, self._replicas[0])
         with self._recorder.span(Span.GATHER, f"weights of {what}", key):
             self._sums.wait(exchange, lambda: f"{self._who}, gathering the weights of {what}")
+
+
+def _divide(parts: Sequence[Slice], members: int) -> dict[str, int]:
+    """Return the owner of each weight. What is trained is divided apart: its owners hold gradients
+    and the optimizer's state too, which a large frozen matrix does not make up for."""
+    sizes = {name: array.nbytes for part in parts for name, array in part.parameters().items()}
+    trained = {name for part in parts for name in part.trainable}
+    frozen = {name: size for name, size in sizes.items() if name not in trained}
+    updated = {name: size for name, size in sizes.items() if name in trained}
+    return owners(frozen, members) | owners(updated, members)
 
 
 def _places(parts: Sequence[Slice]) -> dict[str, Place]:

@@ -24,7 +24,13 @@ from shardmlx.engine.stages import build_stages
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from tests.helpers.checkpoints import Bytes, as_bytes
-from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
+from tests.helpers.models_and_batches import (
+    Layout,
+    build,
+    random_batch,
+    tiny_config,
+    tiny_model,
+)
 
 STEPS = 2
 TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
@@ -157,6 +163,21 @@ def test_adapters_and_frozen_weights_are_divided_and_dropout_is_the_same() -> No
         assert other.losses[:2] == one.losses[:2]
         assert other.norms == pytest.approx(one.norms, rel=2e-6)
         assert 0 < len(other.weights) < len(one.weights)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_what_is_trained_is_divided_evenly_beside_a_large_frozen_embedding(members: int) -> None:
+    model = build(tiny_config(layers=12, tied=True, vocab_size=2000))
+    model.freeze()
+    for layer in model.layers:
+        layer.unfreeze()
+    part = Slice(model, 0, 12)
+    sizes = {name: part[name].size for name in part.trainable}
+    weights = DividedWeights(0, range(members), [part])
+    updated = [0] * members
+    for name, size in sizes.items():
+        updated[weights.owners[name]] += size
+    assert max(updated) <= 1.1 * sum(updated) / members
 
 
 @pytest.mark.parametrize("layout", [TWO, THREE])
