@@ -164,7 +164,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     return StageMemory(
         weights=round(_weights(stage, parameters)),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + FLOAT32 * parameters * setup.error_copies * (setup.dp > 1),
+        + FLOAT32 * setup.error_copies * _summed(stage, parameters),
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,
@@ -192,6 +192,14 @@ def _weights(stage: _Stage, parameters: int) -> float:
         return max(total / setup.dp, end) + room
     trained = parameters * (FLOAT32 if setup.has_adapters else setup.dtype_bytes)
     return trained / setup.dp + max((total - trained) / setup.dp, end) + room
+
+
+def _summed(stage: _Stage, parameters: int) -> int:
+    """Return how many of a stage's ``parameters`` have gradients that several ranks sum."""
+    if stage.setup.dp > 1:
+        return parameters
+    is_shared = stage.tied > 0 and stage.setup.unfreeze_all
+    return is_shared * round(stage.setup.weight_sizes.embedding / stage.setup.dtype_bytes)
 
 
 def _updated(stage: _Stage, parameters: int) -> int:

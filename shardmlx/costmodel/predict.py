@@ -129,29 +129,38 @@ def _with_gathers(
 ) -> Seconds:
     """Return the times of a stage that gathers each layer, where replicas divide the weights.
 
-    A layer comes while the one before computes, the first while nothing does. In the backward pass
-    the gradients of a layer go to their owners on the same link.
+    A layer comes while the one before computes, the first while nothing does. A matrix at an end
+    stays until it is updated, unless the stage has another one. In the backward pass layers come
+    down to the lowest that computes then, and their gradients go to their owners on the same link.
     """
     mesh, tune, (start, stop) = plan.mesh, workload.fine_tune, ends
     if mesh.dp == 1 or not tune.divides_weights:
         return stage
-    sizes = workload.weight_sizes
+
+    def seconds(nbytes: float) -> float:
+        return _ring_seconds(cluster, plan, rank, nbytes)
+
+    sizes, shape = workload.weight_sizes, workload.shape
     layers = sizes.layers[start:stop]
-    total = sum(layers) + sizes.embedding * (start == 0)
-    total += workload.held_sizes.head * (stop == workload.shape.num_layers)
-    gather = _ring_seconds(cluster, plan, rank, total)
-    first = gather * max(layers) / total
-    forward = max(stage.forward, gather) + first
+    has_both = start == 0 and stop == shape.num_layers
+    at_ends = sizes.embedding * (start == 0)
+    if stop == shape.num_layers:
+        at_ends += (sizes if has_both else workload.held_sizes).head
+    gathered = at_ends
+    if shape.tied or not has_both:
+        gathered = at_ends / plan.microbatches if tune.unfreeze_all else 0.0
+    first = seconds(max(layers))
+    forward = max(stage.forward, seconds(sum(layers) + gathered)) + first
     backward = stage.input_gradient + stage.weight_gradient
     if not backward:
         return replace(stage, forward=forward)
-    trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
-    if not tune.is_full:
-        trained = 0.0
-    elif tune.unfreeze_all:
-        trained = total
+    lowest = start if stage.input_gradient else max(start, workload.first_trained)
+    trained = 0.0
+    if tune.is_full:
+        trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
+        trained += at_ends * tune.unfreeze_all
     gradients = workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32)
-    sent = gather + _ring_seconds(cluster, plan, rank, gradients)
+    sent = seconds(sum(sizes.layers[lowest:stop])) + seconds(gradients)
     backward = max(backward, sent) + first
     if stage.input_gradient:
         return Seconds(forward, backward, 0.0, stage.update)

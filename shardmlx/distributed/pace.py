@@ -72,9 +72,11 @@ def pace_of(group: Sequence[int], hosts: Sequence[str], between: Pace) -> Pace:
 def _seconds(transport: Transport, out: np.ndarray, into: np.ndarray) -> float:
     """Return how long it takes to send to the next rank while the one before sends."""
     rank, size = transport.rank, transport.size
+    before, after = (rank - 1) % size, (rank + 1) % size
+    who = f"{transport.name(rank)}, measuring links"
     start = time.monotonic()
-    received = transport.receive(into, (rank - 1) % size, SCATTER_TAG)
-    sent = transport.send(out, (rank + 1) % size, SCATTER_TAG)
-    transport.wait(received, lambda: "measuring links")
-    transport.wait(sent, lambda: "measuring links")
+    received = transport.receive(into, before, SCATTER_TAG)
+    sent = transport.send(out, after, SCATTER_TAG)
+    transport.wait(received, lambda: f"{who}, waiting for {transport.name(before)}")
+    transport.wait(sent, lambda: f"{who}, sending to {transport.name(after)}")
     return time.monotonic() - start

@@ -168,7 +168,7 @@ class Engine:
     def forget_gradients(self) -> None:
         """Drop the gradients of all stages of this rank: no update is made with them. All ranks
         must call it."""
-        self.reducer.forget_errors()
+        self.reducer.forget()
         for stage in self.stages.values():
             stage.gradients.clear()
 

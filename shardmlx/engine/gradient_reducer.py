@@ -194,8 +194,15 @@ class GradientReducer:
         """Return the ranks that sum a weight."""
         return self._holders if name in self._shared else self._replicas
 
-    def forget_errors(self) -> None:
-        """Forget what was rounded off of sums, of which one was not finite."""
+    def scale_errors(self, ratio: float) -> None:
+        """Go on with gradients that are ``ratio`` times those of which ``errors`` are."""
+        for name in self._errors:
+            self._errors[name] = self._errors[name] * ratio
+            mx.eval(self._errors[name])
+
+    def forget(self) -> None:
+        """Forget sums, of which one was not finite, and what was rounded off of them."""
+        self._own.clear()
         self._errors.clear()
 
     def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -18,12 +18,20 @@ that skips more than half of these learns nothing."""
 class Soundness:
     """The updates of a run, made or skipped on all ranks alike, and the weights that it trains.
 
-    A run that ``resumed`` has trained before.
+    A rank looks at the weights that it ``holds``. A run that ``resumed`` has trained before.
     """
 
-    def __init__(self, transport: Transport, stages: Sequence[Stage], *, resumed: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        stages: Sequence[Stage],
+        holds: Callable[[str], bool],
+        *,
+        resumed: bool,
+    ) -> None:
         self._transport = transport
         self._stages = stages
+        self._holds = holds
         self._made: deque[bool] = deque(maxlen=WINDOW)
         self.has_trained = resumed
         """True once there is anything to keep."""
@@ -51,7 +59,7 @@ class Soundness:
 
     def _nonfinite_weight(self) -> str | None:
         for stage in self._stages:
-            for name in stage.names:
+            for name in filter(self._holds, stage.names):
                 if not mx.isfinite(stage.part[name]).all().item():
                     where = self._transport.name(self._transport.rank)
                     return f"the weight {name} is not finite on {where}, stage {stage.index}"

@@ -103,7 +103,7 @@ class Trainer:
         self._checkpoints = Checkpoints(job, updater)
         self._loss_scale = LossScale.of(config.loss_scale, job.workload.dtype)
         resumed = job.resumption.found is not None
-        self._soundness = Soundness(job.transport, job.stages, resumed=resumed)
+        self._soundness = Soundness(job.transport, job.stages, shards.holds, resumed=resumed)
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._batches = self._open("train", loop=True)
@@ -187,8 +187,7 @@ class Trainer:
         self._report.restore(state["report"], state["ranks"])
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
-            if self._loss_scale.factor != state["loss_scale"][0]:
-                self._engine.reducer.forget_errors()  # they are of gradients that were scaled
+            self._rescale_from(state["loss_scale"][0])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
@@ -262,8 +261,15 @@ class Trainer:
             self._engine.recorder.span(Span.UPDATE, "optimizer"),
         ):
             updater.apply(scale)
+        factor = self._loss_scale.factor
         self._loss_scale.updated()
+        self._rescale_from(factor)
         self._soundness.count(made=True)
+
+    def _rescale_from(self, factor: float) -> None:
+        """Give what was rounded off of gradients of another loss scale the present one."""
+        if self._loss_scale.factor != factor:
+            self._engine.reducer.scale_errors(self._loss_scale.factor / factor)
 
     def _pass_over(self, step: int) -> None:
         """Forget the gradients, or end the run: a loss or a gradient is not finite."""

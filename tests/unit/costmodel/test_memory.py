@@ -193,6 +193,19 @@ def test_what_is_rounded_off_of_sums_is_as_large_as_gradients_and_kept_for_check
     assert copies == [4 * 4 * LAYER, 2 * 4 * 4 * LAYER]
 
 
+def test_stages_at_both_ends_keep_what_is_rounded_off_of_a_tied_matrix() -> None:
+    tied = ModelShape.from_config({**CONFIG, "tie_word_embeddings": True})
+
+    def kept(start: int, stop: int) -> int:
+        full = setup(tied, fine_tune_type="full", unfreeze_all=True)
+        with_errors = replace(full, error_copies=2)
+        of_both = [stage_memory(each, start, stop).optimizer for each in (full, with_errors)]
+        return of_both[1] - of_both[0]
+
+    matrix = 2 * 4 * tied.embedding_parameters()
+    assert [kept(0, 2), kept(1, 3), kept(2, 4), kept(0, 4)] == [matrix, 0, matrix, 0]
+
+
 def test_layers_below_the_first_trained_one_hold_nothing() -> None:
     partly = setup(first_trained_layer=2)
     below, across, above = (stage_memory(partly, *ends) for ends in ((0, 2), (1, 3), (2, 4)))

@@ -11,6 +11,7 @@ import pytest
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.gradient_reducer import GradientReducer
 from tests.helpers.checkpoints import Tensors, as_bytes
 from tests.helpers.models_and_batches import (
     Gradients,
@@ -62,6 +63,26 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
         largest = np.abs(total).max()
         assert largest > 0
         assert np.abs(after[name] - total).max() <= 1e-6 * largest
+
+
+def test_it_follows_the_scale_of_the_loss() -> None:
+    """As if gradients had been twice as large before."""
+    batch = random_batch(4)
+    plan = BEFORE.plan(LAYERS, 2)
+    models = [tiny_model(tied=True, layers=LAYERS) for _ in range(BEFORE.ranks)]
+
+    def errors(transport: LocalTransport, scale: float) -> GradientReducer:
+        stages = stages_of(transport, plan, models[transport.rank])
+        engine = Engine(plan, transport, stages, sum_dtype="int8")
+        engine.train_step(split(batch, 2, engine.replica, 1), scale=scale / batch.valid_tokens)
+        return engine.reducer
+
+    def work(transport: LocalTransport) -> None:
+        once, twice = errors(transport, 1.0), errors(transport, 2.0)
+        once.scale_errors(2.0)
+        assert as_bytes(once.errors()) == as_bytes(twice.errors())
+
+    LocalNetwork(BEFORE.ranks).run(work)
 
 
 def totals(parts: Sequence[Mapping[str, mx.array]]) -> Gradients:

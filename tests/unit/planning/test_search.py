@@ -364,8 +364,23 @@ def test_replicas_divide_the_weights_where_that_is_faster_than_a_pipeline(model:
     forced = choose(work(model), macs(*TIGHT, link=0.1e9), asked)
     assert forced.candidate.divides_weights
     seconds = forced.prediction.step_seconds
-    gathered = 2 * work(model).shape.parameters() / 2 / 0.1e9  # by each, before F and before B
-    assert seconds == pytest.approx(2 * gathered, rel=0.05)
+    sizes = work(model).weight_sizes
+    backward = sum(sizes.layers)  # the lm_head is still there, the embedding is not needed
+    gathered = backward + sizes.embedding + sizes.head + backward
+    assert seconds == pytest.approx(gathered / 2 / 0.1e9, rel=0.05)  # each sends its half
+
+
+@pytest.mark.parametrize(("num_layers", "lowest"), [(16, 16), (-1, 0)])
+def test_weights_are_gathered_down_to_the_lowest_layer_that_is_trained(
+    model: Path, num_layers: int, lowest: int
+) -> None:
+    workload = work(model, zero=3, num_layers=num_layers)
+    way = Candidate(Mesh(2, 1), "1f1b", 1, 2, 2, "none", divides_weights=True)
+    plan = plan_of(way, StageMap(Partition.from_sizes([32]), (0,)), workload)
+    sizes = workload.weight_sizes
+    gathered = sum(sizes.layers) + sizes.embedding + sizes.head + sum(sizes.layers[lowest:])
+    seconds = predict(plan, workload, macs(*TIGHT, link=0.1e9), 1024).step_seconds
+    assert seconds == pytest.approx(gathered / 2 / 0.1e9, rel=0.05)
 
 
 def test_nobody_divides_weights_of_which_each_machine_holds_all(model: Path) -> None:

@@ -1,0 +1,31 @@
+"""Whether what was trained is worth keeping."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from shardmlx.training.soundness import Soundness
+
+OF_RANK = ("mine.0", "mine.1")
+
+
+@pytest.mark.parametrize("broken", OF_RANK)
+def test_each_rank_looks_at_its_own_weights(broken: str) -> None:
+    """In the place of what others own a rank has a room, in which another weight may be."""
+
+    def work(transport: LocalTransport) -> str | None:
+        mine = OF_RANK[transport.rank]
+        value = math.nan if broken == mine else 1.0
+        part = dict.fromkeys(OF_RANK, mx.array(value))
+        stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
+        return Soundness(transport, [stage], mine.__eq__, resumed=False).fault()
+
+    faults = LocalNetwork(2).run(work)
+    assert len(set(faults)) == 1
+    assert str(faults[0]).startswith(f"the weight {broken} is not finite on ")
