@@ -17,7 +17,7 @@ All replicas use the same layers in the same order, and so start the same exchan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ import mlx.core as mx
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import in_a_row, new_buffer
 from shardmlx.distributed.sums import Sums
+from shardmlx.engine.owners import owners
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.models.slice import Slice
 
@@ -152,26 +153,3 @@ def _places(parts: Sequence[Slice]) -> dict[str, Place]:
                     )
                     taken.add(places[name])
     return places
-
-
-def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
-    """Divide weights of so many elements, or bytes, among ``members``, in nearly equal parts.
-
-    Weights that stand together go to all in the same proportion, so that all links are busy while
-    a few layers are summed or gathered. Only the few that are large by themselves come first.
-    """
-    share = sum(sizes.values()) / members
-    quota = [share] * members
-    found: dict[str, int] = {}
-    large = sorted((n for n in sizes if sizes[n] > share / 4), key=lambda n: -sizes[n])
-    for name in large:
-        found[name] = max(range(members), key=lambda member: quota[member])
-        quota[found[name]] -= sizes[name]
-    taken = [0.0] * members
-    room = [max(each, 1.0) for each in quota]
-    for name, size in sizes.items():
-        if name not in found:
-            member = min(range(members), key=lambda each: (taken[each] + size) / room[each])
-            found[name] = member
-            taken[member] += size
-    return found

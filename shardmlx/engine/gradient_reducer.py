@@ -22,11 +22,11 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.exchanges import Exchange
-from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sum_parts import parts_by_speed
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
+from shardmlx.engine.rounding_errors import RoundingErrors
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
@@ -46,7 +46,10 @@ MOST_UNEVEN = 1.25
 
 
 class GradientReducer:
-    """The sums that one rank takes part in, for its own stages. Methods are collective."""
+    """The sums that one rank takes part in, for its own stages. Methods are collective.
+
+    ``errors`` are what a wire format has rounded off of its gradients.
+    """
 
     def __init__(
         self,
@@ -60,8 +63,6 @@ class GradientReducer:
         keeps_errors: bool = False,
     ) -> None:
         self._transport = transport
-        self._keeps_errors = keeps_errors
-        self._errors: dict[str, mx.array] = {}
         self._links = links
         self._sums = sums
         self._shards = shards
@@ -71,10 +72,12 @@ class GradientReducer:
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
         self._holders = tuple(sorted(rank for end in ends for rank in plan.mesh.replicas_of(end)))
         self._stages = stages
-        self._trained = {name for stage in stages for name in stage.names}
         self._shared = sorted(
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
         )
+        groups = {name: self._replicas for stage in stages for name in stage.names}
+        groups |= dict.fromkeys(self._shared, self._holders)
+        self.errors = RoundingErrors(transport.rank, groups if keeps_errors else {})
         self._held: list[_Bucket] = []
         self._started: list[tuple[Exchange, Sequence[_Bucket]]] = []
         self._own: dict[tuple[Stage, str], mx.array] = {}
@@ -110,7 +113,7 @@ class GradientReducer:
         for name in names:
             del stage.gradients[name]  # the bucket holds it now: it exists once
         sizes = {name: stage.part[name].size for name in names}
-        errors = self._take_errors(sizes)
+        errors = self.errors.take(sizes)
         if not self._shards.divides:
             speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
             bucket = _Bucket(stage, sizes, parts_by_speed(total.size, speeds), total, errors)
@@ -143,67 +146,10 @@ class GradientReducer:
             self._started.append((started, tuple(self._held)))
             self._held.clear()
 
-    def _take_errors(self, sizes: Mapping[str, int]) -> mx.array | None:
-        """Return what was rounded off of weights of these ``sizes``, for a sum to change; zeros at
-        first. It is a copy: a checkpoint may still refer to what was there."""
-        if not self._keeps_errors:
-            return None
-        errors = new_buffer((sum(sizes.values()),), mx.float32)
-        buffer, start = buffer_of(errors), 0
-        for name, size in sizes.items():
-            stop = start + errors.itemsize * size
-            if name in self._errors:
-                buffer[start:stop] = buffer_of(self._errors.pop(name))
-            start = stop
-        return errors
-
-    def _keep_errors(self, sizes: Mapping[str, int], errors: mx.array | None) -> None:
-        """Keep what a sum has left of ``errors``."""
-        if errors is not None:
-            ends = accumulate(sizes.values(), initial=0)
-            kept = [errors[start:stop] for start, stop in pairwise(ends)]
-            mx.eval(kept)
-            self._errors.update(zip(sizes, kept, strict=True))
-
-    def errors(self) -> dict[str, mx.array]:
-        """Return what this rank has rounded off, as ``WEIGHT.MEMBER``: its place among those that
-        sum the weight. These arrays do not change."""
-        return {
-            f"{name}.{self._group(name).index(self._transport.rank)}": error
-            for name, error in self._errors.items()
-        }
-
-    def takes(self, key: str) -> bool:
-        """Tell whether this rank is to add, to its next sum, what ``errors`` has returned as
-        ``key``. Where fewer ranks go on, some take those of several: nothing is lost."""
-        name, _, member = key.rpartition(".")
-        if not self._keeps_errors or name not in self._trained:
-            return False
-        group = self._group(name)
-        return len(group) > 1 and group[int(member) % len(group)] == self._transport.rank
-
-    def restore_error(self, key: str, error: mx.array) -> None:
-        """Add what ``errors`` has returned as ``key`` to the next sum."""
-        name = key.rpartition(".")[0]
-        if name in self._errors:
-            error = self._errors[name] + error
-            mx.eval(error)
-        self._errors[name] = error
-
-    def _group(self, name: str) -> Sequence[int]:
-        """Return the ranks that sum a weight."""
-        return self._holders if name in self._shared else self._replicas
-
-    def scale_errors(self, ratio: float) -> None:
-        """Go on with gradients that are ``ratio`` times those of which ``errors`` are."""
-        for name in self._errors:
-            self._errors[name] = self._errors[name] * ratio
-            mx.eval(self._errors[name])
-
     def forget(self) -> None:
         """Forget sums, of which one was not finite, and what was rounded off of them."""
         self._own.clear()
-        self._errors.clear()
+        self.errors.forget()
 
     def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:
         """Wait for all sums. Where the step ``ends_update``, ``stage.gradients`` then hold those of
@@ -222,7 +168,7 @@ class GradientReducer:
         for started, buckets in self._started:
             self._sums.wait(started, what)
             for bucket in buckets:
-                self._keep_errors(bucket.sizes, bucket.errors)
+                self.errors.keep(bucket.sizes, bucket.errors)
                 self._keep(bucket)
         self._started.clear()
 
@@ -257,9 +203,9 @@ class GradientReducer:
             shape, total = total.shape, mx.contiguous(total.reshape(-1))
             mx.eval(total)
             sizes = {name: total.size}
-            errors = self._take_errors(sizes)
+            errors = self.errors.take(sizes)
             self._sums.wait(self._sums.all_reduce(total, self._holders, None, errors), what)
-            self._keep_errors(sizes, errors)
+            self.errors.keep(sizes, errors)
             for stage in holders:
                 stage.gradients[name] = total.reshape(shape)
                 if not self._shards.is_mine(name):

@@ -19,7 +19,8 @@ from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import in_a_row, new_buffer
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.divided_weights import DividedWeights, owners
+from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.owners import owners
 from shardmlx.engine.stage import Stage
 
 

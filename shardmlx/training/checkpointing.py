@@ -128,7 +128,7 @@ class Checkpoints:
         self._point = point
         if self._writer is not None:
             # Sums may change what is rounded off before ``save``, and while that writes.
-            self._errors = self._job.engine.reducer.errors()
+            self._errors = self._job.engine.reducer.errors.state()
 
     def save(self) -> int | None:
         """Begin to save the last update unless that is done; return the step that is saved then.
@@ -259,8 +259,8 @@ def _restore(
     ):
         state[name] = array
     updater.restore(state)
-    for key, error in reader.read(ERRORS, reducer.takes):
-        reducer.restore_error(key, error)
+    for key, error in reader.read(ERRORS, reducer.errors.takes):
+        reducer.errors.restore(key, error)
 
 
 def _layout(plan: Plan) -> dict[str, Any]:

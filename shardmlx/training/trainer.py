@@ -269,7 +269,7 @@ class Trainer:
     def _rescale_from(self, factor: float) -> None:
         """Give what was rounded off of gradients of another loss scale the present one."""
         if self._loss_scale.factor != factor:
-            self._engine.reducer.scale_errors(self._loss_scale.factor / factor)
+            self._engine.reducer.errors.scale(self._loss_scale.factor / factor)
 
     def _pass_over(self, step: int) -> None:
         """Forget the gradients, or end the run: a loss or a gradient is not finite."""

@@ -39,7 +39,7 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
     def begin(transport: LocalTransport) -> Tensors:
         engine = engine_of(transport, BEFORE)
         engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
-        return engine.reducer.errors()
+        return engine.reducer.errors.state()
 
     parts = LocalNetwork(BEFORE.ranks).run(begin)
     saved = {key: error for part in parts for key, error in part.items()}
@@ -47,9 +47,9 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
 
     def go_on(transport: LocalTransport) -> Tensors:
         reducer = engine_of(transport, layout).reducer
-        for key in filter(reducer.takes, saved):
-            reducer.restore_error(key, saved[key])
-        return reducer.errors()
+        for key in filter(reducer.errors.takes, saved):
+            reducer.errors.restore(key, saved[key])
+        return reducer.errors.state()
 
     taken = LocalNetwork(layout.ranks).run(go_on)
     if layout == BEFORE:
@@ -79,8 +79,8 @@ def test_it_follows_the_scale_of_the_loss() -> None:
 
     def work(transport: LocalTransport) -> None:
         once, twice = errors(transport, 1.0), errors(transport, 2.0)
-        once.scale_errors(2.0)
-        assert as_bytes(once.errors()) == as_bytes(twice.errors())
+        once.errors.scale(2.0)
+        assert as_bytes(once.errors.state()) == as_bytes(twice.errors.state())
 
     LocalNetwork(BEFORE.ranks).run(work)
 
