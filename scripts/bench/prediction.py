@@ -82,7 +82,7 @@ WORKS = [
 ]
 
 PEAKS = [
-    Work("wide", tune, length, 4, 1, vocabulary, again)
+    Work("wide", tune, length, 4, 1, vocabulary, again, "128")
     for length, vocabulary, tune, again in product(
         (512, 2048, 4096), (1024, 49152), ("lora", "full"), RECOMPUTE
     )
