@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from pathlib import Path
     from types import ModuleType
@@ -122,6 +122,13 @@ def calls(module: Any, name: str) -> bool:
     """Tell whether a module's ``__call__`` is a function that uses the global ``name``."""
     code = getattr(type(module).__call__, "__code__", None)
     return code is not None and name in code.co_names
+
+
+def uses_only(module: Any, names: Collection[str]) -> bool:
+    """Tell whether a module's ``__call__`` uses these attributes and globals and no others, nor any
+    constant: then no number but its argument goes through them."""
+    code = getattr(type(module).__call__, "__code__", None)
+    return code is not None and {*code.co_names} == {*names} and {*code.co_consts} <= {None}
 
 
 def rebind(module: Any, name: str, function: Callable[..., mx.array]) -> None:

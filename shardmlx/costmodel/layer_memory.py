@@ -56,7 +56,7 @@ class LayerMemory(NamedTuple):
 
     ``forward`` and ``backward`` are the worst moments of F, and of I or W; ``forward_sizes`` and
     ``backward_sizes`` the bytes of one array of each kind then. What the stage adds is 0 in these:
-    logits, and gradients where W comes along.
+    logits, and gradients and products where W comes along.
     """
 
     parameters: int
@@ -182,6 +182,18 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
     return 1 if is_ours else layer.activation.kept
 
 
+PRODUCT = "product of mlp"
+"""What goes into the last matrix of an MLP."""
+
+
+def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
+    """Tell whether I or W computes that again, as ``models.recompute`` does for a gated MLP."""
+    if setup.has_adapters or not setup.is_selective or not layer.activation.is_swiglu:
+        return False
+    gated = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    return gated <= {name for name, _ in layer.linears}
+
+
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield what trained linear layers keep for the gradients of their weights or adapters."""
     tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
@@ -202,7 +214,9 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     if setup.is_selective:
         outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - {*sources})
         yield Array("outputs of recomputed norms", Alive.F_TO_I, outputs_of_norms, size)
-    yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs, itemsize)
+    product = tokens * sources[PRODUCT] if _recomputes_product(setup, layer) else 0
+    yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs - product, itemsize)
+    yield Array("recomputed product of the MLP", Alive.I_TO_W, product, itemsize)
     yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)
     if setup.dropout:
         yield Array("dropout masks", Alive.F_TO_I, each_input, size)
@@ -242,6 +256,7 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
     if setup.is_selective:
         computed = layer.activation.is_swiglu  # others are kept
         other.append(SELECTIVE_MOMENT if computed else SELECTIVE_MOMENT._replace(mlp=0))
+        other.append(Counts(products=_recomputes_product(setup, layer)))
     if setup.attention_piece is not None and unlike is None:
         pieces = IN_PIECES[_in_pieces(setup, trains)]
         other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)

@@ -288,7 +288,9 @@ def _passing(stage: _Stage, held: int) -> tuple[float, float]:
         sizes = layer.forward_sizes._replace(logits=logits)
         forward += [moment.nbytes(sizes) for moment in layer.forward]
         sizes = layer.backward_sizes._replace(
-            logits=logits, gradients=FLOAT32 * layer.parameters * with_weights
+            logits=logits,
+            gradients=FLOAT32 * layer.parameters * with_weights,
+            products=layer.backward_sizes.mlp * with_weights,
         )
         again = layer.after_forward if setup.grad_checkpoint else 0
         backward += [again + moment.nbytes(sizes) for moment in layer.backward]

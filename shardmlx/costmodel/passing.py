@@ -30,6 +30,8 @@ class Counts(NamedTuple):
     """Outputs of all the experts that a token passes through, before they are added up."""
     mlp: float = 0.0
     """Gate, up, what is between them and their product, and the gradients of these."""
+    products: float = 0.0
+    """That product, computed again, where W comes along."""
     queries: float = 0.0
     keys: float = 0.0
     """Keys and values."""

@@ -68,6 +68,7 @@ CASES = [
         for recompute in RECOMPUTE
         for ends in ((1, 3), (2, 4))
     ),
+    Case("full", 0, 2, length=256, pieces=32, recompute=SELECTIVE),
     Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,)),
     Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,), recompute=SELECTIVE),
     *(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.config.specs import FULL, NONE
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
+from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.costmodel.memory import rank_peak
+from shardmlx.models.recompute import RecomputedMLP
+from shardmlx.models.slice import Slice
 from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.family_configs import CONFIGS
-from tests.helpers.stage_memory import MICRO_BATCHES, FamilyCase, measure
+from tests.helpers.stage_memory import LAYERS, MICRO_BATCHES, FamilyCase, measure, weight_sizes
 
 WITHIN = 0.05
 """Part by which what is held between two actions may differ."""
@@ -45,3 +48,16 @@ def test_a_stage_holds_and_passes_what_is_predicted(case: FamilyCase) -> None:
         if measured.peak >= (1 - BELOW) * peak:
             return
     pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_plan_knows_whose_mlp_computes_its_product_again(family: str) -> None:
+    case = FamilyCase("full", 0, LAYERS, family=family, recompute=SELECTIVE)
+    model = case.model()
+    _, setup = case.predicted(weight_sizes(model))
+    Slice(model, 0, LAYERS).recompute_selectively()
+    for layer, kind in zip(model.layers, setup.shape.pattern, strict=True):
+        arrays = layer_arrays(setup, setup.shape.kinds[kind])
+        (product,) = (each for each in arrays if each.name == "recomputed product of the MLP")
+        recomputes = isinstance(layer.get("mlp"), RecomputedMLP)
+        assert recomputes == (product.nbytes > 0)

@@ -171,6 +171,20 @@ def test_neither_packing_nor_pieces_nor_selective_recomputation_change_them(fami
 
 
 @families
+def test_nor_does_selective_recomputation_where_all_is_trained(family: str) -> None:
+    _, expected = reference(family, "full")
+    (_,), gradients = through_stages(
+        model_of.__wrapped__(family, "full"),
+        CUTS[1],
+        [BATCH],
+        scale=1 / BATCH.valid_tokens,
+        savings=Savings(recompute="selective"),
+    )
+    assert set(gradients) == set(expected)
+    assert largest_difference(gradients, expected)[0] <= 2e-5
+
+
+@families
 def test_nor_do_layers_that_are_computed_again(family: str) -> None:
     _, expected = reference(family, "lora")
     _, gradients = through_stages(
