@@ -17,7 +17,7 @@ from shardmlx.compat import uses_only
 from shardmlx.models.activations import sigmoid, swiglu_gradients, use_swiglu
 
 MLP_NAMES = ("gate_proj", "up_proj", "swiglu", "down_proj")
-"""What mlx-lm's gated MLP uses: ``down_proj(swiglu(gate_proj(x), up_proj(x)))``."""
+"""Names that mlx-lm's gated MLP uses: ``down_proj(swiglu(gate_proj(x), up_proj(x)))``."""
 
 
 def recompute_selectively(layer: nn.Module) -> None:

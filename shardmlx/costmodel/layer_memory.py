@@ -183,7 +183,7 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
 
 
 PRODUCT = "product of mlp"
-"""What goes into the last matrix of an MLP."""
+"""Source of the last matrix of an MLP."""
 
 
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:

@@ -31,7 +31,7 @@ class Counts(NamedTuple):
     mlp: float = 0.0
     """Gate, up, what is between them and their product, and the gradients of these."""
     products: float = 0.0
-    """That product, computed again, where W comes along."""
+    """Products of an MLP that are computed again, where W comes along."""
     queries: float = 0.0
     keys: float = 0.0
     """Keys and values."""
