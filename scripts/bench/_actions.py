@@ -41,6 +41,7 @@ class Idle:
         self.names: tuple[str, ...] = ()
         self.gradients: dict[str, mx.array] = {}
         self.is_trained = True
+        self.reduces_each = False
         self.needs_input_gradient = index > 0
         shape = () if self.part.is_last else (1, 1, WIDTH)
         self._out = new_buffer(shape, mx.float32)

@@ -158,7 +158,7 @@ def mpirun(ranks: int, *arguments: object, bind: str = "none") -> list[str]:
     return [command, *options, sys.executable, *map(str, arguments)]
 
 
-def environment(threads: int = 1, **more: str) -> dict[str, str]:
+def environment(threads: int = 1) -> dict[str, str]:
     """Return the environment of a program: this tree, and so many BLAS threads a process."""
     count = str(threads)
     return {
@@ -166,19 +166,24 @@ def environment(threads: int = 1, **more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OPENBLAS_NUM_THREADS": count,
         "OMP_NUM_THREADS": count,
-        **more,
     }
 
 
-def run(command: Sequence[str], **more: str) -> str:
-    """Run a program that must succeed, and return what it prints; ``more`` is its environment."""
+def run(
+    command: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    *,
+    timeout: float | None = None,
+) -> str:
+    """Run a program that must succeed, with more ``variables``, and return what it prints."""
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **environment(), **more},
+        env={**os.environ, **environment(), **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=timeout,
         check=False,
     )
     if done.returncode:

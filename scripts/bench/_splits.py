@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.specs import NONE, RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.predict import Prediction, predict
@@ -38,7 +38,7 @@ class Splits:
     def _way(self, schedule: str, virtual: int) -> Candidate:
         mesh = Mesh(1, self.cluster.size)
         rows, micro_batch_size = divide_batch(self.workload.batch, mesh)
-        return Candidate(mesh, schedule, virtual, rows, micro_batch_size, False)
+        return Candidate(mesh, schedule, virtual, rows, micro_batch_size, NONE)
 
     def balanced(self, schedule: str) -> tuple[int, ...]:
         """Return the layers of each stage as ``--partitioner balanced`` divides them."""

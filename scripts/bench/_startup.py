@@ -84,15 +84,15 @@ class Observed:
         self.reached("options")
         from shardmlx.loading.transfer import Weights
         from shardmlx.training import trainer
+        from shardmlx.training.report import TrainingReport
+        from shardmlx.training.setup import prepare_training
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
             patch(target, self.timed(name, resolve_name(target))).start()
         patch.object(Weights, "load", self._loading(Weights.load)).start()
-        patch.object(trainer, "prepare_training", self._preparing(trainer.prepare_training)).start()
-        patch.object(
-            trainer.TrainingReport, "step", self._step(trainer.TrainingReport.step)
-        ).start()
+        patch.object(trainer, "prepare_training", self._preparing(prepare_training)).start()
+        patch.object(TrainingReport, "step", self._step(TrainingReport.step)).start()
         self.reached("imports")
 
         def run(*given: Any) -> None:

@@ -31,7 +31,7 @@ def over_mpi(size: int, buckets: int, rounds: int) -> Any:
     import mlx.core as mx
     import numpy as np
 
-    from shardmlx.distributed.messages import new_buffer
+    from shardmlx.distributed.messages import buffer_of, new_buffer
     from shardmlx.distributed.mpi import MPITransport
     from shardmlx.distributed.sums import Sums
     from shardmlx.engine.buffers import SUM_BUFFER_BYTES
@@ -48,7 +48,7 @@ def over_mpi(size: int, buckets: int, rounds: int) -> Any:
             sums.wait(exchange, lambda: "summing")
 
     def theirs() -> None:
-        flat = [np.frombuffer(memoryview(array), np.float32) for array in arrays]
+        flat = [np.frombuffer(buffer_of(array), np.float32) for array in arrays]
         requests = [
             MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, [each, MPI.FLOAT], MPI.SUM) for each in flat
         ]

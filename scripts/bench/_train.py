@@ -8,13 +8,13 @@ summary; other ranks answer nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from _training import events_of
 from _turns import Turns
 
 from shardmlx.common.environment import launched_rank
@@ -30,8 +30,7 @@ def main() -> int:
     def last(name: str) -> Any:
         if launched_rank() != 0:
             return None
-        events = map(json.loads, metrics.read_text().splitlines())
-        return [event for event in events if event["event"] == name][-1]
+        return [event for event in events_of(metrics) if event["event"] == name][-1]
 
     def load() -> Callable[..., None]:
         from shardmlx.training import trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def training(
 def path_of(directory: Path, name: str) -> Path:
     """Return the directory for the files of a contender."""
     return directory / name.replace(" ", "-").replace("/", "-")
+
+
+def events_of(metrics: Path) -> list[dict[str, Any]]:
+    """Return what a run has told in its metrics file."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def step_seconds(answers: Sequence[Any]) -> float:

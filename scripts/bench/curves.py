@@ -12,7 +12,6 @@ Two and a half hours of CPU time, most of it for 16-bit matrix products, which a
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from _compare import Table, machine, mpirun, parser_of, publish, run
 from _models import PIRATE, SMOLLM2, check_prepared
-from _training import as_flags, path_of
+from _training import as_flags, events_of, path_of
 
 LENGTH = 32
 LAST = 20
@@ -37,7 +36,7 @@ class Kind:
     rows: int = 1
 
 
-ONE, TWO, TWO_REPLICAS = "float32", "float32, two rows", "float32, two replicas"
+ONE, TWO = "float32", "float32, two rows"
 
 KINDS = {
     ONE: Kind({"dtype": "float32"}),
@@ -50,7 +49,7 @@ KINDS = {
         {"dtype": "float16", "master_weights": True, "loss_scale": "none"}
     ),
     TWO: Kind({"dtype": "float32"}, rows=2),
-    TWO_REPLICAS: Kind({"dtype": "float32"}, ranks=2, rows=2),
+    "float32, two replicas": Kind({"dtype": "float32"}, ranks=2, rows=2),
     "--sum-dtype bfloat16": Kind({"dtype": "float32", "sum_dtype": "bfloat16"}, ranks=2, rows=2),
     "--sum-dtype int8": Kind({"dtype": "float32", "sum_dtype": "int8"}, ranks=2, rows=2),
 }
@@ -80,7 +79,7 @@ def curve_of(name: str, kind: Kind, steps: int, directory: Path) -> Curve:
         "adapter_path": own, "metrics_file": metrics,
     }  # fmt: skip
     run(mpirun(kind.ranks, "-m", "shardmlx.train", *as_flags({**flags, **kind.flags})))
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    events = events_of(metrics)
     losses = {
         what: [event["loss"] for event in events if event["event"] == what]
         for what in ("train", "val")

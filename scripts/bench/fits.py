@@ -198,13 +198,13 @@ def main() -> None:
     )
     parser.add_argument("--lengths", action="store_true", help="the longest sequence that fits")
     parser.add_argument("--large", action="store_true", help="the largest models")
-    models, every, show = MODELS, MACS, cell
     options = parser.parse_args()
     if options.large:
         print_large()
         return
-    if options.lengths:
-        models, every, show = LONG_MODELS, LONG_MACS, long_cell
+    models, every, show = (
+        (LONG_MODELS, LONG_MACS, long_cell) if options.lengths else (MODELS, MACS, cell)
+    )
     print("| model | |", " | ".join(f"{count} x {size} GB" for count, size in every), "|")
     print("|---" * (len(every) + 2) + "|")
     for name, config in models.items():

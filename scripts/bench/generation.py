@@ -178,9 +178,11 @@ def as_qwen2(source: Path) -> Path:
         return target
     target.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text())
-    weights = {}
+    weights: dict[str, mx.array] = {}
     for path in sorted(source.glob("*.safetensors")):
-        weights |= mx.load(str(path))
+        loaded = mx.load(str(path))
+        assert isinstance(loaded, dict), "safetensors hold named arrays"
+        weights |= loaded
     for name in list(weights):
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             bias = name.removesuffix("weight") + "bias"
@@ -210,8 +212,8 @@ def ring(ranks: int, directory: str) -> list[dict[str, str]]:
 
 
 def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contender]:
-    own = [Path(__file__).resolve(), "--model", as_qwen2(options.model)]
-    own += ["--chunk", options.chunk]
+    model = as_qwen2(options.model)
+    own = [str(Path(__file__).resolve()), "--model", str(model), "--chunk", options.chunk]
     if options.sizes:
         own += ["--sizes", options.sizes]
     ranks = options.ranks
@@ -221,7 +223,7 @@ def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contende
         THEIRS,
         [[*plain, "ring"]] * ranks,
         ranks=ranks,
-        environments=[environment(**each) for each in ring(ranks, directory)],
+        environments=[{**environment(), **each} for each in ring(ranks, directory)],
     )
     yield Contender(OURS, [mpirun(ranks, *own, "--as", "stages")], environments=[environment()])
 

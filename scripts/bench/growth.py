@@ -25,7 +25,7 @@ from typing import Any
 from _compare import Table, machine, mpirun, parser_of, publish, run
 from _models import WIDE, check_prepared, make_long_rows, make_wide, of_width
 from _splits import Splits, write_split
-from _training import as_flags
+from _training import as_flags, events_of
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
@@ -132,7 +132,7 @@ class Laboratory:
             "stage_map": write_split("1f1b", sizes, case.ranks, self._directory / "map.yaml"),
         }  # fmt: skip
         run(mpirun(case.ranks, "-m", "shardmlx.train", *as_flags(flags)))
-        events = list(map(json.loads, metrics.read_text().splitlines()))
+        events = events_of(metrics)
         # Without the warm-up the fastest: whatever disturbs a machine makes it slower.
         reports = [event for event in events if event["event"] == "train"][1:]
         fastest = min(reports, key=lambda event: float(event["step_seconds"]))

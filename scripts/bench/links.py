@@ -14,16 +14,14 @@ A quarter of an hour on two cores.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from _compare import ROOT, Table, machine, parser_of, publish
+from _compare import ROOT, Table, machine, parser_of, publish, run
 from _models import check_prepared, make_long_rows, make_wide
-from _training import as_flags
+from _training import as_flags, events_of
 from sums import bytes_a_second
 
 sys.path.insert(0, str(ROOT))
@@ -55,18 +53,14 @@ TRAINING = {
     "recompute": "none", "attention_chunk": "off", "loss_chunk": "off",
 }  # fmt: skip
 
-
 PINNED = ("sh", "-c", 'exec taskset --cpu-list "$OMPI_COMM_WORLD_RANK" "$0" "$@"')
 """A core for each host: else the kernel moves processes between those of this machine."""
 
 
-def run(lab: Lab, *arguments: object) -> None:
+def run_on_both(lab: Lab, *arguments: object) -> None:
     command = lab.mpirun(2, "-m", *map(str, arguments))
     program = command.index(sys.executable)
-    command[program:program] = PINNED
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    if done.returncode:
-        raise SystemExit(f"{command}\n{done.stdout}\n{done.stderr}")
+    run([*command[:program], *PINNED, *command[program:]], timeout=500)
 
 
 def prepare(lab: Lab, rate: str) -> None:
@@ -78,7 +72,7 @@ def prepare(lab: Lab, rate: str) -> None:
         make_wide(lab.home(host) / "model")
         make_long_rows(lab.home(host) / "data")
     measured = {"output": "profile.json", "rows": ROWS, "lengths": f"{LENGTH // 2},{LENGTH}"}
-    run(lab, "shardmlx.profile", "model", *as_flags({**TRAINING, **measured}))
+    run_on_both(lab, "shardmlx.profile", "model", *as_flags({**TRAINING, **measured}))
 
 
 def measure(lab: Lab, kind: str, steps: int) -> dict[str, Any]:
@@ -90,8 +84,8 @@ def measure(lab: Lab, kind: str, steps: int) -> dict[str, Any]:
         "steps_per_report": 1, "val_batches": 0, "adapter_path": "out",
         "metrics_file": metrics.name,
     }  # fmt: skip
-    run(lab, "shardmlx.train", *as_flags({**TRAINING, **KINDS[kind], **more}))
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    run_on_both(lab, "shardmlx.train", *as_flags({**TRAINING, **KINDS[kind], **more}))
+    events = events_of(metrics)
     summary = events[-1]
     return {
         "seconds": [each["step_seconds"] for each in events if each["event"] == "train"][1:],

@@ -23,7 +23,6 @@ there, and then that counts as memory of all the others.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -47,7 +46,7 @@ from _compare import (
     verdict,
 )
 from _models import PIRATE, SMOLLM2, check_prepared, make_long_rows, make_wide
-from _training import as_flags, path_of, training
+from _training import as_flags, events_of, path_of, training
 from _turns import Contender, warmed_up
 
 HERE = Path(__file__).resolve().parent
@@ -317,7 +316,7 @@ def trained(command: list[str], nbytes: int | None, metrics: Path) -> dict[str, 
         cgroup.rmdir()
     said = [line for line in done.stderr.splitlines() if line.startswith("shardmlx: error")]
     if done.returncode == 0:
-        reports = [json.loads(line) for line in metrics.read_text().splitlines()]
+        reports = events_of(metrics)
         steps = [each for each in reports if each["event"] == "train"]
         peaks = [each["process_peak_bytes"] // MIB for each in reports[-1]["ranks"]]
         said = [

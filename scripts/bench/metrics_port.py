@@ -63,7 +63,7 @@ def report(step: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def cpu_seconds(work: Callable[[], None], count: int) -> float:
+def cpu_seconds(work: Callable[[], object], count: int) -> float:
     """Return the CPU seconds of this process, all threads together, for one of ``count`` calls."""
     start = time.process_time()
     for _ in range(count):

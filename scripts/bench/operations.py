@@ -12,7 +12,7 @@ a minute on one core.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from _compare import Spread, Table, by_turns, environment, machine, parser_of, pinned, publish
@@ -44,7 +44,7 @@ def main() -> None:
     publish(options, facts, [table], {"turns": turns})
 
 
-def operations(turns: dict[str, list[Sequence[dict[str, float]]]], length: int) -> Table:
+def operations(turns: Mapping[str, Sequence[Sequence[dict[str, float]]]], length: int) -> Table:
     """Return milliseconds by operation, and how many times torch's they are."""
     first = turns["torch"][0][0]
     lines = []

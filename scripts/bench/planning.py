@@ -10,6 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shardmlx.common.formatting import columns
 from shardmlx.partitioners import LayerCosts, Problem, hetero
@@ -59,12 +60,12 @@ def divide(kinds: int) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     lines = [
-        (f"{name}, {STAGES} stages x {MICROBATCHES} micro-batches", seconds(lambda n=name: plan(n)))
+        (f"{name}, {STAGES} stages x {MICROBATCHES} micro-batches", seconds(partial(plan, name)))
         for name in SCHEDULES
     ]
     for kinds in (MACHINES, KINDS):
         what = f"hetero, {LAYERS} layers on {MACHINES} machines of {kinds} kinds"
-        lines.append((what, seconds(lambda k=kinds: divide(k))))
+        lines.append((what, seconds(partial(divide, kinds))))
     print(columns(("what", "time"), lines))
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from _compare import mpirun, run
 from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
+from _training import events_of
 
 from shardmlx.common.formatting import columns
 from shardmlx.common.units import MIB
@@ -117,7 +118,7 @@ def measure(
             "--adapter-path", directory / "out", "--metrics-file", metrics, *more,
         ]
     )  # fmt: skip
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    events = events_of(metrics)
     seconds = [event["step_seconds"] for event in events if event["event"] == "train"]
     summary = events[-1]
     predicted = summary["predicted"]

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.config.specs import RunSpec
@@ -151,7 +152,8 @@ def main() -> None:
             (Path(directory) / "config.json").write_text(json.dumps(config))
             workloads[name] = Workload.of(open_model(directory), RUN.fine_tune, RUN.batch)
     limits = Limits(batch_size=RUN.batch.batch_size, length=RUN.batch.max_seq_length)
-    lines, plans = [], {}
+    lines: list[tuple[str, ...]] = []
+    plans: dict[str, Any] = {}
     for case in cases():
         print(case, file=sys.stderr)
         try:

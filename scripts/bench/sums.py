@@ -71,7 +71,7 @@ def run(commands: Sequence[Sequence[str]], **more: str) -> dict[str, Any]:
     ends = [process.communicate(timeout=400) for process in processes]
     for process, (out, err) in zip(processes, ends, strict=True):
         if process.returncode:
-            raise SystemExit(f"{process.args}\n{out}\n{err}")
+            raise SystemExit(f"{process.args!r}\n{out}\n{err}")
     results: dict[str, Any] = json.loads(ends[0][0].strip().splitlines()[-1])
     return results
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from _compare import ROOT, Spread, Table, machine, mpirun, parser_of, publish, run, verdict
 from _models import check_prepared, make_long_rows, make_wide
-from _training import as_flags
+from _training import as_flags, events_of
 
 HERE = ROOT / "scripts/bench"
 PARTS = ("link", "exposed", "actions")
@@ -82,7 +82,7 @@ def links(work: Work, rounds: int) -> tuple[Table, Any]:
     measured = {}
     for over, settings in OVER.items():
         command = mpirun(2, HERE / "_link.py", rounds, *work.sizes)
-        measured[over] = json.loads(run(command, **settings))
+        measured[over] = json.loads(run(command, settings))
     return link_table(measured), measured
 
 
@@ -130,9 +130,8 @@ def exposed(work: Work, directory: Path) -> tuple[Table, Any]:
             "iters": 2 * work.steps, "steps_per_report": work.steps, "val_batches": 0,
             "metrics_file": metrics, "adapter_path": directory / "out",
         }  # fmt: skip
-        run(mpirun(2, "-m", "shardmlx.train", *as_flags(flags)), **settings)
-        lines_of_file = map(json.loads, metrics.read_text().splitlines())
-        event = [each for each in lines_of_file if each["event"] == "train"][-1]
+        run(mpirun(2, "-m", "shardmlx.train", *as_flags(flags)), settings)
+        event = [each for each in events_of(metrics) if each["event"] == "train"][-1]
         events[over] = event
         message = 4 * work.rows * work.length * work.changes["hidden_size"]
         for rank in event["ranks"]:

@@ -13,19 +13,16 @@ Five minutes on two cores.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _compare import ROOT, Table, environment, machine, parser_of, publish, verdict
+from _compare import ROOT, Table, machine, parser_of, publish, run, verdict
 from _models import check_prepared, make_long_rows, make_wide
-from _training import as_flags
+from _training import as_flags, events_of
 
 sys.path.insert(0, str(ROOT))
 
@@ -47,22 +44,13 @@ class Work:
 QUICK = Work(rounds=1, steps=3, length=32)
 
 
-def run(lab: Lab, *args: str | Path) -> None:
-    variables = {**os.environ, **environment(1)}
-    done = subprocess.run(
-        lab.mpirun(2, *args), env=variables, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{args}\n{done.stdout}\n{done.stderr}")
-
-
 def train(lab: Lab, flags: dict[str, object], name: str) -> dict[str, Any]:
     """Return median seconds of a step, of what each rank computes, losses, and rows."""
     metrics = lab.home(lab.hosts[0]) / f"{name}.jsonl"
     metrics.unlink(missing_ok=True)
     files = {"metrics_file": metrics.name, "adapter_path": name}
-    run(lab, "-m", "shardmlx.train", *as_flags({**flags, **files}))
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    run(lab.mpirun(2, "-m", "shardmlx.train", *as_flags({**flags, **files})))
+    events = events_of(metrics)
     steps = [each for each in events if each["event"] == "train"]
     return {
         "seconds": statistics.median(each["step_seconds"] for each in steps[1:]),
@@ -89,7 +77,7 @@ def measure(work: Work, rounds: int, directory: Path) -> list[dict[str, Any]]:
         hosts(Path(name), 2, cgroups=cgroups) as lab,
     ):
         profile = {**{key: common[key] for key in kept}, "output": "profile"}
-        run(lab, "-m", "shardmlx.profile", model, *as_flags(profile))
+        run(lab.mpirun(2, "-m", "shardmlx.profile", model, *as_flags(profile)))
         found = []
         for _ in range(rounds):
             equal = train(lab, common, "equal")

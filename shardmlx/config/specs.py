@@ -59,8 +59,8 @@ DIVIDED_WEIGHTS = ZERO[-1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTune(Spec):
-    """The part of a model that is trained, and the optimizer. Where ``train`` is False nothing is
-    trained: the run only evaluates."""
+    """The part of a model that is trained, the optimizer, and where checkpoints go. Where ``train``
+    is False nothing is trained: the run only evaluates."""
 
     train: bool
     fine_tune_type: str

@@ -182,12 +182,9 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
     return 1 if is_ours else layer.activation.kept
 
 
-PRODUCT = "product of mlp"
-"""Source of the last matrix of an MLP."""
-
-
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
-    """Tell whether I or W computes that again, as ``models.recompute`` does for a gated MLP."""
+    """Tell whether I or W computes again what goes into the last matrix of the MLP, as
+    ``models.recompute`` does for a gated one."""
     if setup.has_adapters or not setup.is_selective or not layer.activation.is_swiglu:
         return False
     gated = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -214,7 +211,7 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     if setup.is_selective:
         outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - {*sources})
         yield Array("outputs of recomputed norms", Alive.F_TO_I, outputs_of_norms, size)
-    product = tokens * sources[PRODUCT] if _recomputes_product(setup, layer) else 0
+    product = tokens * layer.mlp * _recomputes_product(setup, layer)
     yield Array("inputs of trained linear layers", Alive.F_TO_W, inputs - product, itemsize)
     yield Array("recomputed product of the MLP", Alive.I_TO_W, product, itemsize)
     yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)

@@ -164,7 +164,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     return StageMemory(
         weights=round(_weights(stage, parameters)),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + FLOAT32 * setup.error_copies * _summed(stage, parameters),
+        + FLOAT32 * setup.error_copies * _in_sums(stage, parameters),
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,
@@ -194,7 +194,7 @@ def _weights(stage: _Stage, parameters: int) -> float:
     return trained / setup.dp + max((total - trained) / setup.dp, end) + room
 
 
-def _summed(stage: _Stage, parameters: int) -> int:
+def _in_sums(stage: _Stage, parameters: int) -> int:
     """Return how many of a stage's ``parameters`` have gradients that several ranks sum."""
     if stage.setup.dp > 1:
         return parameters

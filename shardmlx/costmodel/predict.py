@@ -154,13 +154,13 @@ def _with_gathers(
     backward = stage.input_gradient + stage.weight_gradient
     if not backward:
         return replace(stage, forward=forward)
-    lowest = start if stage.input_gradient else max(start, workload.first_trained)
     trained = 0.0
     if tune.is_full:
         trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
         trained += at_ends * tune.unfreeze_all
     gradients = workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32)
-    sent = seconds(sum(sizes.layers[lowest:stop])) + seconds(gradients)
+    needed = sum(sizes.layers[max(start, workload.first_trained) : stop])
+    sent = seconds(needed) + seconds(gradients)
     backward = max(backward, sent) + first
     if stage.input_gradient:
         return Seconds(forward, backward, 0.0, stage.update)

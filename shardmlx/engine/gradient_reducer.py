@@ -31,6 +31,9 @@ from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 
+MOST_UNEVEN = 1.25
+"""Share of a sum that one replica may get, as a multiple of the mean."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
@@ -39,10 +42,6 @@ class _Bucket:
     ends: Sequence[int]  # of what each replica owns
     total: mx.array
     errors: mx.array | None
-
-
-MOST_UNEVEN = 1.25
-"""Share of a sum that one replica may get, as a multiple of the mean."""
 
 
 class GradientReducer:

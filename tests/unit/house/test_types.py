@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,11 +10,19 @@ import pytest
 
 from tests.helpers.jobs import ROOT
 
+SCRIPTS = [str(path) for path in sorted((ROOT / "scripts").rglob("*.py"))]
+
 
 @pytest.mark.timeout(600)
-def test_mypy_finds_nothing() -> None:
+@pytest.mark.parametrize("files", [[], SCRIPTS], ids=["packages", "scripts"])
+def test_mypy_finds_nothing(files: list[str]) -> None:
     job = subprocess.run(
-        [sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mypy", *files],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": "scripts:scripts/bench"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if job.returncode:
         pytest.fail(job.stdout + job.stderr, pytrace=False)
