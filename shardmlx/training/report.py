@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.stage import Stage
 from shardmlx.engine.step_meter import Meter, RankReport
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.rebalance import rebalanced
@@ -121,24 +118,6 @@ class TrainingReport:
         self._lengths.count(microbatches)
         self._losses.append(losses)
         self._tokens.append(tokens)
-
-    def nonfinite(self, stages: Sequence[Stage]) -> tuple[int, str] | None:
-        """Find what is not finite on this rank in the step that was counted last. Not collective.
-
-        Returns (0, a loss) or (1, a gradient): the lower number is nearer to the cause.
-        """
-        where = self._job.transport.name(self._job.transport.rank)
-        for j, loss in self._losses[-1].items():
-            if not math.isfinite(loss):
-                return 0, f"the loss of micro-batch {j} is {loss} on {where}"
-        for stage in stages:
-            for name, gradient in stage.gradients.items():
-                if not mx.isfinite(gradient).all().item():
-                    return (
-                        1,
-                        f"the gradient of {name} is not finite on {where}, stage {stage.index}",
-                    )
-        return None
 
     def pass_over(self, steps: int) -> None:
         """Leave the losses of the last steps out: they led to no update. Not collective."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -11,8 +12,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.stage import Stage
 
 WINDOW = 10
-"""Updates among which skipped ones are counted: few overflows in half precision are normal, a run
-that skips more than half of these learns nothing."""
+"""Updates among which skipped ones are counted: a few may overflow in half precision, but a run that
+skips more than half of these learns nothing."""
 
 
 class Soundness:
@@ -58,9 +59,33 @@ class Soundness:
         return next(filter(None, found), None)
 
     def _nonfinite_weight(self) -> str | None:
-        for stage in self._stages:
-            for name in filter(self._holds, stage.names):
-                if not mx.isfinite(stage.part[name]).all().item():
-                    where = self._transport.name(self._transport.rank)
-                    return f"the weight {name} is not finite on {where}, stage {stage.index}"
-        return None
+        weights = (
+            (stage, name, stage.part[name])
+            for stage in self._stages
+            for name in filter(self._holds, stage.names)
+        )
+        return _first_nonfinite("weight", weights, self._transport)
+
+
+def nonfinite_loss(losses: Mapping[int, float], transport: Transport) -> str | None:
+    """Name a micro-batch of this rank whose loss is not finite, if there is one."""
+    for j, loss in losses.items():
+        if not math.isfinite(loss):
+            return f"the loss of micro-batch {j} is {loss} on {transport.name(transport.rank)}"
+    return None
+
+
+def nonfinite_gradient(stages: Sequence[Stage], transport: Transport) -> str | None:
+    """Name a weight of this rank whose gradient is not finite, if there is one."""
+    gradients = ((stage, *pair) for stage in stages for pair in stage.gradients.items())
+    return _first_nonfinite("gradient of", gradients, transport)
+
+
+def _first_nonfinite(
+    what: str, arrays: Iterable[tuple[Stage, str, mx.array]], transport: Transport
+) -> str | None:
+    for stage, name, array in arrays:
+        if not mx.isfinite(array).all().item():
+            where = transport.name(transport.rank)
+            return f"the {what} {name} is not finite on {where}, stage {stage.index}"
+    return None

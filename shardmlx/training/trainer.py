@@ -22,8 +22,7 @@ from shardmlx.common.reporter import Bar, Listener
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.batches import Batches, random_state, set_random_state
-from shardmlx.engine.loss_scale import LossScale
+from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
@@ -32,6 +31,8 @@ from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.dry_run import dry_run
+from shardmlx.training.evaluation import Evaluation
+from shardmlx.training.gradients import Gradients
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import TrainingRun, prepare_training
 from shardmlx.training.soundness import Soundness
@@ -101,15 +102,15 @@ class Trainer:
         masters = config.master_weights
         updater = Updater(job.optimizer, job.stages, shards, masters=masters)
         self._checkpoints = Checkpoints(job, updater)
-        self._loss_scale = LossScale.of(config.loss_scale, job.workload.dtype)
+        self._gradients = Gradients(job)
         resumed = job.resumption.found is not None
         self._soundness = Soundness(job.transport, job.stages, shards.holds, resumed=resumed)
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
-        self._batches = self._open("train", loop=True)
+        self._evaluation = Evaluation(job, self._random)
+        self._batches = self._evaluation.batches("train", loop=True)
         self._start = 0
         self._grad_norm: float | None = None
-        self._spoiled = False
         self._last_share: Share | None = None
 
     def train(self) -> None:
@@ -125,7 +126,7 @@ class Trainer:
         try:
             with (
                 self._reporter.bar("training", config.iters, self._start) as bar,
-                self._feed(self._batches, config.iters - self._start) as feed,
+                self._feed() as feed,
             ):
                 for step in range(self._start + 1, config.iters + 1):
                     self._iterate(step, feed, bar)
@@ -139,7 +140,7 @@ class Trainer:
     def test(self) -> None:
         """Report the loss on the test set."""
         try:
-            loss = self._evaluate("test", self._config.test_batches, "testing")
+            loss = self._evaluation.loss("test", self._config.test_batches, "testing")
         except StopRequested as request:
             raise Stopped(request.number, "testing was interrupted") from None
         if loss is not None:
@@ -158,20 +159,9 @@ class Trainer:
             ) from None
         self._report.open_services()
 
-    def _open(self, name: str, *, loop: bool) -> Batches | None:
-        """Return, on rank 0, the batches of a data set."""
-        if self._job.data is None:
-            return None
-        return Batches(
-            getattr(self._job.data, name),
-            self._config.batch_size,
-            self._config.max_seq_length,
-            self._random,
-            loop=loop,
-        )
-
-    def _feed(self, batches: Batches | None, count: int) -> BatchFeed:
-        return BatchFeed(self._job.plan, self._transport, batches, count)
+    def _feed(self) -> BatchFeed:
+        left = self._config.iters - self._start
+        return BatchFeed(self._job.plan, self._transport, self._batches, left)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -186,8 +176,7 @@ class Trainer:
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
         if "loss_scale" in state:
-            self._loss_scale.restore(state["loss_scale"])
-            self._rescale_from(state["loss_scale"][0])
+            self._gradients.restore(state["loss_scale"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
@@ -229,31 +218,22 @@ class Trainer:
 
     def _step(self, step: int, share: Share) -> None:
         config = self._config
-        last_of_update = step % config.grad_accumulation_steps == 0
-        losses = self._engine.train_step(
-            share.microbatches,
-            scale=self._loss_scale.factor / max(1, share.valid_tokens),
-            key=(config.seed, step),
-            reduce=last_of_update,
-        )
+        losses = self._gradients.add(step, share)
         self._last_share = share
         self._report.count(share.microbatches, losses, share.valid_tokens)
-        self._spoiled |= not all(map(math.isfinite, losses.values()))
-        if last_of_update:
+        if step % config.grad_accumulation_steps == 0:
             self._update(step)
         if mx.get_cache_memory() > config.clear_cache_threshold:
             mx.clear_cache()
 
     def _update(self, step: int) -> None:
         """Make one optimizer update with the mean of the gradients since the last."""
-        limit = self._config.max_grad_norm
-        scale = 1 / self._config.grad_accumulation_steps / self._loss_scale.factor
-        # Of every update, on all ranks alike: a step that is not finite must not be made by any.
-        self._grad_norm = norm = scale * self._engine.gradient_norm(self._spoiled)
-        self._spoiled = False
-        if not math.isfinite(norm):
-            self._pass_over(step)
+        fault = self._gradients.finish(step)
+        self._grad_norm = norm = self._gradients.norm
+        if fault is not None:
+            self._pass_over(step, fault)
             return
+        scale, limit = self._gradients.scale, self._config.max_grad_norm
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)
         with (
@@ -261,25 +241,11 @@ class Trainer:
             self._engine.recorder.span(Span.UPDATE, "optimizer"),
         ):
             updater.apply(scale)
-        factor = self._loss_scale.factor
-        self._loss_scale.updated()
-        self._rescale_from(factor)
+        self._gradients.used()
         self._soundness.count(made=True)
 
-    def _rescale_from(self, factor: float) -> None:
-        """Give what was rounded off of gradients of another loss scale the present one."""
-        if self._loss_scale.factor != factor:
-            self._engine.reducer.errors.scale(self._loss_scale.factor / factor)
-
-    def _pass_over(self, step: int) -> None:
-        """Forget the gradients, or end the run: a loss or a gradient is not finite."""
-        found = self._transport.all_gather(self._report.nonfinite(self._job.stages), "NaN")
-        kind, what = min(filter(None, found), default=(2, "the norm of the gradient is not finite"))
-        if kind > 0 and self._loss_scale.overflowed():
-            factor = self._loss_scale.factor
-            self._reporter.say(f"step {step}: {what}: the loss is scaled by {factor:g} from now on")
-            self._forget()
-            return
+    def _pass_over(self, step: int, what: str) -> None:
+        """Leave the steps since the last update out, or end the run: ``what`` is not finite."""
         if self._config.on_nonfinite == "stop":
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
@@ -287,11 +253,7 @@ class Trainer:
         if self._soundness.is_lost:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {_TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
-        self._forget()
-
-    def _forget(self) -> None:
-        """Leave the steps since the last update out."""
-        self._engine.forget_gradients()
+        self._gradients.forget()
         self._report.pass_over(self._config.grad_accumulation_steps)
 
     def _send_next(self, feed: BatchFeed) -> dict[str, Any]:
@@ -314,7 +276,7 @@ class Trainer:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
         state: dict[str, Any] = {}
         if self._batches is not None:
-            mine = {"report": self._report.state(), "loss_scale": self._loss_scale.state()}
+            mine = {"report": self._report.state(), "loss_scale": self._gradients.state()}
             state = {**mine, **position}
         return Point(step, state, self._report.mine())
 
@@ -328,17 +290,9 @@ class Trainer:
         share = self._last_share
         if fault is not None or self._config.on_nonfinite == "stop" or share is None:
             return fault
-        self._set_training(False)
-        losses = self._engine.evaluate(share.microbatches)
-        self._set_training(True)
-        is_finite = all(map(math.isfinite, losses.values()))
-        if all(self._transport.all_gather(is_finite, "trying the weights")):
+        if self._evaluation.is_finite(share):
             return None
         return "with its weights the loss of the last batch is not finite"
-
-    def _set_training(self, mode: bool) -> None:
-        for stage in self._job.stages:
-            stage.part.train(mode)
 
     def _is_worth_keeping(self, step: int) -> bool:
         """Return whether what is trained by now may replace what was saved; if not, say why."""
@@ -386,36 +340,10 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()
-        loss = self._evaluate("valid", self._config.val_batches, "validating")
+        loss = self._evaluation.loss("valid", self._config.val_batches, "validating")
         self._meter.skip(step)
         if loss is not None:
             self._report.validation(step, loss, time.monotonic() - start)
-
-    def _evaluate(self, name: str, num_batches: int, description: str) -> float | None:
-        """Return, on rank 0, the mean loss of a token; None elsewhere, and without such data."""
-        plan, config = self._job.plan, self._config
-        available = self._job.sizes[name] // config.batch_size
-        remaining = available if num_batches == -1 else min(num_batches, available)
-        if not remaining:
-            return None
-        # Several batches at once keep all stages busy.
-        at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-        feed = self._feed(self._open(name, loop=False), remaining)
-        total, tokens = 0.0, 0
-        self._transport.activity.begin(description)
-        self._set_training(False)
-        with self._reporter.bar(description, remaining) as bar, feed:
-            while shares := feed.take(at_once):
-                feed.send_ahead(at_once)
-                losses = self._engine.evaluate(
-                    [microbatch for share in shares for microbatch in share.microbatches]
-                )
-                total += sum(losses.values())
-                tokens += sum(share.valid_tokens for share in shares)
-                bar.advance(len(shares))
-        self._set_training(True)
-        totals = self._transport.gather(total, what=description)
-        return None if totals is None else sum(totals) / max(1, tokens)
 
     def _save(self, copy_as: str | None) -> None:
         """Write what was trained so far, under its final name and, for adapters, as a copy."""

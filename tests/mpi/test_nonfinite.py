@@ -26,7 +26,7 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     return [*flags, "--checkpoint-dir", tmp_path / "checkpoints"]
 
 
-def overflow(n: int, flags: list[str | Path], *more: str, step: int = 3) -> Job:
+def overflow(n: int, flags: list[str | Path], *more: str, step: int | str = 3) -> Job:
     return run_in_pool(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
 
 
@@ -82,15 +82,17 @@ def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list
 def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
     flags: list[str | Path], tmp_path: Path
 ) -> None:
-    """The step is left out, and the run goes on. So it does after a replica was killed in the very
-    step: from the checkpoint before, to the bit."""
+    """The step is computed again, and nothing is lost. Nor is it where a replica is killed in the
+    very step: the run goes on from the checkpoint before, to the bit."""
     job = overflow(2, flags, *SCALED)
     assert job.returncode == 0, job.output
     assert "is not finite on rank" in job.stdout
-    assert ": the loss is scaled by 32768 from now on" in job.stdout
+    assert ": again, with the loss scaled by 32768" in job.stdout
     losses, scales = losses_and_scales(tmp_path)
-    assert list(losses) == [1, 2, 4, 5]
-    assert scales == {2: [65536.0, 2], 4: [32768.0, 1], 5: [32768.0, 2]}
+    assert list(losses) == [1, 2, 3, 4, 5]
+    assert scales == {2: [65536.0, 2], 4: [32768.0, 2], 5: [32768.0, 3]}
+    (summary,) = events(tmp_path / "metrics.jsonl", "summary")
+    assert summary["skipped"] == 0
     weights = load_weights(tmp_path / "out")
 
     (tmp_path / "metrics.jsonl").unlink()
@@ -107,6 +109,39 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
     assert losses_and_scales(tmp_path) == (losses, scales)
     resumed = load_weights(tmp_path / "out")
     assert all(np.array_equal(resumed[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("layout", [["--pipeline-stages", "2"], ["--zero", "3"]])
+def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_none_does(
+    flags: list[str | Path], layout: list[str], tmp_path: Path
+) -> None:
+    """To the bit: factors are powers of two. Dropout draws the same masks again."""
+    flags += ["--iters", "6", "--grad-accumulation-steps", "2", "--loss-scale", "auto", *layout]
+    config = tmp_path / "config.yaml"
+    config.write_text("lora_parameters: {rank: 4, scale: 2.0, dropout: 0.3}")
+    flags += ["--config", config, "--checkpoint-every", "100"]
+    job = overflow(2, flags, step=2)
+    assert job.returncode == 0, job.output
+    assert "step 4: the gradient of model.layers.4" in job.stdout
+    found = losses_and_scales(tmp_path)[0], load_weights(tmp_path / "out")
+    (tmp_path / "metrics.jsonl").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    job = train(2, *flags)
+    assert job.returncode == 0, job.output
+    assert losses_and_scales(tmp_path)[0] == found[0]
+    weights = load_weights(tmp_path / "out")
+    assert all(np.array_equal(weights[name], found[1][name]) for name in weights)
+
+
+def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
+    flags: list[str | Path], tmp_path: Path
+) -> None:
+    job = overflow(2, flags, "--loss-scale", "auto", "--on-nonfinite", "skip", step="always")
+    assert job.returncode == 1, job.output
+    assert "again, with the loss scaled by 1\n" in job.stdout
+    assert "warning: step 1: the gradient of model.layers.4" in job.stdout
+    assert "step 2: the gradient of model.layers.4" in job.stdout
+    assert job.stdout.count("again, with the loss scaled by 32768") > 1
 
 
 def test_a_loss_that_is_not_finite_names_its_micro_batch(

@@ -1,8 +1,8 @@
-"""``nonfinite_rank.py STEP ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
-gradients of one step. It leaves the process as it was.
+"""``nonfinite_rank.py UPDATE ARGUMENTS``: ``shardmlx.train`` whose last rank has an overflow in the
+gradients of one update, or ``always``. It leaves the process as it was.
 
-After ``STEP:kill`` rank 1 is killed in that step, where all ranks halve the scale of the loss, and
-once the checkpoint of the step before is whole: it is written in the background.
+After ``UPDATE:kill`` rank 1 is killed in that update, where all ranks halve the scale of the loss,
+and once the checkpoint of the step before is whole: it is written in the background.
 """
 
 import shardmlx.common.prepared
@@ -23,14 +23,14 @@ from shardmlx.train import main
 
 norm = GradientReducer.norm
 number, _, then = sys.argv[1].partition(":")
-step, calls = int(number), 0
+update, calls = 0 if number == "always" else int(number), 0
 
 
 def overflow(self: GradientReducer, spoiled: bool = False) -> float:
     global calls
     calls += 1
     for stage in self._stages:
-        if calls == step and stage.part.is_last:
+        if update in (0, calls) and stage.part.is_last:
             name = stage.names[0]
             stage.gradients[name] = mx.full(stage.part[name].shape, mx.inf)
     return norm(self, spoiled)
@@ -38,7 +38,7 @@ def overflow(self: GradientReducer, spoiled: bool = False) -> float:
 
 def killed(self: LossScale) -> bool:
     store = Store(Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1]))
-    while store.steps() != [step - 1]:
+    while store.steps() != [update - 1]:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
     return False
