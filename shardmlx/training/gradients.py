@@ -30,7 +30,7 @@ class Gradients:
         self._steps: list[tuple[int, Share]] = []
         self._nonfinite_loss: str | None = None
         self.norm = 0.0
-        """Of the mean gradient, over all weights, once the update is whole."""
+        """The norm of the mean gradient, over all weights, once the update is whole."""
 
     @property
     def scale(self) -> float:
