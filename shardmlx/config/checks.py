@@ -57,20 +57,28 @@ class OptimizerFacts:
 
     ``states`` are the copies that it keeps: Adafactor's rows and columns are few and count for
     none, but with a beta_1 it keeps one copy too. ``passing`` are the copies of a layer's weights
-    that an update, or the norm before it, makes and drops.
+    that its update makes and drops, ``passing_alone`` those of a matrix that is updated alone:
+    measured (tests/unit/costmodel/test_memory_of_updates.py).
     """
 
     class_name: str
     settings: Mapping[str, Check]
     states: int
     passing: int
+    passing_alone: int
 
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
     {
-        "adam": OptimizerFacts(class_name="Adam", settings=_ADAM, states=2, passing=3),
+        "adam": OptimizerFacts(
+            class_name="Adam", settings=_ADAM, states=2, passing=2, passing_alone=2
+        ),
         "adamw": OptimizerFacts(
-            class_name="AdamW", settings={**_ADAM, "weight_decay": _NUMBER}, states=2, passing=3
+            class_name="AdamW",
+            settings={**_ADAM, "weight_decay": _NUMBER},
+            states=2,
+            passing=2,
+            passing_alone=2,
         ),
         "muon": OptimizerFacts(
             class_name="Muon",
@@ -82,6 +90,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             },
             states=1,
             passing=5,
+            passing_alone=9,
         ),
         "sgd": OptimizerFacts(
             class_name="SGD",
@@ -92,7 +101,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
                 "nesterov": _SWITCH,
             },
             states=1,
-            passing=2,
+            passing=1,
+            passing_alone=1,
         ),
         "adafactor": OptimizerFacts(
             class_name="Adafactor",
@@ -108,12 +118,14 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             },
             states=0,
             passing=3,
+            passing_alone=5,
         ),
         "lamb": OptimizerFacts(
             class_name="LAMB",
             settings={"betas": _BETAS, "eps": _NUMBER, "weight_decay": _NUMBER},
             states=2,
-            passing=5,
+            passing=4,
+            passing_alone=5,
         ),
         "lars": OptimizerFacts(
             class_name="LARS",
@@ -124,7 +136,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
                 "eps": _NUMBER,
             },
             states=1,
-            passing=4,
+            passing=3,
+            passing_alone=3,
         ),
     }
 )

@@ -108,13 +108,21 @@ class _Stage:
         return [self.kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
 
     @property
+    def trained_layers(self) -> list[int]:
+        """Number of parameters of each trained layer."""
+        lowest = max(self.start, self.setup.first_trained_layer)
+        return [layer.parameters for layer in self.each_layer(lowest)]
+
+    @property
+    def trained_ends(self) -> list[int]:
+        """Number of parameters of each trained matrix at an end."""
+        ends = self.ends if self.setup.unfreeze_all else []
+        return [round(end / self.setup.dtype_bytes) for end in ends]
+
+    @property
     def trained(self) -> list[int]:
         """Number of parameters of each trained layer and matrix."""
-        lowest = max(self.start, self.setup.first_trained_layer)
-        parameters = [layer.parameters for layer in self.each_layer(lowest)]
-        if self.setup.unfreeze_all:
-            parameters += [round(end / self.setup.dtype_bytes) for end in self.ends]
-        return parameters
+        return self.trained_layers + self.trained_ends
 
     @property
     def has_input_gradient(self) -> bool:
@@ -171,7 +179,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         during_forward=round(during_forward),
         during_input=round(during_input),
         during_weight=round(during_weight),
-        during_update=OPTIMIZERS[setup.optimizer].passing * largest,
+        during_update=_during_update(stage, summed),
         message=setup.message,
         tied=round(stage.tied),
         is_trained=parameters > 0,
@@ -210,8 +218,7 @@ def _updated(stage: _Stage, parameters: int) -> int:
     setup = stage.setup
     if not setup.divides_optimizer or not parameters:
         return parameters
-    ends = stage.ends if setup.unfreeze_all else []
-    return max(-(-parameters // setup.dp), *(round(end / setup.dtype_bytes) for end in ends), 0)
+    return max([-(-parameters // setup.dp), *stage.trained_ends])
 
 
 def _state_bytes(setup: TrainingSetup) -> int:
@@ -317,6 +324,23 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
         bucket = max(BUCKET_BYTES, largest)
         passing = max(passing, min(bucket, FLOAT32 * parameters))
     return passing
+
+
+def _during_update(stage: _Stage, summed: int) -> int:
+    """Return what passes in the update, above the gradients of ``summed`` parameters.
+
+    The norm squares a bucket of gradients or the largest matrix. Then layer after layer is updated
+    and its gradients go, so that the matrices at the ends find those of no layer.
+    """
+    layers, ends = stage.trained_layers, stage.trained_ends
+    of_layer, of_end = max(layers, default=0), max(ends, default=0)
+    optimizer = OPTIMIZERS[stage.setup.optimizer]
+    gone = max(0, summed - sum(ends))
+    return max(
+        max(FLOAT32 * of_end, min(BUCKET_BYTES, FLOAT32 * summed)),
+        FLOAT32 * optimizer.passing * of_layer,
+        FLOAT32 * (optimizer.passing_alone * of_end - gone),
+    )
 
 
 def rank_peak(

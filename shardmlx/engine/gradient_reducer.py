@@ -14,9 +14,10 @@ What a wire format rounds off of a rank's contribution is added to the next one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +31,8 @@ from shardmlx.engine.rounding_errors import RoundingErrors
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
+
+T = TypeVar("T")
 
 MOST_UNEVEN = 1.25
 """Share of a sum that one replica may get, as a multiple of the mean."""
@@ -86,16 +89,7 @@ class GradientReducer:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
         if len(self._replicas) == 1:
             return [list(stage.names)]
-        parts: list[list[str]] = []
-        room = 0
-        for name in stage.names:
-            size = 4 * stage.part[name].size
-            if not parts or size > room:
-                parts.append([])
-                room = BUCKET_BYTES
-            parts[-1].append(name)
-            room -= size
-        return parts
+        return _in_buckets(stage.names, lambda name: stage.part[name].size)
 
     def start(self, stage: Stage, names: Sequence[str]) -> None:
         """Start to sum evaluated gradients, but for those of weights that several stages share."""
@@ -216,18 +210,40 @@ class GradientReducer:
         It is the same on all ranks, to the bit whoever holds what: the squares of all weights are
         added as if without rounding. It is not a number if any rank is ``spoiled``.
         """
-        # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all the
-        # 58 million squares of one large matrix would be wrong by a sixth.
-        squares = [
-            mx.square(gradient).sum(axis=-1).sum()
+        mine = [math.nan] if spoiled else []
+        # Where replicas hold the same gradients one of them counts.
+        if self._shards.divides or self._replica == 0:
+            mine += self._squares()
+        everyone = self._transport.all_gather(mine, "summing the gradient norm")
+        return math.sqrt(math.fsum(square for theirs in everyone for square in theirs))
+
+    def _squares(self) -> list[float]:
+        """Return the squared norm of each gradient that counts for this rank's stages."""
+        counted = [
+            gradient
             for stage in self._stages
             for name, gradient in stage.gradients.items()
             if name not in self._shared or stage.part.is_first
         ]
-        # Where replicas hold the same gradients one of them counts.
-        counts = self._shards.divides or self._replica == 0
-        mine = [math.nan] if spoiled else []
-        if squares and counts:
-            mine += np.array(mx.stack(squares)).tolist()
-        everyone = self._transport.all_gather(mine, "summing the gradient norm")
-        return math.sqrt(math.fsum(square for theirs in everyone for square in theirs))
+        squares: list[float] = []
+        # A bucket at a time: the squares of all gradients would be there together.
+        for bucket in _in_buckets(counted, lambda gradient: gradient.size):
+            # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all
+            # the 58 million squares of one large matrix would be wrong by a sixth.
+            sums = [mx.square(gradient).sum(axis=-1).sum() for gradient in bucket]
+            squares += np.array(mx.stack(sums)).tolist()
+        return squares
+
+
+def _in_buckets(items: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
+    """Divide items of ``size`` float32 numbers into buckets, in their order."""
+    buckets: list[list[T]] = []
+    room = 0
+    for item in items:
+        nbytes = 4 * size(item)
+        if not buckets or nbytes > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(item)
+        room -= nbytes
+    return buckets

@@ -78,6 +78,34 @@ class Updater:
 
         Replicas that divide the weights must all call it.
         """
+        gradients, weights = self._gradients_and_weights(scale)
+        # Also where nothing is trained: the learning rate that rank 0 reports moves here.
+        updated = self.optimizer.apply_gradients(gradients, weights)
+        # Drop the old weights before anything is evaluated, so that their memory is used again.
+        weights.clear()
+        new: dict[str, mx.array] = {}
+        for stage in self._stages:
+            for name in filter(self.updates, stage.names):
+                if name in self._masters:
+                    self._masters[name] = updated[name]
+                stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
+        # Layer by layer, and there one kind of array after the other: all at once, the temporaries
+        # of several would be there together.
+        for layer in self._layers():
+            mine = [name for name in layer if name in updated]
+            mx.eval([gradients.pop(name) for name in mine])
+            mx.eval([self.optimizer.state.get(name, {}) for name in mine])
+            mx.eval([updated.pop(name) for name in mine], [new.pop(name) for name in mine])
+            if self._shards is not None:
+                self._shards.start_gather(layer)
+        mx.eval(self.optimizer.state)
+        if self._shards is not None:
+            self._shards.finish_gather()
+
+    def _gradients_and_weights(
+        self, scale: float
+    ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+        """Take the gradients of what this rank updates, and return what is updated beside them."""
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
         for stage in self._stages:
@@ -90,28 +118,15 @@ class Updater:
                 weight = self._master(name, weight)
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
-        # Also where nothing is trained: the learning rate that rank 0 reports moves here.
-        updated = self.optimizer.apply_gradients(gradients, weights)
-        # Drop the old weights before anything is evaluated, so that their memory is used again.
-        gradients.clear()
-        weights.clear()
-        new: dict[str, mx.array] = {}
-        for stage in self._stages:
-            for name in filter(self.updates, stage.names):
-                if name in self._masters:
-                    self._masters[name] = updated[name]
-                stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
-        # Layer by layer: all at once, the temporaries of several weights would be there together.
+        return gradients, weights
+
+    def _layers(self) -> list[list[str]]:
+        """Return the trained weights, layer by layer. The matrices at the ends of the model come
+        last: they are the largest, and the gradients of all layers are gone by then."""
         trained = dict.fromkeys(name for stage in self._stages for name in stage.names)
-        for _, group in groupby(trained, layer_of):
-            layer = list(group)
-            mine = [name for name in layer if name in updated]
-            mx.eval([updated[name] for name in mine], [new[name] for name in mine])
-            if self._shards is not None:
-                self._shards.start_gather(layer)
-        mx.eval(self.optimizer.state)
-        if self._shards is not None:
-            self._shards.finish_gather()
+        layers = [(layer, list(names)) for layer, names in groupby(trained, layer_of)]
+        layers.sort(key=lambda each: not each[0].rpartition(".")[2].isdigit())
+        return [names for _, names in layers]
 
     def _master(self, name: str, weight: mx.array) -> mx.array:
         """Return what is updated of a weight: its float32 copy, or the weight itself."""

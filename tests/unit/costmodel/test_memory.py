@@ -415,6 +415,16 @@ def test_every_optimizer_has_its_memory() -> None:
         assert memory.during_update == facts.passing * 4 * LAYER
 
 
+def test_the_update_of_a_matrix_at_an_end_finds_no_gradients_of_layers() -> None:
+    matrix = 4 * SHAPE.embedding_parameters()
+    layers = 2 * 4 * LAYER
+    adam = stage_memory(setup(unfreeze_all=True), 0, 2)
+    muon = stage_memory(setup(unfreeze_all=True, optimizer="muon"), 0, 2)
+    the_squares_of_all = layers + matrix
+    assert adam.during_update == the_squares_of_all
+    assert muon.during_update == 9 * matrix - layers
+
+
 def test_adafactor_keeps_a_copy_of_the_weights_for_its_first_moment_only() -> None:
     usual = stage_memory(setup(optimizer="adafactor"), 1, 2)
     with_moment = stage_memory(setup(optimizer="adafactor", first_moment=True), 1, 2)

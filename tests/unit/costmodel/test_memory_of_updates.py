@@ -1,0 +1,73 @@
+"""What an update takes, measured, beside what the cost model says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+
+WIDTH = 192
+ROWS = {"self_attn.q_proj": 1, "self_attn.k_proj": 1, "self_attn.v_proj": 1, "self_attn.o_proj": 1}
+ROWS |= {"mlp.gate_proj": 3, "mlp.up_proj": 3, "mlp.down_proj": 3}
+LAYER = 4 * WIDTH**2 * sum(ROWS.values())
+VOCABULARY = 64 * WIDTH
+MATRIX = 4 * VOCABULARY * WIDTH
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "adafactor": {"relative_step": False, "beta_1": 0.9},
+}
+
+
+def shapes_of(layers: int, ends: int) -> dict[str, tuple[int, int]]:
+    shapes = {
+        f"model.layers.{layer}.{name}.weight": (rows * WIDTH, WIDTH)
+        for layer in range(layers)
+        for name, rows in ROWS.items()
+    }
+    return shapes | dict.fromkeys(["model.embed_tokens.weight"][:ends], (VOCABULARY, WIDTH))
+
+
+def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
+    """Return what the second update takes above all gradients: the first one makes the state."""
+    shapes = shapes_of(layers, ends)
+    part = {name: mx.random.normal(shape) for name, shape in shapes.items()}
+    stage = SimpleNamespace(names=list(reversed(shapes)), part=part, gradients={})
+    made = build_optimizer(optimizer, 1e-3, None, SETTINGS.get(optimizer, {}))
+    updater = Updater(made, [cast(Stage, stage)])
+    for _ in range(2):
+        # Gradients of matrices come transposed.
+        stage.gradients |= {name: mx.random.normal(shape[::-1]).T for name, shape in shapes.items()}
+        mx.eval(part, stage.gradients)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        updater.apply(0.5)
+        mx.synchronize()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
+    copies = bytes_above_gradients(optimizer, layers=6, ends=0) / LAYER
+    assert copies <= OPTIMIZERS[optimizer].passing + 0.2
+    assert copies > OPTIMIZERS[optimizer].passing - 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_matrix_at_an_end_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
+    copies = bytes_above_gradients(optimizer, layers=0, ends=1) / MATRIX
+    assert copies == pytest.approx(OPTIMIZERS[optimizer].passing_alone, abs=0.2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_matrix_at_an_end_finds_no_gradients_of_layers(optimizer: str) -> None:
+    layers = 2
+    above = bytes_above_gradients(optimizer, layers=layers, ends=1)
+    copies = (above + layers * LAYER) / MATRIX
+    assert copies == pytest.approx(OPTIMIZERS[optimizer].passing_alone, abs=0.2)
