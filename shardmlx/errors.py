@@ -21,6 +21,15 @@ class UserError(ValueError):
         super().__init__(f"{self.problem}: {self.remedy}" if remedy else self.problem)
 
 
+def unknown_token(where: str, token: int, vocabulary: int) -> UserError:
+    """Return the error for a token id that is none of the model's: MLX would read, and in training
+    write, memory that is not the model's."""
+    return UserError(
+        f"{where} has token {token}, and the model knows those from 0 to {vocabulary - 1}",
+        "use the tokenizer that comes with the model",
+    )
+
+
 class Stopped(Exception):
     """A signal asked the run to stop, and all ranks leave in order, having saved what they had.
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.evaluate import EvaluateConfig
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.training.datasets import read_data
 
 
@@ -33,7 +33,7 @@ class Perplexity:
 
 
 def read_texts(
-    config: EvaluateConfig, tokenizer: TokenizerWrapper, max_positions: int | None
+    config: EvaluateConfig, reader: PromptReader, max_positions: int | None
 ) -> list[Sample]:
     """Read and tokenise ``--data``, and cut what is too long. Raises ``UserError``."""
     options = DataOptions(
@@ -52,7 +52,8 @@ def read_texts(
         trust_remote_code=config.trust_remote_code,
         batch_size=1,
     )
-    samples = list(read_data(options, lambda: tokenizer, max_positions).test)[: config.limit]
+    data = read_data(options, lambda: reader.tokenizer, max_positions, vocabulary=reader.vocabulary)
+    samples = list(data.test)[: config.limit]
     cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
     scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]
     if not scored:

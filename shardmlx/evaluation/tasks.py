@@ -120,10 +120,8 @@ def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Be
     from lm_eval.api.model import LM
 
     def encode(text: str) -> list[int]:
-        tokens: list[int] = reader.tokenizer.encode(
-            text, add_special_tokens=not reader.has_template
-        )
-        return tokens
+        tokens = reader.tokenizer.encode(text, add_special_tokens=not reader.has_template)
+        return list(reader.checked(tokens))
 
     class Pipeline(LM):
         tokenizer_name = config.model.replace("/", "__")

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
@@ -39,13 +39,15 @@ class PromptReader:
     """The tokenizer with the settings that all prompts of a run share.
 
     ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
-    ``template_arguments`` go to the chat template.
+    ``template_arguments`` go to the chat template. ``vocabulary`` is the number of tokens that the
+    model knows, where it is known.
     """
 
     tokenizer: TokenizerWrapper
     system_prompt: str | None = None
     prefill_response: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: int | None = None
 
     @property
     def has_template(self) -> bool:
@@ -55,9 +57,23 @@ class PromptReader:
     def text(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, without the chat template.
 
-        Raises ``UserError`` if there are none.
+        Raises ``UserError`` if there are none, or one that the model does not know.
         """
-        return _some(self.tokenizer.encode(prompt))
+        return self._some(self.tokenizer.encode(prompt))
+
+    def checked(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return ``tokens``. Raises ``UserError`` for one that the model does not know."""
+        vocabulary = self.vocabulary
+        if vocabulary is not None:
+            for token in tokens:
+                if not 0 <= token < vocabulary:
+                    raise unknown_token("the prompt", token, vocabulary)
+        return tokens
+
+    def _some(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        if not tokens:
+            raise UserError("the prompt has no tokens", "give a longer text")
+        return tuple(self.checked(tokens))
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
@@ -125,8 +141,8 @@ class PromptReader:
         except Exception as error:  # a template may raise whatever it likes
             raise UserError(f"the chat template does not take it: {one_line(error)}") from None
         if mark is not None:
-            return _some(encode_without(mark, text, self.tokenizer))
-        return _some(self.tokenizer.encode(text, add_special_tokens=False))
+            return self._some(encode_without(mark, text, self.tokenizer))
+        return self._some(self.tokenizer.encode(text, add_special_tokens=False))
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token; that of a part of a character is U+FFFD."""
@@ -136,12 +152,6 @@ class PromptReader:
         """Return the text of tokens."""
         text: str = self.tokenizer.decode(list(tokens))
         return text
-
-
-def _some(tokens: Sequence[int]) -> tuple[int, ...]:
-    if not tokens:
-        raise UserError("the prompt has no tokens", "give a longer text")
-    return tuple(tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,9 @@ def _read_prompts(
     read: Callable[[PromptReader, int | None], Load],
 ) -> tuple[PromptReader, Load]:
     reader = PromptReader(
-        tokenizer=_tokenizer(config, opened), template_arguments=config.template_arguments
+        tokenizer=_tokenizer(config, opened),
+        template_arguments=config.template_arguments,
+        vocabulary=opened.shape.vocab_size,
     )
     return reader, read(reader, opened.max_positions)
 

@@ -20,7 +20,7 @@ from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 from shardmlx.common.digests import bytes_digest, file_digest
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name
 from shardmlx.training.data_rows import check_row
 from shardmlx.training.token_cache import DataCache, Tokenised
@@ -49,8 +49,11 @@ def read_data(
     max_positions: int | None,
     progress: Progress = lambda text, items: iter(items),
     cache: DataCache | None = None,
+    *,
+    vocabulary: int | None = None,
 ) -> DataSets:
-    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit.
+    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit, and
+    ``vocabulary`` the number of tokens that it knows.
 
     Sets that ``cache`` has are not tokenised again, and if it has all, ``tokenizer`` is not called.
     """
@@ -61,6 +64,8 @@ def read_data(
         tokenised = [_tokenised(name, part, progress, cache) for part in parts]
         for part, each in zip(parts, tokenised, strict=True):
             _check_lengths(each.samples, part.where, options, max_positions)
+            if vocabulary is not None:
+                _check_tokens(each.samples, part.where, vocabulary)
         weights = [part.weight if name == "train" else 1 for part in parts]
         samples = _mixed(tokenised, weights)
         too_long = int((samples.lengths > options.max_seq_length).sum())
@@ -307,6 +312,14 @@ def _order(rows: Any) -> np.ndarray:
     takes for their length, which for rows of JSON is the number of their keys."""
     length = CacheDataset(rows).itemlen
     return np.array(sorted(range(len(rows)), key=length), np.int64)
+
+
+def _check_tokens(samples: Samples, where: Where, vocabulary: int) -> None:
+    """Raise ``UserError`` for a row with a token that the model does not know."""
+    unknown = np.flatnonzero((samples.tokens < 0) | (samples.tokens >= vocabulary))
+    if unknown.size:
+        row = int(np.searchsorted(samples.bounds[:, 0], unknown[0], side="right")) - 1
+        raise unknown_token(where(row), int(samples.tokens[unknown[0]]), vocabulary)
 
 
 def _check_lengths(

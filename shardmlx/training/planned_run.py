@@ -225,6 +225,7 @@ def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> 
         opened.max_positions,
         reporter.track,
         open_cache(options, opened.path, reporter.warn),
+        vocabulary=opened.shape.vocab_size,
     )
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
     reporter.say(f"Data: {counts} samples from {config.data}")

@@ -228,6 +228,24 @@ def test_a_sequence_beyond_the_positions_of_the_model(
     assert line.endswith("the model's limit is 512: use --max-seq-length 512 to cut it")
 
 
+def test_a_token_that_the_model_does_not_know(model: Path, data: Path, tmp_path: Path) -> None:
+    """The tokenizer was given one more, and the model was not."""
+    path = model / "tokenizer.json"
+    known = json.loads(path.read_text())
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    extra = {"id": vocabulary, "content": "<mate>", "special": True}
+    switches = ("single_word", "lstrip", "rstrip", "normalized")
+    known["added_tokens"].append({**extra, **dict.fromkeys(switches, False)})
+    path.write_text(json.dumps(known))
+    rows = data / "train.jsonl"
+    text = rows.read_text()
+    rows.write_text(text.replace('"content": "', '"content": "<mate> ', 1))
+    assert refused(tmp_path, 2) == (
+        f"{rows}:1 has token {vocabulary}, and the model knows those from 0 to "
+        f"{vocabulary - 1}: use the tokenizer that comes with the model"
+    )
+
+
 def test_masking_the_prompt_of_plain_text(model: Path, data: Path, tmp_path: Path) -> None:
     for name in ("train", "valid"):
         (data / f"{name}.jsonl").write_text('{"text": "Ahoy there, matey"}\n' * 4)

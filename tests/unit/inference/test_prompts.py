@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import load
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import AddedToken
 
@@ -110,3 +111,11 @@ def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
     )
     known = PromptReader(tokenizer=harmony).answer_format
     assert known == replace(HARMONY, special={"<|end|>": 7})
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_know(small_tokenizer: Path) -> None:
+    reader = PromptReader(tokenizer=load(small_tokenizer))
+    largest = max(tokens := reader.text("A cat sat."))
+    assert replace(reader, vocabulary=largest + 1).text("A cat sat.") == tokens
+    with pytest.raises(UserError, match=f"the prompt has token {largest}, and the model knows"):
+        replace(reader, vocabulary=largest).text("A cat sat.")

@@ -405,3 +405,15 @@ def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.Mo
         "--data no/such/directory: there is no such directory: name another, or, to read it from "
         "Hugging Face, pip install datasets"
     )
+
+
+def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
+    data = write(tmp_path, train=[{"text": "ab"}, {"text": "acz"}])
+    options = DataOptions.of(TrainConfig(data=data, batch_size=1))
+    assert len(read_data(options, Letters, None, vocabulary=ord("z") + 1).train) == 2
+    with pytest.raises(UserError) as error:
+        read_data(options, Letters, None, vocabulary=ord("z"))
+    assert str(error.value) == (
+        f"{tmp_path / 'train.jsonl'}:2 has token {ord('z')}, and the model knows those from 0 to "
+        f"{ord('z') - 1}: use the tokenizer that comes with the model"
+    )
