@@ -31,6 +31,7 @@ CASES = [
         for pieces, recompute in ((None, NONE), (32, NONE), (None, FULL))
     ),
     FamilyCase("lora", 1, 3, family="mixtral", changes=MANY, lora=(("dropout", 0.1),)),
+    FamilyCase("full", 1, 3, family="mixtral", changes=MANY),
 ]
 
 
