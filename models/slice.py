@@ -80,6 +80,8 @@ class Slice:
         self.trainable: tuple[str, ...] = tuple(
             self._in_backward_order(name for name, _ in self._named("trainable_parameters"))
         )
+        self.stored: dict[str, mx.array] = {}
+        """Values of trained parameters as the files have them, where these are more exact."""
         self._slots: Mapping[str, Slot] = {
             name: self._find(name) for name, _ in self._named("parameters")
         }

@@ -52,7 +52,9 @@ class Updater:
     Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what
     one process would hold for the same weights. Of ``shards`` it updates those of this replica, and
     gets the others from theirs. With ``masters`` it keeps a float32 copy of each weight that is
-    shorter, and updates that: of an update below 1/256 of a weight bfloat16 keeps nothing.
+    shorter, and updates that: of an update below 1/256 of a weight bfloat16 keeps nothing. Copies
+    begin with what ``Slice.stored`` has of them, which is taken: the copy of a weight that was
+    rounded must move by half of its last bit before the weight does.
     """
 
     def __init__(
@@ -68,6 +70,10 @@ class Updater:
         self._shards = shards
         self._has_masters = masters
         self._masters: dict[str, mx.array] = {}
+        for stage in stages if masters else ():
+            for name in filter(self.updates, stage.part.stored):
+                self._masters[name] = stage.part.stored[name]
+            stage.part.stored.clear()
 
     def updates(self, name: str) -> bool:
         """Tell whether this rank updates a weight of its stages, and holds the state for it."""
@@ -148,6 +154,7 @@ class Updater:
     def restore(self, state: Mapping[str, mx.array]) -> None:
         """Take what ``state`` returned, in whatever layout it was made."""
         tree: dict[str, Any] = {}
+        self._masters.clear()
         for name, array in state.items():
             weight, _, key = name.rpartition(".")
             if key == MASTER:

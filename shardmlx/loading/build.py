@@ -62,25 +62,37 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def build_model(path: Path, fine_tune: FineTune, seed: int, adapters: str | None) -> nn.Module:
+def build_model(
+    path: Path, fine_tune: FineTune, seed: int, adapters: str | None
+) -> tuple[nn.Module, dict[str, mx.array]]:
     """Build the whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
+
+    Returns with it what is stored in float32 of weights that are trained in 16 bits, if the
+    optimizer keeps float32 copies: these begin there.
 
     Names and initial LoRA weights, which ``seed`` decides, are those that mlx-lm has on one
     machine. ``adapters`` are a file to start from or, where nothing is trained, a directory.
     Raises ``UserError`` where the model cannot be built or trained so.
     """
-    model = _build_whole(path, fine_tune.dtype)
+    model, stored = _build_whole(path, fine_tune.dtype)
     if not fine_tune.train:
         # As mlx-lm: an empty adapter path tests the model as it is.
         if adapters:
             _load_adapters(model, adapters, 'use --adapter-path "" to test')
         model.freeze()
-        return model
+        return model, {}
     mx.random.seed(seed)
     unfreeze(model, fine_tune)
     if adapters is not None:
         _resume(model, Path(adapters))
-    return model
+    if adapters is not None or not fine_tune.master_weights:
+        return model, {}
+    exact = {
+        name: stored[name]
+        for name, array in tree_flatten(model.trainable_parameters())
+        if stored[name].dtype == mx.float32 != array.dtype
+    }
+    return model, exact
 
 
 def build_to_generate(
@@ -92,14 +104,15 @@ def build_to_generate(
     """
     if seed is not None:
         mx.random.seed(seed)
-    model = _build_whole(path, dtype)
+    model, _ = _build_whole(path, dtype)
     if adapter_path:
         _load_adapters(model, adapter_path, "leave it out to generate")
     model.eval()
     return model
 
 
-def _build_whole(path: Path, dtype: str | None) -> nn.Module:
+def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx.array]]:
+    """Build a model, and return with it its parameters as they are stored."""
     model_type = read_config(path).get("model_type")
     check_model_files(path)
     try:
@@ -109,10 +122,11 @@ def _build_whole(path: Path, dtype: str | None) -> nn.Module:
         if model_type in FAMILIES:
             raise UserError(fault) from None
         raise UserError(fault, f"use a model of type {', '.join(FAMILIES)}") from None
+    stored = dict(tree_flatten(model.parameters()))
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))
     _check_experts(model)
-    return model
+    return model, stored
 
 
 def _check_experts(model: nn.Module) -> None:

@@ -103,7 +103,7 @@ def plan_run(
     run = on_all_ranks(
         transport, "dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size)
     )
-    model = on_all_ranks(
+    model, stored = on_all_ranks(
         transport,
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
@@ -136,6 +136,8 @@ def plan_run(
             partial(of_model, choice.plan, choice.run, opened, model),
         )
         compare_plans(transport, plan.digest)
+    for part in (slices[index] for index in plan.stages_of(transport.rank)):
+        part.stored = {name: stored[name] for name in part.trainable if name in stored}
     reporter.say(headline(choice.run, plan))
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))

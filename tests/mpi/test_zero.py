@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import pytest
 
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.mpirun import events, train_well
@@ -90,3 +91,18 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
         resumed = Run(tmp_path / name, small, pirate, "--zero", zero, *one)
         assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
         assert resumed.weights == whole.weights
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_float32_copies_begin_with_what_the_model_has_in_float32(
+    zero: str, small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    still = Run(tmp_path, small, pirate, "--zero", zero, "--learning-rate", "1e-30", "--iters", "3")
+    copies = {
+        name.removesuffix(".master"): content
+        for name, content in still.saved("optimizer", 3).items()
+        if name.endswith(".master")
+    }
+    assert copies == tensors(small, "*.safetensors")
+    assert still.weights.keys() == copies.keys()
+    assert all(still.weights[name] != content for name, content in copies.items())

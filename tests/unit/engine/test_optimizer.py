@@ -172,6 +172,36 @@ def test_float32_copies_keep_what_bfloat16_cannot() -> None:
         assert mx.allclose(array, mx.array(0.985), atol=1e-6).item()
 
 
+def test_float32_copies_begin_with_what_is_stored_in_float32() -> None:
+    """0.9995 is 1 in bfloat16. Of an update by 0.0015 bfloat16's next number, 0.99609375, is seen
+    from there, but not from 1."""
+    run = _Run("sgd", momentum=0.0, nesterov=False)
+    for stage in run.stages:
+        for name in stage.names:
+            shape = stage.part[name].shape
+            stage.part[name] = mx.ones(shape, mx.bfloat16)
+            stage.part.stored[name] = mx.full(shape, 0.9995)
+    updater = Updater(run.updater.optimizer, run.stages, masters=True)
+    assert not any(stage.part.stored for stage in run.stages)
+    rounded = Updater(run.updater.optimizer, run.stages, masters=True)
+    for each, expected in ((rounded, 1.0), (updater, 0.99609375)):
+        for stage in run.stages:
+            for name in stage.names:
+                stage.gradients[name] = mx.full(stage.part[name].shape, 0.15)
+        each.apply()
+        assert all(mx.all(weight == expected).item() for weight in run.weights.values())
+
+
+def test_restored_copies_replace_those_of_the_model() -> None:
+    run = _Run("adam")
+    for stage in run.stages:
+        stage.part.stored |= {name: stage.part[name] for name in stage.names}
+    updater = Updater(run.updater.optimizer, run.stages, masters=True)
+    assert any(name.endswith(".master") for name in updater.state())
+    updater.restore({"step": mx.array(0)})
+    assert not any(name.endswith(".master") for name in updater.state())
+
+
 def test_float32_weights_have_no_copies() -> None:
     run = _Run("adam")
     run.updater = Updater(run.updater.optimizer, run.stages, masters=True)

@@ -60,7 +60,8 @@ def config_for(path: Path, **options: Any) -> TrainConfig:
 def build(path: Path, **options: Any) -> nn.Module:
     config = config_for(path, **options)
     adapters = config.resume_adapter_file if config.train else config.adapter_path
-    return build_model(path, FineTune.of(config), config.seed, adapters)
+    model, _ = build_model(path, FineTune.of(config), config.seed, adapters)
+    return model
 
 
 def error_of(path: Path, **options: Any) -> str:
@@ -124,6 +125,24 @@ def test_a_tensor_that_is_cast_leaves_nothing_of_its_old_type(model_dir: Path) -
     grown = growth(part.load, mx.get_active_memory)
     # A tensor may get the buffer that another one left when it was cast, and that is larger.
     assert part.nbytes <= grown < 1.25 * part.nbytes
+
+
+def test_float32_copies_begin_with_what_is_stored_of_trained_weights(model_dir: Path) -> None:
+    def exact(**options: Any) -> dict[str, mx.array]:
+        config = config_for(model_dir, num_layers=1, fine_tune_type="full", **options)
+        adapters = config.resume_adapter_file
+        return build_model(model_dir, FineTune.of(config), config.seed, adapters)[1]
+
+    stored: Any = mx.load(str(model_dir / "model.safetensors"))
+    found = exact(dtype="bfloat16", master_weights=True)
+    assert set(found) == {name for name in stored if ".layers.3." in name}
+    for name, array in found.items():
+        assert mx.array_equal(array, stored[name])
+    assert not exact(master_weights=True)
+    assert not exact(dtype="bfloat16")
+    # What the adapters hold is trained already.
+    file = str(model_dir / "model.safetensors")
+    assert not exact(dtype="bfloat16", master_weights=True, resume_adapter_file=file)
 
 
 def test_loaded_weights_are_those_of_the_files(model_dir: Path) -> None:

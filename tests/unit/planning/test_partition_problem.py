@@ -39,7 +39,7 @@ def test_a_stage_is_trained_in_the_plan_if_its_slice_has_trained_weights(
     save_model_directory(tmp_path, tiny_config(layers=8, tied=tied))
     run = RunSpec.of(TrainConfig(model=str(tmp_path), **options))
     workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
-    model = build_model(tmp_path, run.fine_tune, 0, None)
+    model, _ = build_model(tmp_path, run.fine_tune, 0, None)
     for sizes in SIZES:
         stage_map = StageMap.from_sizes(sizes)
         slices = [Slice(model, *ends) for ends in stage_map.partition.ranges]
