@@ -12,6 +12,10 @@ import pytest
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
+from tests.helpers.stage_memory import before_others
+
+UPDATES = 5
+"""Updates of which the largest counts: on a busy machine MLX allocates less far ahead."""
 
 WIDTH = 192
 ROWS = {"self_attn.q_proj": 1, "self_attn.k_proj": 1, "self_attn.v_proj": 1, "self_attn.o_proj": 1}
@@ -34,14 +38,16 @@ def shapes_of(layers: int, ends: int) -> dict[str, tuple[int, int]]:
     return shapes | dict.fromkeys(["model.embed_tokens.weight"][:ends], (VOCABULARY, WIDTH))
 
 
+@before_others()
 def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
-    """Return what the second update takes above all gradients: the first one makes the state."""
+    """Return what an update takes above all gradients. Another before it makes the state."""
     shapes = shapes_of(layers, ends)
     part = {name: mx.random.normal(shape) for name, shape in shapes.items()}
     stage = SimpleNamespace(names=list(reversed(shapes)), part=part, gradients={})
     made = build_optimizer(optimizer, 1e-3, None, SETTINGS.get(optimizer, {}))
     updater = Updater(made, [cast(Stage, stage)])
-    for _ in range(2):
+    most = 0
+    for update in range(1 + UPDATES):
         # Gradients of matrices come transposed.
         stage.gradients |= {name: mx.random.normal(shape[::-1]).T for name, shape in shapes.items()}
         mx.eval(part, stage.gradients)
@@ -49,7 +55,9 @@ def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
         mx.reset_peak_memory()
         updater.apply(0.5)
         mx.synchronize()
-    return mx.get_peak_memory() - before
+        if update > 0:
+            most = max(most, mx.get_peak_memory() - before)
+    return most
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
