@@ -14,12 +14,12 @@ input alone. Attention computes its scores on both: in training MLX does not use
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.costmodel.divided import largest_share
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.passing import FROZEN
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
@@ -40,7 +40,7 @@ class StageMemory:
 
     weights: int
     """Parameters, frozen and trained; of divided ones the replica's own, and the room for others'
-    of two layers and of a matrix at an end."""
+    of up to two layers and of a matrix at an end."""
     optimizer: int
     """State of the optimizer, from the first update: on the replica that holds the most; and what
     is rounded off of sums until the next."""
@@ -193,13 +193,12 @@ def _weights(stage: _Stage, parameters: int) -> float:
     total = sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters
     if not setup.divides_weights:
         return total
-    # Matrices go as a whole, what is trained apart. Layers of different sizes have a room each.
-    end = max(stage.ends, default=0.0)
-    room = sum(min(2, count) * size for size, count in Counter(layers).items()) + end
-    if setup.unfreeze_all:
-        return max(total / setup.dp, end) + room
-    trained = parameters * (FLOAT32 if setup.has_adapters else setup.dtype_bytes)
-    return trained / setup.dp + max((total - trained) / setup.dp, end) + room
+    share = largest_share(setup, stage.start, stage.stop, stage.ends).weights
+    if not setup.has_adapters:
+        return share
+    # Of two layers' adapters, too, those of others have rooms.
+    rooms = 2 * max(stage.trained_layers, default=0) * (setup.dp - 1)
+    return share + FLOAT32 * (parameters + rooms) / setup.dp
 
 
 def _in_sums(stage: _Stage, parameters: int) -> int:
@@ -218,6 +217,9 @@ def _updated(stage: _Stage, parameters: int) -> int:
     setup = stage.setup
     if not setup.divides_optimizer or not parameters:
         return parameters
+    if setup.divides_weights and not setup.has_adapters:
+        share = largest_share(setup, stage.start, stage.stop, stage.ends)
+        return share.trained // setup.dtype_bytes
     return max([-(-parameters // setup.dp), *stage.trained_ends])
 
 

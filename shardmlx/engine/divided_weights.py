@@ -10,14 +10,15 @@ the room of two layers::
 
 So the graphs of layers 0 and 2 refer to the same arrays. What a graph reads there is right as long
 as its layer is gathered again before it is evaluated: ``use`` does that, in forward and backward.
-Embedding and lm_head share a third room, as far as they are alike.
+Embedding and lm_head share a third room, as far as they are alike. Where a replica owns a matrix in
+each of layers 0, 2, 4, ..., that needs no room: owners are chosen so if parts stay even.
 
 All replicas use the same layers in the same order, and so start the same exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ import mlx.core as mx
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import in_a_row, new_buffer
 from shardmlx.distributed.sums import Sums
-from shardmlx.engine.owners import owners
+from shardmlx.engine.owners import Gathered, owners_of_gathered
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.models.slice import Slice
 
@@ -47,8 +48,8 @@ class DividedWeights:
     def __init__(self, rank: int, replicas: Sequence[int], parts: Sequence[Slice]) -> None:
         self._replicas = tuple(replicas)
         self._member = self._replicas.index(rank)
-        self.owners = _divide(parts, len(self._replicas))
         self._places = _places(parts)
+        self.owners = _divide(parts, self._places, len(self._replicas))
         self._room: dict[Place, mx.array] = {}
         for part in parts:
             for name in part.parameters():
@@ -127,14 +128,18 @@ class DividedWeights:
             self._sums.wait(exchange, lambda: f"{self._who}, gathering the weights of {what}")
 
 
-def _divide(parts: Sequence[Slice], members: int) -> dict[str, int]:
-    """Return the owner of each weight. What is trained is divided apart: its owners hold gradients
-    and the optimizer's state too, which a large frozen matrix does not make up for."""
-    sizes = {name: array.nbytes for part in parts for name, array in part.parameters().items()}
+def _divide(parts: Sequence[Slice], places: Mapping[str, Place], members: int) -> dict[str, int]:
+    """Return the owner of each weight. Embedding and lm_head share a room, but not an owner."""
     trained = {name for part in parts for name in part.trainable}
-    frozen = {name: size for name, size in sizes.items() if name not in trained}
-    updated = {name: size for name, size in sizes.items() if name in trained}
-    return owners(frozen, members) | owners(updated, members)
+    weights = {
+        name: Gathered(
+            array.nbytes, places[name], name if places[name][0] == ENDS else places[name],
+            name in trained,
+        )
+        for part in parts
+        for name, array in part.parameters().items()
+    }  # fmt: skip
+    return owners_of_gathered(weights, members)
 
 
 def _places(parts: Sequence[Slice]) -> dict[str, Place]:

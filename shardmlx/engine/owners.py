@@ -1,8 +1,10 @@
-"""Divide weights among replicas: each has one owner."""
+"""Divide weights among replicas: each has one owner. No MLX, no MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 
 
 def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
@@ -26,3 +28,86 @@ def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
             found[name] = member
             taken[member] += size
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A weight that replicas gather when they need it.
+
+    Those that do not own it receive it into its ``room``, which other weights use before and after.
+    Weights of one ``kind`` may have one owner.
+    """
+
+    nbytes: int
+    room: Hashable
+    kind: Hashable
+    is_trained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes that a replica holds: of its own weights, and of room for those of others."""
+
+    frozen: int
+    trained: int
+    room: int
+
+    @property
+    def weights(self) -> int:
+        return self.frozen + self.trained + self.room
+
+    @property
+    def with_update(self) -> int:
+        """Bytes with the gradients, and Adam's moments, of what is trained."""
+        return self.weights + 3 * self.trained
+
+
+def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
+    """Divide weights among ``members`` so that the one that holds the most holds little.
+
+    Best is one owner for all of a kind: it needs no room for them. Where such large parts come out
+    too unequal, each weight has an owner of its own. What is trained is divided apart: a large
+    frozen matrix does not make up for gradients and the optimizer's state.
+    """
+    ways = []
+    for divide in (_by_kind, _one_by_one):
+        found: dict[str, int] = {}
+        for is_trained in (False, True):
+            some = {name: each for name, each in weights.items() if each.is_trained is is_trained}
+            found |= divide(some, members)
+        ways.append(found)
+    return min(
+        ways, key=lambda way: max(each.with_update for each in shares(weights, way, members))
+    )
+
+
+def shares(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Share]:
+    """Return what each of ``members`` holds, where ``owned`` says who owns what."""
+    found = []
+    for member in range(members):
+        own = {False: 0, True: 0}
+        rooms: dict[Hashable, int] = {}
+        for name, each in weights.items():
+            if owned[name] == member:
+                own[each.is_trained] += each.nbytes
+            else:
+                rooms[each.room] = max(each.nbytes, rooms.get(each.room, 0))
+        found.append(Share(own[False], own[True], sum(rooms.values())))
+    return found
+
+
+def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
+    """Give the largest kind that is left to whoever has the least."""
+    sizes: Counter[Hashable] = Counter()
+    for each in weights.values():
+        sizes[each.kind] += each.nbytes
+    taken = [0] * members
+    owner: dict[Hashable, int] = {}
+    for kind, size in sizes.most_common():
+        owner[kind] = taken.index(min(taken))
+        taken[owner[kind]] += size
+    return {name: owner[each.kind] for name, each in weights.items()}
+
+
+def _one_by_one(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
+    return owners({name: each.nbytes for name, each in weights.items()}, members)

@@ -248,8 +248,8 @@ def _connect(
     _in(host, "--net", "ip", "link", "set", "eth0", "up")
     if rate is None:
         return
-    # Bursts of what a fast link carries in two milliseconds: where they are shorter than the packets
-    # that TCP leaves to the card to divide, the kernel divides these, which takes a core at 1 Gbit/s.
+    # A burst holds the packets that TCP leaves to the card to divide: else the kernel divides them,
+    # which takes a core at 1 Gbit/s.
     burst = "256kb" if rate.endswith("gbit") else "32kb"
     for holder, device in ((host, "eth0"), (switch, port)):
         limit = ("rate", rate, "burst", burst, "latency", "50ms")
