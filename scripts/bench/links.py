@@ -7,7 +7,7 @@ Hosts are network namespaces whose links are limited in both directions (root, L
 layers and width 512, all of it trained in float32 with AdamW, steps of 16 rows of 128 tokens:
 replicas that divide nothing, the optimizer, or the weights, sums in 16 and in 8 bits, and two
 stages. shardmlx.profile measures on both hosts at once; the hostfile has what a link carries beside
-the headers, as shardmlx.doctor would write it. On two cores rates of 1gbit measure the cores.
+the headers, as shardmlx.doctor would write it.
 
 A quarter of an hour on two cores.
 """
