@@ -47,7 +47,7 @@ class MachineOptions(Spec):
 SUM_DTYPES = ("float32", "bfloat16", "int8")
 """Types in which replicas send gradients that are summed."""
 
-SEND_DTYPES = ("bfloat16", "float16")
+SEND_DTYPES = ("bfloat16", "float16", "int8")
 """Types, shorter than their own, in which stages may send hidden states and their gradients."""
 
 

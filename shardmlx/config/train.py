@@ -308,7 +308,7 @@ class TrainConfig(DataConfig):
     )
     loss_scale: float | str | None = option(
         None,
-        "factor of the loss: auto, none, or a power of two",
+        "factor of the loss: auto, none, or power of two",
         metavar="{auto,none,N}",
         unset="auto for float16",
         parse=parse_loss_scale,

@@ -1,51 +1,66 @@
 """Predict what a replica holds of weights that all replicas divide. No MLX, no MPI.
 
-Owners are chosen as ``engine.divided_weights`` chooses them, by the sizes of a layer's matrices.
+Owners are chosen as ``engine.divided_weights`` chooses them, by the sizes of a layer's matrices,
+but for each stage alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmlx.costmodel.training_setup import TrainingSetup
-from shardmlx.engine.owners import Gathered, Share, owners_of_gathered, shares
+from shardmlx.engine.owners import Gathered, Held, held_by, owners_of_gathered
 from shardmlx.models.layer_shape import LayerShape
 
 END = "end"
 """Room of embedding and lm_head."""
 
 
-def largest_share(setup: TrainingSetup, start: int, stop: int, ends: Sequence[float]) -> Share:
-    """Return the largest parts that a replica holds of layers ``start`` to ``stop`` and of matrices
-    of so many bytes at their ``ends``. Adapters are not in it."""
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Parts of divided weights: ``most`` is held by the replica that needs the most, and ``part``
+    of a layer's bytes is owned by one replica, the largest part, as a mean of all layers."""
+
+    most: Held
+    part: float
+
+
+def divided(setup: TrainingSetup, start: int, stop: int, ends: Sequence[float]) -> Divided:
+    """Say how replicas divide layers ``start`` to ``stop``, and matrices of so many bytes at their
+    ``ends``. Adapters are not in it."""
     lowest = stop if setup.has_adapters else max(start, setup.first_trained_layer)
     kinds = [setup.shape.layer(i) for i in range(start, stop)]
     sizes = setup.weight_sizes.layers[start:stop]
     layers = tuple(zip(kinds, sizes, strict=True))
-    return _largest(layers, lowest - start, tuple(ends), setup.unfreeze_all, setup.dp)
+    return _divided(layers, lowest - start, tuple(ends), setup.unfreeze_all, setup.dp)
 
 
 @lru_cache(maxsize=256)
-def _largest(
+def _divided(
     layers: Sequence[tuple[LayerShape, float]],
     lowest: int,
     ends: Sequence[float],
     trains_ends: bool,
     members: int,
-) -> Share:
-    weights = {
-        f"{i} {path}": Gathered(round(nbytes), room, room, i >= lowest)
-        for i, (shape, size) in enumerate(layers)
-        for path, nbytes in _parts(shape, size)
-        for room in [(i % 2, path, round(nbytes))]
-    }
+) -> Divided:
+    weights, layer_of = {}, {}
+    for i, (shape, size) in enumerate(layers):
+        for path, nbytes in _parts(shape, size):
+            place = (i % 2, path, round(nbytes))
+            weights[f"{i} {path}"] = Gathered(round(nbytes), i % 2, place, place, i >= lowest)
+            layer_of[f"{i} {path}"] = i
     for i, size in enumerate(ends):
-        weights[f"{END} {i}"] = Gathered(round(size), END, (END, i), trains_ends)
-    found = shares(weights, owners_of_gathered(weights, members), members)
-    most = max(found, key=lambda each: each.weights)
-    return Share(most.frozen, max(each.trained for each in found), most.room)
+        weights[f"{END} {i}"] = Gathered(round(size), END, END, (END, i), trains_ends)
+    owned = owners_of_gathered(weights, members)
+    most = max(held_by(weights, owned, members), key=lambda each: each.with_update)
+    parts = [[0] * members for _ in layers]
+    for name, i in layer_of.items():
+        parts[i][owned[name]] += weights[name].nbytes
+    part = sum(map(max, parts)) / max(1, sum(map(sum, parts)))
+    return Divided(most, part)
 
 
 def _parts(layer: LayerShape, nbytes: float) -> Iterator[tuple[str, float]]:

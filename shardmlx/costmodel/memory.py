@@ -14,12 +14,12 @@ input alone. Attention computes its scores on both: in training MLX does not use
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.costmodel.divided import largest_share
+from shardmlx.costmodel.divided import divided
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.passing import FROZEN
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
@@ -41,6 +41,8 @@ class StageMemory:
     weights: int
     """Parameters, frozen and trained; of divided ones the replica's own, and the room for others'
     of up to two layers and of a matrix at an end."""
+    room: int
+    """Part of ``weights`` that is room for others', which all stages of a rank share."""
     optimizer: int
     """State of the optimizer, from the first update: on the replica that holds the most; and what
     is rounded off of sums until the next."""
@@ -169,8 +171,10 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     during_weight = _during_weight(stage, during_input, parameters, largest)
     if setup.divides_weights:
         after_input, during_input = 0, during_weight  # W comes with I
+    weights, room = _weights(stage, parameters)
     return StageMemory(
-        weights=round(_weights(stage, parameters)),
+        weights=round(weights),
+        room=round(room),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
         + FLOAT32 * setup.error_copies * _in_sums(stage, parameters),
         gradients=FLOAT32 * summed,
@@ -187,18 +191,24 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     )
 
 
-def _weights(stage: _Stage, parameters: int) -> float:
-    """Return the bytes of a stage's weights, ``parameters`` of them trained."""
+def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
+    """Return the bytes of a stage's weights, ``parameters`` of them trained, and how many of these
+    are room for those of other replicas."""
     setup, layers = stage.setup, stage.setup.weight_sizes.layers[stage.start : stage.stop]
-    total = sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters
     if not setup.divides_weights:
-        return total
-    share = largest_share(setup, stage.start, stage.stop, stage.ends).weights
+        return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters, 0.0
+    most = divided(setup, stage.start, stage.stop, stage.ends).most
     if not setup.has_adapters:
-        return share
-    # Of two layers' adapters, too, those of others have rooms.
-    rooms = 2 * max(stage.trained_layers, default=0) * (setup.dp - 1)
-    return share + FLOAT32 * (parameters + rooms) / setup.dp
+        return most.weights, most.room
+    # Of two layers' adapters, too, those of others have room.
+    of_two = FLOAT32 * 2 * max(stage.trained_layers, default=0) * (setup.dp - 1) / setup.dp
+    return most.weights + FLOAT32 * parameters / setup.dp + of_two, most.room + of_two
+
+
+def held_once(stages: Collection[StageMemory]) -> int:
+    """Return the bytes of a rank's weights that several of its stages count, beyond once."""
+    rooms, tied = [each.room for each in stages], [each.tied for each in stages if each.tied]
+    return sum(rooms) - max(rooms, default=0) + sum(tied[1:])
 
 
 def _in_sums(stage: _Stage, parameters: int) -> int:
@@ -218,8 +228,8 @@ def _updated(stage: _Stage, parameters: int) -> int:
     if not setup.divides_optimizer or not parameters:
         return parameters
     if setup.divides_weights and not setup.has_adapters:
-        share = largest_share(setup, stage.start, stage.stop, stage.ends)
-        return share.trained // setup.dtype_bytes
+        most = divided(setup, stage.start, stage.stop, stage.ends).most
+        return most.trained // setup.dtype_bytes
     return max([-(-parameters // setup.dp), *stage.trained_ends])
 
 
@@ -355,10 +365,8 @@ def rank_peak(
     and the last message sent, which stays until the next one goes. An I that the stage does not
     need counts for nothing.
     """
-    resident = sum(stage.resident for stage in stages.values())
-    tied = [stage.tied for stage in stages.values() if stage.tied]
-    resident -= sum(tied[1:])
-    if setup.dp > 1 or (tied and setup.unfreeze_all):
+    resident = sum(stage.resident for stage in stages.values()) - held_once(stages.values())
+    if setup.dp > 1 or (any(stage.tied for stage in stages.values()) and setup.unfreeze_all):
         resident += SUM_BUFFER_BYTES
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}

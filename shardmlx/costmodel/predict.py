@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.replica_messages import bytes_between_hosts, sum_seconds, with_gathers
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.training_setup import FLOAT32
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.sum_parts import levels_of
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.simulate import Simulation, simulate
 
@@ -42,6 +41,7 @@ class Prediction:
     """Prediction of a step: F and B of all micro-batches, sums over replicas, update.
 
     Where gradients of several steps make one update, a step has its share of sums and update.
+    ``sent`` are the bytes that the host which sends most sends to others in a step.
     """
 
     plan: Plan
@@ -49,6 +49,7 @@ class Prediction:
     simulation: Simulation
     reduce_seconds: float
     update_seconds: float
+    sent: float
     tokens: int
 
     @property
@@ -96,75 +97,32 @@ def _pipeline(
     message: int,
     replica: int | None,
 ) -> _Pipeline:
-    """Return what one ``replica`` does, or the slowest of all where they have equal rows."""
+    """Return what one ``replica`` does, or the slowest of all where they have equal rows.
+
+    ``message`` are the bytes of a micro-batch's hidden states as they are computed.
+    """
     mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
     models = pipeline_seconds(
         workload, cluster, mesh, size, length, recompute=recompute, replica=replica
     )
     stages = [
-        _with_gathers(models[rank].stage(*ends), rank, ends, plan, workload, cluster)
+        with_gathers(models[rank].stage(*ends), rank, ends, plan, workload, cluster)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
     if replica is not None:
         # Its last micro-batch may have few rows.
         full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
         stages = [each.of_share(full) for each in stages]
+    sent = workload.sent(message)
+    rounding = workload.rounding_seconds("send_dtype", message // workload.dtype_bytes)
     simulation = simulate(
         plan.actions_of(replica or 0),
         stage_map.placement,
         [each.costs for each in stages],
-        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message), replica),
-        latency=between_ranks(mesh, cluster.latency, replica),
+        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, sent), replica),
+        latency=between_ranks(mesh, lambda a, b: cluster.latency(a, b) + rounding, replica),
     )
     return _Pipeline(stages, simulation)
-
-
-def _with_gathers(
-    stage: Seconds,
-    rank: int,
-    ends: tuple[int, int],
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-) -> Seconds:
-    """Return the times of a stage that gathers each layer, where replicas divide the weights.
-
-    A layer comes while the one before computes, the first while nothing does. A matrix at an end
-    stays until it is updated, unless the stage has another one. In the backward pass layers come
-    down to the lowest that computes then, and their gradients go to their owners on the same link.
-    """
-    mesh, tune, (start, stop) = plan.mesh, workload.fine_tune, ends
-    if mesh.dp == 1 or not tune.divides_weights:
-        return stage
-
-    def seconds(nbytes: float) -> float:
-        return _ring_seconds(cluster, plan, rank, nbytes)
-
-    sizes, shape = workload.weight_sizes, workload.shape
-    layers = sizes.layers[start:stop]
-    has_both = start == 0 and stop == shape.num_layers
-    at_ends = sizes.embedding * (start == 0)
-    if stop == shape.num_layers:
-        at_ends += (sizes if has_both else workload.held_sizes).head
-    gathered = at_ends
-    if shape.tied or not has_both:
-        gathered = at_ends / plan.microbatches if tune.unfreeze_all else 0.0
-    first = seconds(max(layers))
-    forward = max(stage.forward, seconds(sum(layers) + gathered)) + first
-    backward = stage.input_gradient + stage.weight_gradient
-    if not backward:
-        return replace(stage, forward=forward)
-    trained = 0.0
-    if tune.is_full:
-        trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
-        trained += at_ends * tune.unfreeze_all
-    gradients = workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32)
-    needed = sum(sizes.layers[max(start, workload.first_trained) : stop])
-    sent = seconds(needed) + seconds(gradients)
-    backward = max(backward, sent) + first
-    if stage.input_gradient:
-        return Seconds(forward, backward, 0.0, stage.update)
-    return Seconds(forward, 0.0, backward, stage.update)
 
 
 def predict(
@@ -175,7 +133,7 @@ def predict(
     peaks, memories = predict_memory(
         plan, workload, length, recompute=recompute, backend=cluster.backend
     )
-    message = workload.sent(max(each.message for each in memories.values()))
+    message = max(each.message for each in memories.values())
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
     pipelines = [
         _pipeline(
@@ -210,47 +168,16 @@ def predict(
             for rank in range(mesh.pp)
         ),
         simulation=simulation,
-        reduce_seconds=_reduce_seconds(cluster, plan, workload, memories) / accumulated,
+        reduce_seconds=sum_seconds(cluster, plan, workload, memories) / accumulated,
         update_seconds=max(each.update for each in of_rank) / accumulated / updaters,
+        sent=max(bytes_between_hosts(cluster, plan, workload, memories).values()),
         tokens=sum(plan.shares) * length,
     )
 
 
 def _weights(workload: Workload, stages: list[StageMemory]) -> float:
-    """Return the bytes of a rank's parameters; a tied matrix in two of its stages counts once."""
+    """Return the bytes of a rank's parameters; what two of its stages share counts once."""
     twice = sum(stage.tied > 0 for stage in stages) == 2
-    return sum(stage.weights for stage in stages) - twice * workload.weight_sizes.embedding
-
-
-def _reduce_seconds(
-    cluster: Cluster, plan: Plan, workload: Workload, stages: dict[int, StageMemory]
-) -> float:
-    """Return the seconds of summing the slowest stage's gradients over replicas.
-
-    Each sends its share twice, or where they divide the optimizer its gradients once, and then
-    updated weights. That is an upper bound: buckets start while the backward pass still computes.
-    """
-    mesh, stage_map, tune = plan.mesh, plan.stage_map, workload.fine_tune
-    if mesh.dp == 1 or tune.divides_weights:
-        return 0.0  # what divided weights take is a part of each micro-batch
-    times = []
-    for rank in range(mesh.pp):
-        gradients = sum(stages[index].gradients for index in stage_map.stages_of(rank))
-        sent = workload.sum_bytes(gradients)
-        back = sent
-        if tune.divides_optimizer and tune.is_full:
-            back = gradients // FLOAT32 * workload.dtype_bytes
-        times.append(_ring_seconds(cluster, plan, rank, sent + back))
-    return max(times)
-
-
-def _ring_seconds(cluster: Cluster, plan: Plan, rank: int, nbytes: float) -> float:
-    """Return the seconds in which each replica of a pipeline rank has sent the others its part of
-    so many bytes, or has got their parts."""
-    ring = plan.mesh.replicas_of(rank)
-    slowest_link = max(
-        cluster.link_seconds(a, b, nbytes) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
-    )
-    levels = levels_of(rank, ring, [each.host for each in cluster.machines])
-    members = plan.mesh.dp if levels is None else len(levels.between)
-    return (members - 1) / members * slowest_link
+    rooms = [stage.room for stage in stages]
+    shared = sum(rooms) - max(rooms) + twice * workload.weight_sizes.embedding
+    return sum(stage.weights for stage in stages) - shared

@@ -11,7 +11,8 @@ the room of two layers::
 So the graphs of layers 0 and 2 refer to the same arrays. What a graph reads there is right as long
 as its layer is gathered again before it is evaluated: ``use`` does that, in forward and backward.
 Embedding and lm_head share a third room, as far as they are alike. Where a replica owns a matrix in
-each of layers 0, 2, 4, ..., that needs no room: owners are chosen so if parts stay even.
+each of layers 0, 2, 4, ..., that needs no room: owners are chosen so, and so that each has about
+as much of a layer as the others.
 
 All replicas use the same layers in the same order, and so start the same exchanges.
 """
@@ -131,14 +132,12 @@ class DividedWeights:
 def _divide(parts: Sequence[Slice], places: Mapping[str, Place], members: int) -> dict[str, int]:
     """Return the owner of each weight. Embedding and lm_head share a room, but not an owner."""
     trained = {name for part in parts for name in part.trainable}
-    weights = {
-        name: Gathered(
-            array.nbytes, places[name], name if places[name][0] == ENDS else places[name],
-            name in trained,
-        )
-        for part in parts
-        for name, array in part.parameters().items()
-    }  # fmt: skip
+    weights = {}
+    for part in parts:
+        for name, array in part.parameters().items():
+            place = places[name]
+            kind = name if place[0] == ENDS else place
+            weights[name] = Gathered(array.nbytes, place[0], place, kind, name in trained)
     return owners_of_gathered(weights, members)
 
 

@@ -267,9 +267,9 @@ class Engine:
         if (array.shape, array.dtype) != expected:
             raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
         run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
-        array = self._messages.outgoing(array)
+        message = self._messages.outgoing(array)
         self.recorder.mark(Span.SEND, str(action), self._message(action))
-        run.outbox.append((action, self.transport.send(array, self._peer(action), _tag(action))))
+        run.outbox.append((action, self.transport.send(message, self._peer(action), _tag(action))))
 
     def _receive(self, action: Action, run: _Run) -> None:
         handle, array = run.posted.pop(action)
@@ -304,9 +304,8 @@ class Engine:
         )
 
     def _peer(self, action: Action) -> int:
-        forward = action.kind in (Kind.SEND_F, Kind.RECV_B)
-        neighbour = action.stage + 1 if forward else action.stage - 1
-        return self.plan.mesh.rank(self.replica, self.plan.stage_map.placement[neighbour])
+        placement = self.plan.stage_map.placement
+        return self.plan.mesh.rank(self.replica, placement[action.neighbour])
 
     def _message(self, action: Action) -> tuple[int, ...]:
         """Name a message: both ends name it alike, and no other message so."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 
@@ -34,19 +34,20 @@ def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
 class Gathered:
     """A weight that replicas gather when they need it.
 
-    Those that do not own it receive it into its ``room``, which other weights use before and after.
-    Weights of one ``kind`` may have one owner.
+    Those that do not own it receive it into its ``place`` in a ``room``, which other weights use
+    before and after. Weights of one ``kind`` may have one owner; they are all in one room.
     """
 
     nbytes: int
     room: Hashable
+    place: Hashable
     kind: Hashable
     is_trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Bytes that a replica holds: of its own weights, and of room for those of others."""
+class Held:
+    """Bytes that a replica holds: of its own weights, and of places for those of others."""
 
     frozen: int
     trained: int
@@ -58,53 +59,71 @@ class Share:
 
     @property
     def with_update(self) -> int:
-        """Bytes with the gradients, and Adam's moments, of what is trained."""
+        """Bytes with a gradient, and Adam's moments, as large as the weights that are trained."""
         return self.weights + 3 * self.trained
 
 
-def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
-    """Divide weights among ``members`` so that the one that holds the most holds little.
+WORTH_IT = 0.9
+"""Bytes of the fullest replica, beside those of even parts, for which a gather may be slow."""
 
-    Best is one owner for all of a kind: it needs no room for them. Where such large parts come out
-    too unequal, each weight has an owner of its own. What is trained is divided apart: a large
+
+def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
+    """Divide weights among ``members`` so that each sends as much of a layer as the others, and the
+    one that holds the most holds little.
+
+    Best is one owner for all of a kind: it needs no places for them. Where such large parts come
+    out too unequal, each weight has an owner of its own. What is trained is divided apart: a large
     frozen matrix does not make up for gradients and the optimizer's state.
     """
-    ways = []
-    for divide in (_by_kind, _one_by_one):
-        found: dict[str, int] = {}
-        for is_trained in (False, True):
-            some = {name: each for name, each in weights.items() if each.is_trained is is_trained}
-            found |= divide(some, members)
-        ways.append(found)
-    return min(
-        ways, key=lambda way: max(each.with_update for each in shares(weights, way, members))
+    by_kind, one_by_one = (_divided(weights, members, how) for how in (_by_kind, _one_by_one))
+    most, other = (
+        max(each.with_update for each in held_by(weights, way, members))
+        for way in (by_kind, one_by_one)
     )
+    return one_by_one if other < WORTH_IT * most else by_kind
 
 
-def shares(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Share]:
+def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Held]:
     """Return what each of ``members`` holds, where ``owned`` says who owns what."""
     found = []
     for member in range(members):
         own = {False: 0, True: 0}
-        rooms: dict[Hashable, int] = {}
+        places: dict[Hashable, int] = {}
         for name, each in weights.items():
             if owned[name] == member:
                 own[each.is_trained] += each.nbytes
             else:
-                rooms[each.room] = max(each.nbytes, rooms.get(each.room, 0))
-        found.append(Share(own[False], own[True], sum(rooms.values())))
+                places[each.place] = max(each.nbytes, places.get(each.place, 0))
+        found.append(Held(own[False], own[True], sum(places.values())))
+    return found
+
+
+def _divided(
+    weights: Mapping[str, Gathered],
+    members: int,
+    divide: Callable[[Mapping[str, Gathered], int], dict[str, int]],
+) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for is_trained in (False, True):
+        some = {name: each for name, each in weights.items() if each.is_trained is is_trained}
+        found |= divide(some, members)
     return found
 
 
 def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
-    """Give the largest kind that is left to whoever has the least."""
+    """Give the largest kind that is left to whoever has the least in its room, and in all."""
     sizes: Counter[Hashable] = Counter()
-    for each in weights.values():
+    room: dict[Hashable, Hashable] = {}
+    for _, each in sorted(weights.items()):  # of kinds of one size, the first by name
         sizes[each.kind] += each.nbytes
+        room[each.kind] = each.room
     taken = [0] * members
+    in_room: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0] * members)
     owner: dict[Hashable, int] = {}
     for kind, size in sizes.most_common():
-        owner[kind] = taken.index(min(taken))
+        of_room = in_room[room[kind]]
+        owner[kind] = min(range(members), key=lambda member: (of_room[member], taken[member]))
+        of_room[owner[kind]] += size
         taken[owner[kind]] += size
     return {name: owner[each.kind] for name, each in weights.items()}
 

@@ -11,32 +11,48 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.messages import Array, buffer_of, in_a_row
+from shardmlx.distributed.wire_formats import Int8
 
 
 class ShortMessages:
-    """Messages of type ``dtype``, by MLX's name; None sends arrays as they are."""
+    """Messages of type ``dtype``, by MLX's name; None sends arrays as they are.
+
+    In int8 blocks of 256 numbers share a scale. No error is kept for the next message: that has
+    the states of other tokens.
+    """
 
     def __init__(self, dtype: str | None) -> None:
-        self._dtype: mx.Dtype | None = None if dtype is None else getattr(mx, dtype)
+        self._is_short = dtype is not None
+        self._blocks = Int8() if dtype == "int8" else None
+        self._dtype: mx.Dtype = getattr(mx, dtype or "float32")
 
-    def outgoing(self, array: mx.array) -> mx.array:
+    def outgoing(self, array: mx.array) -> Array:
         """Return what is sent of an evaluated array."""
-        if self._dtype is not None:
+        if self._blocks is not None:
+            return self._blocks.encode(np.array(array.astype(mx.float32)).reshape(-1))
+        if self._is_short:
             array = array.astype(self._dtype)
             mx.eval(array)
         return in_a_row(array)
 
     def inbox(self, array: mx.array) -> Array:
         """Return where a message arrives that is to fill ``array``: at its beginning."""
-        if self._dtype is None:
+        if not self._is_short:
             return array
-        return np.frombuffer(buffer_of(array), np.uint8)[: self._dtype.size * array.size]
+        nbytes = self._dtype.size * array.size
+        if self._blocks is not None:
+            nbytes = self._blocks.nbytes(array.size)
+        return np.frombuffer(buffer_of(array), np.uint8)[:nbytes]
 
     def unpack(self, array: mx.array) -> None:
         """Widen what has arrived in ``inbox(array)``, in place."""
-        if self._dtype is None:
+        if not self._is_short:
             return
-        short = mx.array(np.array(self.inbox(array))).view(self._dtype)
+        data = np.array(self.inbox(array))
+        if self._blocks is not None:
+            short = mx.array(self._blocks.decode(data, array.size))
+        else:
+            short = mx.array(data).view(self._dtype)
         wide = short.astype(array.dtype)
         mx.eval(wide)
         buffer_of(array)[:] = buffer_of(wide)

@@ -64,6 +64,11 @@ class Action(NamedTuple):
         """The action in plain words, without its stage: ``the gradient of micro-batch 3``."""
         return f"{_WORDS[self.kind]} micro-batch {self.microbatch}"
 
+    @property
+    def neighbour(self) -> int:
+        """The stage that a message goes to or comes from."""
+        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what ``str`` writes. Raises ``ValueError``, which names a text that is no action."""

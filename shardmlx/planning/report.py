@@ -113,10 +113,9 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     unknown = [host for host, link in hosts.items() if link is None]
     if len(hosts) > 1 and unknown:
         source += f"\nlinks of {', '.join(unknown)} not known: messages cost nothing"
-    return (
-        f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences\n"
-        f"times from {source}"
-    )
+    speed = f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences"
+    sent = f"messages: up to {gibibytes(prediction.sent)} leave a host in a step"
+    return "\n".join([speed, *[sent] * (prediction.sent > 0), f"times from {source}"])
 
 
 def binding(choice: ChosenPlan, cluster: Cluster) -> str:
@@ -198,6 +197,7 @@ def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
         "update_seconds": prediction.update_seconds,
         "reduce_seconds": prediction.reduce_seconds,
         "tokens_per_second": prediction.tokens_per_second,
+        "sent_bytes": prediction.sent,
         "bubble": prediction.simulation.bubble,
         "tried": choice.tried,
         "ranks": [

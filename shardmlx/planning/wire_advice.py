@@ -8,19 +8,11 @@ from dataclasses import replace
 from shardmlx.config.specs import FineTune
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, predict
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.training_setup import FLOAT32
+from shardmlx.costmodel.workload import ROUNDING_SECONDS, Workload
 
 WORTH_A_LINE = 0.01
 """Part of a step that must be saved."""
-
-PAYS_BELOW = {
-    ("sum_dtype", "bfloat16"): 0.5e9,
-    ("sum_dtype", "int8"): 0.6e9,
-    ("send_dtype", "bfloat16"): 2e9,
-}
-"""Bytes a second of a link below which a type pays: the bytes that it spares a number, two or three
-of four, in the time that one core takes to round and to widen it. On one of an x86 server that is
-4.2, 5 and 1 ns a number."""
 
 
 def wire_advice(
@@ -34,14 +26,25 @@ def wire_advice(
     for name, tune in _shorter(workload, prediction):
         other = replace(workload, fine_tune=tune)
         then = predict(prediction.plan, other, cluster, length, recompute=recompute).step_seconds
-        limit = PAYS_BELOW[name]
-        if now - then >= WORTH_A_LINE * now and min(links) < limit:
+        if now - then >= WORTH_A_LINE * now:
             lines.append(
                 f"--{name[0].replace('_', '-')} {name[1]} would make the step "
                 f"{100 * (now - then) / now:.0f}% shorter; it pays on links below "
-                f"{8 * limit / 1e9:g} Gbit/s"
+                f"{8 * _pays_below(other, name) / 1e9:.2g} Gbit/s"
             )
     return lines
+
+
+def _pays_below(workload: Workload, name: tuple[str, str]) -> float:
+    """Return the bytes a second of a link on which what a type spares of a number takes as long as
+    to round and to widen it."""
+    many = 1 << 20
+    if name[0] == "sum_dtype":
+        whole, short = FLOAT32 * many, workload.sum_bytes(FLOAT32 * many)
+    else:
+        whole = workload.dtype_bytes * many
+        short = workload.sent(whole)
+    return (whole - short) / many / ROUNDING_SECONDS[name]
 
 
 def _shorter(
@@ -52,5 +55,6 @@ def _shorter(
     if mesh.dp > 1 and tune.sum_dtype == "float32":
         for dtype in ("bfloat16", "int8"):
             yield ("sum_dtype", dtype), replace(tune, sum_dtype=dtype)
-    if mesh.pp > 1 and tune.send_dtype is None and workload.dtype_bytes > 2:
-        yield ("send_dtype", "bfloat16"), replace(tune, send_dtype="bfloat16")
+    if mesh.pp > 1 and tune.send_dtype is None:
+        for dtype in ("bfloat16", "int8") if workload.dtype_bytes > 2 else ("int8",):
+            yield ("send_dtype", dtype), replace(tune, send_dtype=dtype)

@@ -52,6 +52,11 @@ class SequenceLengths:
     exact: int
     counted: float = 1.0
 
+    @property
+    def are_alike(self) -> bool:
+        """True if rows are never padded, and packing has nothing to gain."""
+        return self.exact >= WORTH_IT * self.longest[0]
+
     def counted_share(self, pack: bool) -> float:
         """Return the share of the computed positions at which a token counts."""
         return self.counted if pack else self.counted * self.exact / self.padded
@@ -184,6 +189,7 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
     layout, batch, given, cluster = run.layout, run.batch, facts.given, facts.cluster
     pp = given.pp if given is not None else layout.pipeline_stages or cluster.size
     divided = given is None and pp > 1
+    packs = (False, True) if facts.can_pack and not facts.lengths.are_alike else (False,)
     tunes = [run.fine_tune]
     if run.fine_tune.train and run.fine_tune.zero is None and cluster.size > pp:
         tunes.append(replace(run.fine_tune, zero=DIVIDED_WEIGHTS))
@@ -194,7 +200,7 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
         ((FASTEST, SMALLEST) if divided else (FASTEST,))
         if layout.partitioner == AUTO
         else (layout.partitioner,),
-        ((False, True) if facts.can_pack else (False,)) if batch.pack is None else (batch.pack,),
+        packs if batch.pack is None else (batch.pack,),
         _schedules(given, cluster, pp) if layout.schedule == AUTO else (layout.schedule,),
     ):
         if loss_chunk != batch.loss_chunk and facts.lengths.counted_share(pack) == 1:
@@ -206,8 +212,9 @@ def _ways(run: RunSpec, facts: Circumstances) -> Iterator[RunSpec]:
             batch=replace(batch, loss_chunk=loss_chunk, recompute=recompute, pack=pack),
         )
         yield way
-        # Without packing a larger one is padded, by how much is not known here.
-        for size in _larger_sizes(batch, cluster.size, pp) if pack else ():
+        # Without packing a larger one may be padded, by how much is not known here.
+        is_known = pack or facts.lengths.are_alike
+        for size in _larger_sizes(batch, cluster.size, pp) if is_known else ():
             yield replace(way, batch=replace(way.batch, micro_batch_size=size))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.memory import held_once
 from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.predict import predict, predict_memory
 from shardmlx.costmodel.workload import Workload
@@ -101,9 +102,8 @@ def _planned(
     planned = []
     for rank, peak in enumerate(peaks):
         own = [stages[index] for index in plan.stage_map.stages_of(rank)]
-        # A tied matrix that two stages of a rank hold is there once.
-        twice = [stage.tied for stage in own if stage.tied][1:]
-        planned.append(PlannedMemory(peak, sum(stage.resident for stage in own) - sum(twice)))
+        resident = sum(stage.resident for stage in own) - held_once(own)
+        planned.append(PlannedMemory(peak, resident))
     mesh = plan.mesh
     return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
 

@@ -60,8 +60,9 @@ def test_the_plan_counts_what_the_fullest_replica_holds(
         divides_weights=True,
     )
     planned = stage_memory(setup, 0, layers).weights
-    # Of matrices of one size it is not planned which goes to whom: half a layer's room, at most.
-    assert 0.965 * planned <= max(held) <= 1.005 * planned
+    # Planned is the replica that needs the most with its gradients, and the last norm goes with
+    # the lm_head.
+    assert 0.98 * planned <= max(held) <= 1.02 * planned
 
 
 def test_two_replicas_need_room_for_one_layer_in_all() -> None:

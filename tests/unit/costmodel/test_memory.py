@@ -69,7 +69,7 @@ def setup(shape: ModelShape = SHAPE, **changes: Any) -> TrainingSetup:
 def of_stage(**sizes: Any) -> StageMemory:
     """A stage whose sizes are zero but for those given."""
     names = (
-        "weights optimizer gradients after_forward after_input during_forward during_input "
+        "weights room optimizer gradients after_forward after_input during_forward during_input "
         "during_weight during_update message tied"
     )
     flags = {"is_trained": True, "has_input_gradient": True}

@@ -155,7 +155,7 @@ def test_nor_do_pieces_of_attention_and_loss(layout: Layout, recompute: str, tie
     check(layout, rows=4, tied=tied, savings=pieces)
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("bfloat16", 1e-2), ("float16", 1e-3)])
+@pytest.mark.parametrize(("dtype", "off"), [("bfloat16", 1e-2), ("float16", 1e-3), ("int8", 1e-2)])
 def test_hidden_states_may_travel_in_a_shorter_type(dtype: str, off: float) -> None:
     """The loss and the gradients are near those of float32, and those of a stage that computes with
     what came: the last one's loss is the same whether it trains or only evaluates."""

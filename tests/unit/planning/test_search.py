@@ -216,20 +216,21 @@ def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
 
 
 def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
-    """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums."""
+    """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums. What
+    is rounded takes time as well, there and back."""
     stage_map = StageMap(Partition.from_sizes((32,)), (0,))
     ways = (
-        ({"zero": 0}, 4),
-        ({"zero": 1}, (4 + 2) / 2),
-        ({"zero": 0, "sum_dtype": "bfloat16"}, 2),
-        ({"zero": 1, "sum_dtype": "int8"}, (1 + 4 / 256 + 2) / 2),
+        ({"zero": 0}, 4, 0.0),
+        ({"zero": 1}, (4 + 2) / 2, 0.0),
+        ({"zero": 0, "sum_dtype": "bfloat16"}, 2, 4.2e-9),
+        ({"zero": 1, "sum_dtype": "int8"}, (1 + 4 / 256 + 2) / 2, 5e-9 / 2),
     )
-    for options, nbytes in ways:
+    for options, nbytes, rounding in ways:
         workload = work(model, fine_tune_type="full", **options)
         plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
         prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
         parameters = 32 * workload.shape.layer(0).parameters
-        assert prediction.reduce_seconds == pytest.approx(nbytes * parameters / 1e9)
+        assert prediction.reduce_seconds == pytest.approx(parameters * (nbytes / 1e9 + rounding))
 
 
 def test_replicas_of_one_host_use_its_link_once(model: Path) -> None:
@@ -353,6 +354,11 @@ TIGHT, LONG = ((16, 5.2), (16, 5.2)), Limits(batch_size=4, length=1024)
 """Macs that hold no whole Mistral-7B, and a step long enough for weights to be gathered in it."""
 
 
+HALF = 7 / 13 * 33 / 32
+"""Part of 32 layers that one of two replicas owns, of each two of three matrices of the MLP, or one
+and all others; the first layer of a pass comes while nothing computes."""
+
+
 def test_replicas_divide_the_weights_where_that_is_faster_than_a_pipeline(model: Path) -> None:
     fast = choose(work(model), macs(*TIGHT, link=2.5e9), LONG)
     assert fast.candidate.divides_weights
@@ -366,8 +372,9 @@ def test_replicas_divide_the_weights_where_that_is_faster_than_a_pipeline(model:
     seconds = forced.prediction.step_seconds
     sizes = work(model).weight_sizes
     backward = sum(sizes.layers)  # the lm_head is still there, the embedding is not needed
-    gathered = backward + sizes.embedding + sizes.head + backward
-    assert seconds == pytest.approx(gathered / 2 / 0.1e9, rel=0.05)  # each sends its half
+    # Each sends about a half of a layer, and one of them the whole of a matrix at an end.
+    sent = (backward + backward) * HALF + sizes.embedding + sizes.head
+    assert seconds == pytest.approx(sent / 0.1e9, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_layers", "lowest"), [(16, 16), (-1, 0)])
@@ -378,9 +385,9 @@ def test_weights_are_gathered_down_to_the_lowest_layer_that_is_trained(
     way = Candidate(Mesh(2, 1), "1f1b", 1, 2, 2, "none", divides_weights=True)
     plan = plan_of(way, StageMap(Partition.from_sizes([32]), (0,)), workload)
     sizes = workload.weight_sizes
-    gathered = sum(sizes.layers) + sizes.embedding + sizes.head + sum(sizes.layers[lowest:])
+    sent = (sum(sizes.layers) + sum(sizes.layers[lowest:])) * HALF + sizes.embedding + sizes.head
     seconds = predict(plan, workload, macs(*TIGHT, link=0.1e9), 1024).step_seconds
-    assert seconds == pytest.approx(gathered / 2 / 0.1e9, rel=0.05)
+    assert seconds == pytest.approx(sent / 0.1e9, rel=0.02)
 
 
 def test_nobody_divides_weights_of_which_each_machine_holds_all(model: Path) -> None:

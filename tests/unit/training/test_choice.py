@@ -109,13 +109,17 @@ def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
     )
 
 
-def test_short_rows_are_packed_several_to_a_micro_batch(model: str) -> None:
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_short_rows_go_several_to_a_micro_batch(are_alike: bool, model: str) -> None:
     """Since each micro-batch costs something whatever its size; each rank still has one at a time,
-    and where the size is given it is taken."""
+    and where the size is given it is taken. Packing rows of one length would make one long row of
+    them, whose attention takes longer."""
     sizes = {}
     for length in (16, 64, 2048):
-        lengths = SequenceLengths((length, 0), padded=length, exact=length)
-        sizes[length] = chosen(model, machines(*ROOM), lengths).plan.micro_batch_size
+        lengths = SequenceLengths((length, 0), length, length if are_alike else length * 3 // 4)
+        plan = chosen(model, machines(*ROOM), lengths).plan
+        sizes[length] = plan.micro_batch_size
+        assert plan.pack != are_alike
     assert sizes[16] > sizes[2048] == 1
     assert 4 >= sizes[16] >= sizes[64] > 1
     assert chosen(model, machines(*ROOM), PADDED, micro_batch_size=1).plan.micro_batch_size == 1

@@ -1,0 +1,212 @@
+"""Predict what ranks send each other in a step, and how long it takes replicas. No MLX, no MPI.
+
+Bytes are those of whole arrays: of n members each sends (n - 1) / n of them, the owner of more than
+an nth so much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardmlx.config.specs import NONE
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.divided import divided
+from shardmlx.costmodel.memory import StageMemory
+from shardmlx.costmodel.timing import Seconds
+from shardmlx.costmodel.training_setup import FLOAT32
+from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.sum_parts import levels_of
+from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StageGathers:
+    """Bytes of a micro-batch at a stage of divided weights: of layers gathered before F and before
+    B, of matrices at its ``ends``, and of gradients that go to their owners. ``first`` are those of
+    a layer that nothing hides."""
+
+    first: float
+    forward: float
+    backward: float
+    ends: float
+    gradients: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.ends + self.gradients
+
+
+def stage_gathers(ends: tuple[int, int], plan: Plan, workload: Workload) -> StageGathers:
+    """Return what replicas that divide their weights gather of layers ``ends``.
+
+    A matrix at an end of the model stays until it is updated, unless the stage has another one. In
+    the backward pass layers come down to the lowest that computes then.
+    """
+    tune, sizes, shape = workload.fine_tune, workload.weight_sizes, workload.shape
+    start, stop = ends
+    layers = sizes.layers[start:stop]
+    has_both = start == 0 and stop == shape.num_layers
+    at_ends = sizes.embedding * (start == 0)
+    if stop == shape.num_layers:
+        at_ends += (sizes if has_both else workload.held_sizes).head
+    gathered = at_ends
+    if shape.tied or not has_both:
+        gathered = at_ends / plan.microbatches if tune.unfreeze_all else 0.0
+    trained = 0.0
+    if tune.is_full:
+        trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
+        trained += at_ends * tune.unfreeze_all
+    return StageGathers(
+        first=max(layers),
+        forward=sum(layers),
+        ends=gathered,
+        backward=sum(sizes.layers[max(start, workload.first_trained) : stop]),
+        gradients=workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32),
+    )
+
+
+def with_gathers(
+    stage: Seconds,
+    rank: int,
+    ends: tuple[int, int],
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+) -> Seconds:
+    """Return the times of a stage that gathers each layer, where replicas divide the weights.
+
+    A layer comes while the one before computes, the first while nothing does. Gradients go to
+    their owners on the same link.
+    """
+    if plan.mesh.dp == 1 or not workload.fine_tune.divides_weights:
+        return stage
+
+    def seconds(nbytes: float, largest: float) -> float:
+        return _exchange_seconds(cluster, plan, rank, nbytes, largest)
+
+    moved = stage_gathers(ends, plan, workload)
+    setup = workload.setup(1, 1, recompute=NONE, dp=plan.mesh.dp, backend=cluster.backend)
+    largest = divided(setup, *ends, ()).part
+    first = seconds(moved.first, largest)
+    # A matrix at an end has one owner, which sends all of it.
+    gathering = seconds(moved.forward, largest) + seconds(moved.ends, 1.0)
+    forward = max(stage.forward, gathering) + first
+    backward = stage.input_gradient + stage.weight_gradient
+    if not backward:
+        return replace(stage, forward=forward)
+    backward = max(backward, seconds(moved.backward + moved.gradients, largest)) + first
+    if stage.input_gradient:
+        return Seconds(forward, backward, 0.0, stage.update)
+    return Seconds(forward, 0.0, backward, stage.update)
+
+
+def sum_seconds(
+    cluster: Cluster, plan: Plan, workload: Workload, stages: Mapping[int, StageMemory]
+) -> float:
+    """Return the seconds of summing the slowest stage's gradients over replicas.
+
+    That is an upper bound: buckets start while the backward pass still computes. What divided
+    weights take is a part of each micro-batch.
+    """
+    if plan.mesh.dp == 1 or workload.fine_tune.divides_weights:
+        return 0.0
+    members, times = plan.mesh.dp, []
+    for rank in range(plan.mesh.pp):
+        numbers = _gradients(plan, rank, stages) // FLOAT32
+        ways = 1 if _gathers_weights(workload) else 2
+        rounding = ways * workload.rounding_seconds("sum_dtype", numbers) * (members - 1) / members
+        moved = _summed(plan, rank, workload, stages)
+        times.append(_exchange_seconds(cluster, plan, rank, moved) + rounding)
+    return max(times)
+
+
+def bytes_between_hosts(
+    cluster: Cluster,
+    plan: Plan,
+    workload: Workload,
+    stages: Mapping[int, StageMemory],
+) -> dict[str, float]:
+    """Return the bytes that each host sends to others in a step, beside headers.
+
+    Where gradients of several steps make one update, a step
+    has its share of their sums.
+    """
+    mesh, placement = plan.mesh, plan.stage_map.placement
+    message = workload.sent(max(each.message for each in stages.values()))
+    sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
+    for replica in range(mesh.dp):
+        for rank, actions in enumerate(plan.actions_of(replica)):
+            me = mesh.rank(replica, rank)
+            for action in actions:
+                if action.kind not in (Kind.SEND_F, Kind.SEND_B):
+                    continue
+                peer = mesh.rank(replica, placement[action.neighbour])
+                if not cluster.is_same_host(me, peer):
+                    sent[cluster.machines[me].host] += message
+    for rank in range(mesh.pp if mesh.dp > 1 else 0):
+        moved = _moved(plan, rank, workload, stages)
+        for host, part in _parts_of_hosts(cluster, mesh.replicas_of(rank)).items():
+            sent[host] += part * moved
+    return sent
+
+
+def _moved(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, StageMemory]) -> float:
+    """Return the bytes that the replicas of a pipeline rank sum and gather in a step."""
+    if not workload.fine_tune.divides_weights:
+        accumulated = workload.batch.grad_accumulation_steps
+        return _summed(plan, rank, workload, stages) / accumulated
+    own = [plan.stage_map.partition.ranges[index] for index in plan.stage_map.stages_of(rank)]
+    once = sum(stage_gathers(ends, plan, workload).total for ends in own)
+    return once * plan.microbatches
+
+
+def _gradients(plan: Plan, rank: int, stages: Mapping[int, StageMemory]) -> int:
+    """Return the bytes of the sums of gradients of a pipeline rank's stages."""
+    return sum(stages[index].gradients for index in plan.stage_map.stages_of(rank))
+
+
+def _gathers_weights(workload: Workload) -> bool:
+    """Tell whether updated weights go back, and not gradients."""
+    return workload.fine_tune.divides_optimizer and workload.fine_tune.is_full
+
+
+def _summed(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, StageMemory]) -> float:
+    """Return the bytes of an update of a rank's stages: its gradients there and back, or, where
+    replicas divide the optimizer, gradients there and updated weights back."""
+    gradients = _gradients(plan, rank, stages)
+    there = back = workload.sum_bytes(gradients)
+    if _gathers_weights(workload):
+        back = gradients // FLOAT32 * workload.dtype_bytes
+    return there + back
+
+
+def _exchange_seconds(
+    cluster: Cluster, plan: Plan, rank: int, nbytes: float, largest: float = 0.0
+) -> float:
+    """Return the seconds in which each replica of a pipeline rank has sent the others its part of
+    so many bytes, or has got their parts; ``largest`` is that of whoever owns the most."""
+    group = plan.mesh.replicas_of(rank)
+    slowest_link = max(
+        cluster.link_seconds(a, b, nbytes)
+        for a, b in zip(group, (*group[1:], group[0]), strict=True)
+    )
+    levels = levels_of(rank, group, [each.host for each in cluster.machines])
+    if levels is not None:
+        members = len(levels.between)
+        return (members - 1) / members * slowest_link
+    members = len(group)
+    return (members - 1) * max(largest, 1 / members) * slowest_link
+
+
+def _parts_of_hosts(cluster: Cluster, group: Sequence[int]) -> dict[str, float]:
+    """Return, for each host of a group, which part of an array it sends to the others."""
+    hosts = [each.host for each in cluster.machines]
+    levels = levels_of(group[0], group, hosts)
+    if levels is not None:
+        count = len(levels.between)
+        return {hosts[rank]: (count - 1) / count for rank in group}
+    on_host = {hosts[rank]: sum(hosts[each] == hosts[rank] for each in group) for rank in group}
+    members = len(group)
+    return {host: count * (members - count) / members for host, count in on_host.items()}
