@@ -3,8 +3,8 @@
 
     python scripts/bench/curves.py [--only WORD ...] [--steps 200] [--json FILE]
 
-Each run makes 200 steps of a row of 32 tokens, or where two replicas sum, of a row each; Adam,
-1e-5. Losses are compared with those of float32 on one rank with the same rows: the mean of the last
+Each run makes 200 steps of a row of 32 tokens, or where two replicas or stages send, of two rows;
+Adam, 1e-5. Losses are compared with those of float32 on one rank with the same rows: the mean of the last
 20 steps, and of validation. Nothing is timed, so it does not matter what else the machine does.
 
 Two and a half hours of CPU time, most of it for 16-bit matrix products, which a CPU emulates.
@@ -52,6 +52,12 @@ KINDS = {
     "float32, two replicas": Kind({"dtype": "float32"}, ranks=2, rows=2),
     "--sum-dtype bfloat16": Kind({"dtype": "float32", "sum_dtype": "bfloat16"}, ranks=2, rows=2),
     "--sum-dtype int8": Kind({"dtype": "float32", "sum_dtype": "int8"}, ranks=2, rows=2),
+    **{
+        f"two stages, --send-dtype {dtype}": Kind(
+            {"dtype": "float32", "pipeline_stages": 2, "send_dtype": dtype}, ranks=2, rows=2
+        )
+        for dtype in ("bfloat16", "float16", "int8")
+    },
 }
 """Runs, each compared with the last before it, of float32 on one rank, that has as many rows."""
 

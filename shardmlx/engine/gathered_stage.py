@@ -46,7 +46,7 @@ class _Segment:
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _InFlight:
     """A micro-batch between the beginning of its forward and the end of its backward.
 
     ``cotangent`` is the buffer to which the graphs of layers refer, ``gradient`` that which comes
@@ -80,7 +80,7 @@ class GatheredStage(Stage):
             index, part, needs_input_gradient=needs_input_gradient, savings=savings, compiled=False
         )
         self._weights = weights
-        self._in_flight: dict[int, _Gathered] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._trained = [
             tuple(name for name in self.names if name in group) for group in part.groups
         ]
@@ -208,11 +208,11 @@ class GatheredStage(Stage):
         input_gradient = gradients.pop(0) if differentiates else None
         return out, _Segment(group, input_gradient, dict(zip(names, gradients, strict=True)))
 
-    def _new_state(self, microbatch: MicroBatch) -> _Gathered:
+    def _new_state(self, microbatch: MicroBatch) -> _InFlight:
         shape = (*microbatch.shape, self.part.hidden_size)
         others = (state.cotangent for state in self._in_flight.values())
         cotangent = next((each for each in others if each.shape == shape), None)
-        return _Gathered(
+        return _InFlight(
             self._new_buffer(microbatch) if cotangent is None else cotangent,
             None if self.part.is_last else self._new_buffer(microbatch),
         )

@@ -1,6 +1,7 @@
 """Keep what a wire format rounds off of gradients until their next sum (error feedback).
 
-Seide et al., "1-bit stochastic gradient descent", Interspeech 2014: nothing is lost for good.
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014: nothing is lost for good, but
+where a gradient overflows.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read_data(
         for part, each in zip(parts, tokenised, strict=True):
             _check_lengths(each.samples, part.where, options, max_positions)
             if vocabulary is not None:
-                _check_tokens(each.samples, part.where, vocabulary)
+                _check_tokens(each.samples, part.where, vocabulary, options.max_seq_length)
         weights = [part.weight if name == "train" else 1 for part in parts]
         samples = _mixed(tokenised, weights)
         too_long = int((samples.lengths > options.max_seq_length).sum())
@@ -314,12 +314,16 @@ def _order(rows: Any) -> np.ndarray:
     return np.array(sorted(range(len(rows)), key=length), np.int64)
 
 
-def _check_tokens(samples: Samples, where: Where, vocabulary: int) -> None:
-    """Raise ``UserError`` for a row with a token that the model does not know."""
+def _check_tokens(samples: Samples, where: Where, vocabulary: int, most: int) -> None:
+    """Raise ``UserError`` for a row with a token that the model does not know among the first
+    ``most``: the others are cut off."""
     unknown = np.flatnonzero((samples.tokens < 0) | (samples.tokens >= vocabulary))
-    if unknown.size:
-        row = int(np.searchsorted(samples.bounds[:, 0], unknown[0], side="right")) - 1
-        raise unknown_token(where(row), int(samples.tokens[unknown[0]]), vocabulary)
+    begins = samples.bounds[:, 0]
+    rows = np.searchsorted(begins, unknown, side="right") - 1
+    seen = unknown - begins[rows] < most
+    if seen.any():
+        row, token = int(rows[seen][0]), int(samples.tokens[unknown[seen][0]])
+        raise unknown_token(where(row), token, vocabulary)
 
 
 def _check_lengths(

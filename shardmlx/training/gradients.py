@@ -16,8 +16,8 @@ class Gradients:
 
     The loss is scaled as ``--loss-scale`` says. Where a gradient overflows for that, the whole
     update is computed again with half the factor, so that no batch is lost for it. Factors are
-    powers of two: but for float16's smallest numbers the gradients are those of a run that began
-    with the lower one.
+    powers of two: but for float16's smallest numbers, and what int8 had rounded off of earlier
+    sums, which is lost, the gradients are those of a run that began with the lower one.
     """
 
     def __init__(self, job: TrainingRun) -> None:

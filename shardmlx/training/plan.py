@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
+from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, SUM_DTYPES, RunSpec
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
@@ -150,6 +150,25 @@ def headline(run: RunSpec, plan: Plan) -> str:
         f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
         f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{_rows_of(plan)}"
     )
+
+
+def without_effect(run: RunSpec, plan: Plan) -> list[str]:
+    """Return a line for each option of replicas or of stages where there is one of them."""
+    tune, mesh = run.fine_tune, plan.mesh
+    if not tune.train:
+        return []
+    lines = []
+    if mesh.dp == 1:
+        options = [
+            *([f"--zero {tune.zero}"] if tune.zero else []),
+            *([f"--sum-dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
+            *([f"--replica-rows {rows}"] if (rows := run.batch.replica_rows) else []),
+        ]
+        why = "there is one replica" + ": fewer --pipeline-stages make more" * (mesh.pp > 1)
+        lines += [f"{option} has no effect: {why}" for option in options]
+    if mesh.pp == 1 and tune.send_dtype is not None:
+        lines.append(f"--send-dtype {tune.send_dtype} has no effect: nothing goes between stages")
+    return lines
 
 
 def _rows_of(plan: Plan) -> str:

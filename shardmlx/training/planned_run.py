@@ -50,6 +50,7 @@ from shardmlx.training.plan import (
     make_plan,
     memory_of,
     of_model,
+    without_effect,
 )
 from shardmlx.training.predicted import longest_inputs
 from shardmlx.training.token_cache import open_cache
@@ -139,6 +140,8 @@ def plan_run(
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
     reporter.say(headline(choice.run, plan))
+    for line in without_effect(choice.run, plan):
+        reporter.warn(line)
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
     run = choice.run

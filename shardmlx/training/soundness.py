@@ -12,8 +12,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.stage import Stage
 
 WINDOW = 10
-"""Updates among which skipped ones are counted: a few may overflow in half precision, but a run
-that skips more than half of these learns nothing."""
+"""Updates among which skipped ones are counted: a few rows may be bad, but a run that skips more
+than half of these learns nothing."""
 
 
 class Soundness:

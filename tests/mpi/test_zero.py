@@ -1,8 +1,9 @@
-"""Replicas that divide the optimizer train as those that do not, and go on from each other's
-checkpoints."""
+"""Replicas that divide the optimizer, or the weights, train as those that do not, and go on from
+each other's checkpoints; also after one was killed in the middle of an exchange."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from tests.helpers.checkpoints import Bytes, as_bytes
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
+from tests.helpers.mpirun import events, mpirun, train_well
 
 STEPS = 6
 OPTIONS = (
@@ -22,20 +24,26 @@ OPTIONS = (
 )
 
 
-class Run:
-    """A finished run of two replicas: its losses and norms, and the tensors that it has left."""
+def flags_of(directory: Path, model: Path, data: Path, *more: str) -> list[str | Path]:
+    return [
+        *("--model", model, "--data", data, "--adapter-path", directory / "out"),
+        *("--metrics-file", directory / "metrics"),
+        *("--checkpoint-dir", directory / "checkpoints", *OPTIONS, *more),
+    ]
 
-    def __init__(self, directory: Path, model: Path, data: Path, *more: str) -> None:
+
+class Run:
+    """A finished run, of two replicas unless told otherwise: its losses and norms, and the tensors
+    that it has left."""
+
+    def __init__(
+        self, directory: Path, model: Path, data: Path, *more: str, ranks: int = 2
+    ) -> None:
         self.checkpoints = directory / "checkpoints"
-        metrics = directory / "metrics"
-        train_well(
-            2,
-            *("--model", model, "--data", data, "--adapter-path", directory / "out"),
-            *("--metrics-file", metrics, "--checkpoint-dir", self.checkpoints, *OPTIONS),
-            *more,
-        )
+        train_well(ranks, *flags_of(directory, model, data, *more))
         self.steps = {
-            each["step"]: (each["loss"], each["grad_norm"]) for each in events(metrics, "train")
+            each["step"]: (each["loss"], each["grad_norm"])
+            for each in events(directory / "metrics", "train")
         }
         self.weights = tensors(directory / "out", "*.safetensors")
 
@@ -91,6 +99,15 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
         resumed = Run(tmp_path / name, small, pirate, "--zero", zero, *one)
         assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
         assert resumed.weights == whole.weights
+    # In other layouts gradients are added in another order.
+    for stages, ranks in (("2", 2), ("2", 4), ("1", 4)):
+        own = tmp_path / f"{stages}-{ranks}"
+        place = own / "checkpoints" / "step-0000003"
+        shutil.copytree(parts.checkpoints / place.name, place)
+        more = ("--zero", "3", "--pipeline-stages", stages, "--micro-batch-size", "1")
+        resumed = Run(own, small, pirate, *more, ranks=ranks)
+        for step in (4, 5, 6):
+            assert resumed.steps[step] == pytest.approx(whole.steps[step], rel=1e-2)
 
 
 @pytest.mark.parametrize("zero", ["1", "3"])
@@ -106,3 +123,33 @@ def test_float32_copies_begin_with_what_the_model_has_in_float32(
     assert copies == tensors(small, "*.safetensors")
     assert still.weights.keys() == copies.keys()
     assert all(still.weights[name] != content for name, content in copies.items())
+
+
+SHORT = ("--pipeline-stages", "2", "--sum-dtype", "int8", "--send-dtype", "int8")
+KILLS = [
+    ("scatter:5", 4, ("--zero", "1", *SHORT, "--replica-rows", "3,1")),
+    ("gathering:5", 2, ("--zero", "1")),
+    ("gathering:5", 2, ("--zero", "3", "--recompute", "full")),
+]
+
+
+@pytest.mark.parametrize(("when", "ranks", "more"), KILLS)
+def test_a_replica_that_is_killed_in_an_exchange_costs_no_more_than_steps(
+    when: str, ranks: int, more: tuple[str, ...], small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """It is named, and the run goes on from its newest checkpoint as if nothing had happened: to
+    the bit, also what int8 rounds off of sums."""
+    whole = Run(tmp_path / "whole", small, pirate, *more, ranks=ranks)
+    killed = tmp_path / "killed"
+    arguments = [*flags_of(killed, small, pirate, *more), "--timeout", "5"]
+    job = mpirun(ranks, PROGRAMS / "failing_rank.py", "1", when, "kill", *arguments)
+    assert job.returncode in AFTER_A_KILL, job.output
+    (line,) = job.error_lines
+    assert re.search(r"failed: rank \d on .+: rank 1 on \S+ died \(was it killed", line), line
+    assert [each["step"] for each in events(killed / "metrics", "train")] == [1, 2, 3, 4]
+    resumed = Run(killed, small, pirate, *more, ranks=ranks)
+    assert {step: resumed.steps[step] for step in (4, 5, 6)} == {
+        step: whole.steps[step] for step in (4, 5, 6)
+    }
+    assert resumed.weights == whole.weights
+    assert resumed.saved("optimizer") == whole.saved("optimizer")

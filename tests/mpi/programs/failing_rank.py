@@ -1,7 +1,8 @@
 """``failing_rank.py RANK WHEN HOW ARGUMENTS``: ``shardmlx.train`` with a rank that fails.
 
 WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``scatter`` (before it adds
-what others sent) or ``gather`` (before it sends what it updated). HOW is ``raise``, ``hang``,
+what others sent), ``gather`` (before it sends what it updated) or ``gathering`` (when it has sent
+that, and others are still to send); ``scatter:5`` is in step 5. HOW is ``raise``, ``hang``,
 ``kill`` or ``stop``: the signals that no process can handle.
 """
 
@@ -18,8 +19,13 @@ from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from shardmlx.train import main
+from shardmlx.training.batch_feed import Share
+from shardmlx.training.gradients import Gradients
 
 rank, when, how, *arguments = sys.argv[1:]
+when, _, first = when.partition(":")
+began = 0
+"""The step that is under way."""
 
 
 def fail() -> None:
@@ -34,13 +40,24 @@ def fail() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def counting(method: Any) -> Any:
+    """``Gradients.add``, which notes the step."""
+
+    def wrapped(gradients: Gradients, step: int, share: Share) -> Any:
+        global began
+        began = step
+        return method(gradients, step, share)
+
+    return wrapped
+
+
 def failing_at(call: int, method: Any) -> Any:
-    """``method``, which fails when it is called for that time."""
+    """``method``, which fails when it is called for that time, from the ``first`` step on."""
     calls = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += began >= int(first or 0)
         if calls == call:
             fail()
         return method(*args, **kwargs)
@@ -49,6 +66,7 @@ def failing_at(call: int, method: Any) -> Any:
 
 
 if launched_rank() == int(rank):
+    Gradients.add = counting(Gradients.add)  # type: ignore[method-assign]
     match when:
         case "start":
             fail()
@@ -60,4 +78,6 @@ if launched_rank() == int(rank):
             Sums._add = failing_at(1, Sums._add)  # type: ignore[method-assign]
         case "gather":
             Sums.all_gather = failing_at(3, Sums.all_gather)  # type: ignore[method-assign]
+        case "gathering":
+            Sums._finish = failing_at(3, Sums._finish)  # type: ignore[method-assign]
 sys.exit(main(arguments))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.costmodel.memory import TrainingSetup, stage_memory
+from shardmlx.costmodel.memory import TrainingSetup, held_once, stage_memory
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -31,20 +33,10 @@ def trained(model: nn.Module, what: str) -> int:
     return layers - LORA_LAYERS
 
 
-@pytest.mark.parametrize("what", ["all", "upper half", "adapters"])
-@pytest.mark.parametrize("members", [2, 3, 4])
-@pytest.mark.parametrize(("layers", "tied"), [(12, False), (13, True)])
-def test_the_plan_counts_what_the_fullest_replica_holds(
-    layers: int, tied: bool, members: int, what: str
-) -> None:
-    config = tiny_config(layers=layers, tied=tied)
-    model = build(config)
-    first = trained(model, what)
-    parts = [Slice(model, 0, layers)]
-    held = []
-    for member in range(members):
-        weights = DividedWeights(member, range(members), [Slice(model, 0, layers)])
-        held.append(weights.nbytes(parts))
+def planned(model: nn.Module, members: int, what: str, ranges: Sequence[tuple[int, int]]) -> int:
+    """What the plan has for the weights of stages of one rank."""
+    layers = len(model.layers)
+    config = tiny_config(layers=layers, tied=not hasattr(model, "lm_head"))
     setup = TrainingSetup(
         shape=ModelShape.from_config(config),
         weight_sizes=weight_sizes(model),
@@ -53,16 +45,46 @@ def test_the_plan_counts_what_the_fullest_replica_holds(
         length=8,
         fine_tune_type="lora" if what == "adapters" else "full",
         lora_rank=4,
-        first_trained_layer=first,
+        first_trained_layer=trained(model, what),
         unfreeze_all=what == "all",
         dp=members,
         divides_optimizer=True,
         divides_weights=True,
     )
-    planned = stage_memory(setup, 0, layers).weights
+    stages = [stage_memory(setup, *ends) for ends in ranges]
+    return sum(stage.weights for stage in stages) - held_once(stages)
+
+
+def held(model: nn.Module, members: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """What the fullest replica of such a rank has."""
+    most = []
+    for member in range(members):
+        parts = [Slice(model, *ends) for ends in ranges]
+        most.append(DividedWeights(member, range(members), parts).nbytes(parts))
+    return max(most)
+
+
+@pytest.mark.parametrize("what", ["all", "upper half", "adapters"])
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize(("layers", "tied"), [(12, False), (13, True)])
+def test_the_plan_counts_what_the_fullest_replica_holds(
+    layers: int, tied: bool, members: int, what: str
+) -> None:
+    model = build(tiny_config(layers=layers, tied=tied))
+    expected = planned(model, members, what, [(0, layers)])
     # Planned is the replica that needs the most with its gradients, and the last norm goes with
     # the lm_head.
-    assert 0.98 * planned <= max(held) <= 1.02 * planned
+    assert held(model, members, [(0, layers)]) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize(
+    "ranges", [[(0, 4), (8, 12)], [(2, 4), (6, 8), (10, 11)], [(0, 3), (9, 12)]]
+)
+def test_stages_of_one_rank_share_their_room(ranges: list[tuple[int, int]], members: int) -> None:
+    model = build(tiny_config(layers=12))
+    expected = planned(model, members, "all", ranges)
+    assert held(model, members, ranges) == pytest.approx(expected, rel=0.07)
 
 
 def test_two_replicas_need_room_for_one_layer_in_all() -> None:

@@ -17,6 +17,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.memory import (
+    SUM_BUFFER_BYTES,
     StageMemory,
     TrainingSetup,
     rank_peak,
@@ -79,6 +80,15 @@ def of_stage(**sizes: Any) -> StageMemory:
 def actions(text: str) -> tuple[Action, ...]:
     (rank,) = parse_grid(text)
     return rank
+
+
+def test_replicas_have_one_buffer_for_what_others_send_them() -> None:
+    steps = actions("0F0 0W0")
+    one, two = (
+        rank_peak(steps, {0: stage_memory(made, 0, made.shape.num_layers)}, made)
+        for made in (setup(), setup(dp=2))
+    )
+    assert two - one == SUM_BUFFER_BYTES == 8 << 20
 
 
 # What a layer holds, in floats a token.

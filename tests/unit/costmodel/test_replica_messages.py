@@ -14,11 +14,11 @@ from shardmlx.costmodel.predict import Prediction
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.models_and_batches import tiny_config
 
-LAYERS, WIDTH, LENGTH, ROWS = 8, 64, 32, 8
+LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS = 8, 64, 97, 32, 8
 
 
 def planned(directory: Path, hosts: str, **options: Any) -> Prediction:
-    config = tiny_config(layers=LAYERS, hidden_size=WIDTH)
+    config = tiny_config(layers=LAYERS, hidden_size=WIDTH, vocab_size=VOCABULARY)
     (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     run = TrainConfig(
         model=str(directory), fine_tune_type="full", num_layers=-1, batch_size=ROWS,
@@ -58,9 +58,11 @@ def test_replicas_send_gradients_there_and_back(tmp_path: Path, zero: int) -> No
 
 
 def test_divided_weights_are_gathered_twice_a_micro_batch(tmp_path: Path) -> None:
-    once = planned(tmp_path, "ab", pipeline_stages=1, zero=0).sent / 2
+    """And gradients sent. Two layers stay from each pass to the next, but not over an update."""
+    layer = planned(tmp_path, "ab", pipeline_stages=1, zero=0).sent / 2 / LAYERS
     divided = planned(tmp_path, "ab", pipeline_stages=1, zero=3).sent
-    # Forward, backward, gradients; embedding and lm_head are larger than nothing.
     microbatches = ROWS // 2
-    assert divided > 3 * microbatches * once
-    assert divided == pytest.approx(3 * microbatches * once, rel=0.3)
+    upwards = LAYERS + (microbatches - 1) * (LAYERS - 2)
+    down, gradients = microbatches * (LAYERS - 2), microbatches * LAYERS
+    ends = microbatches * 2 * 4 * WIDTH * VOCABULARY / 2
+    assert divided == pytest.approx((upwards + down + gradients) * layer + ends, rel=0.01)

@@ -4,6 +4,7 @@ their part."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
+from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, SELECTIVE, Savings
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
@@ -65,11 +66,14 @@ def train(
     divides: bool,
     savings: Savings = NO_SAVINGS,
     accumulated: int = 1,
+    hosts: Sequence[str] = (),
 ) -> list[Trained]:
-    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep."""
+    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep, on
+    threads that believe to be on ``hosts``."""
     plan = layout.plan(len(models[0].layers), layout.pp)
 
     def work(transport: LocalTransport) -> Trained:
+        transport.hosts = tuple(hosts) or transport.hosts
         model = models[transport.rank]
         stages, weights = stages_and_weights(transport, plan, model, savings, divides=divides)
         engine = Engine(plan, transport, stages, divides_optimizer=True, weights=weights)
@@ -191,6 +195,51 @@ def test_a_replica_holds_its_part_two_layers_and_an_end(layout: Layout) -> None:
     for one, other in zip(whole, parts, strict=True):
         assert other.held <= 1.1 * one.held / layout.dp + 2 * layer + end
         assert other.held < 0.75 * one.held
+
+
+@pytest.mark.parametrize("recompute", [NONE, FULL])
+def test_the_next_layer_is_on_its_way_while_one_computes(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward pass, and down again in the backward pass."""
+    gather, under_way = DividedWeights.use, []
+
+    def use(weights: DividedWeights, part: Slice, group: int, following: int | None = None) -> None:
+        gather(weights, part, group, following)
+        if weights._member == 0:
+            others = weights._under_way or ()
+            under_way.append((part.name_of(group), *others[:1]))
+
+    def step(transport: LocalTransport) -> None:
+        plan = TWO.plan(3, 1)
+        stages, weights = stages_and_weights(
+            transport, plan, models[transport.rank], Savings(recompute=recompute), divides=True
+        )
+        engine = Engine(plan, transport, stages, divides_optimizer=True, weights=weights)
+        batch = random_batch(2, 0)
+        engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
+
+    models = tiny_models(TWO, layers=3)
+    monkeypatch.setattr(DividedWeights, "use", use)
+    LocalNetwork(2).run(step)
+    up = ["the embedding", "layer 0", "layer 1", "layer 2", "lm_head"]
+    first = [("the embedding",)]  # its own graph, before anything computes
+    forward = [*pairwise(up), ("lm_head",)]
+    # The room of layers 1 and 2 still has them.
+    backward = [("lm_head",), ("layer 2",), ("layer 1", "layer 0"), ("layer 0", "the embedding")]
+    backward += [("the embedding",)]
+    assert under_way == [*first, *forward, *backward]
+
+
+@pytest.mark.parametrize("layout", [TWO, Layout("1f1b", 1, 1, 4)])
+def test_replicas_may_stand_on_hosts_that_sum_within_themselves_first(layout: Layout) -> None:
+    hosts = [f"host {rank // 2}" for rank in range(layout.ranks)]
+    whole, parts = (
+        train(layout, tiny_models(layout), divides=divides, hosts=hosts)
+        for divides in (False, True)
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert (other.losses, other.norms) == (one.losses, one.norms)
 
 
 def test_a_replica_that_stays_away_is_named_with_what_is_gathered() -> None:

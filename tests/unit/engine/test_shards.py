@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,15 +42,22 @@ def train(
     divides: bool,
     sum_dtype: str = "float32",
     loss_scale: float = 1.0,
+    hosts: Sequence[str] = (),
+    links: Sequence[float] | None = None,
     **settings: Any,
 ) -> list[Trained]:
+    """Train on threads; ``hosts`` are those on which the ranks believe to be, ``links`` what they
+    take for the speeds of theirs."""
     layers = layout.pp * layout.virtual
     plan = layout.plan(layers, 2)
     models = [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
 
     def work(transport: LocalTransport) -> Trained:
+        transport.hosts = tuple(hosts) or transport.hosts
         stages = stages_of(transport, plan, models[transport.rank])
-        engine = Engine(plan, transport, stages, divides_optimizer=divides, sum_dtype=sum_dtype)
+        engine = Engine(
+            plan, transport, stages, divides_optimizer=divides, sum_dtype=sum_dtype, links=links
+        )
         made = build_optimizer(optimizer, 1e-2, None, settings)
         updater = Updater(made, stages, engine.shards)
         norms = []
@@ -147,6 +155,67 @@ def test_a_loss_that_is_scaled_by_a_power_of_two_changes_no_bit() -> None:
 )
 def test_every_layout(layout: Layout, tied: bool) -> None:
     check_same(layout, "adamw", tied=tied)
+
+
+@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
+def test_replicas_that_sum_within_their_host_first(sum_dtype: str) -> None:
+    """Two on each of two hosts; the order of adding is that of two levels in both."""
+    four = Layout("1f1b", 1, 1, 4)
+    check_same(four, "adamw", sum_dtype=sum_dtype, hosts=("a", "a", "b", "b"))
+
+
+def test_a_replica_with_a_slow_link_owns_less_of_a_sum_and_no_bit_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reduce, parts = Sums.all_reduce, []
+
+    def recorded(sums: Sums, array: Any, group: Any, bounds: Any, errors: Any) -> Exchange:
+        parts.append([stop - start for start, stop in pairwise(bounds)])
+        return reduce(sums, array, group, bounds, errors)
+
+    three = Layout("1f1b", 1, 1, 3)
+    alike = train(three, "adam", divides=False)
+    monkeypatch.setattr(Sums, "all_reduce", recorded)
+    unequal = train(three, "adam", divides=False, links=(1e9, 0.8e9, 1e9))
+    assert unequal == alike
+    assert all(slow < 0.7 * min(first, last) for first, slow, last in parts)
+
+
+def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, int]] = []
+
+    def noted(name: str) -> None:
+        method = getattr(Sums, name)
+
+        def wrapped(sums: Sums, *args: Any) -> Any:
+            if sums._transport.rank == 0:
+                started.append((name, len(args[0]) if name == "all_gather" else 0))
+            return method(sums, *args)
+
+        monkeypatch.setattr(Sums, name, wrapped)
+
+    def updates(transport: LocalTransport) -> list[tuple[str, int]]:
+        layers = 4
+        plan = TWO.plan(layers, 2)
+        stages = stages_of(transport, plan, models[transport.rank])
+        engine = Engine(plan, transport, stages, divides_optimizer=True)
+        updater = Updater(build_optimizer("adam", 1e-2, None, {}), stages, engine.shards)
+        batch = random_batch(4, 0)
+        engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
+        transport.barrier("updating")
+        if transport.rank == 0:
+            started.clear()
+        updater.apply()
+        return list(started)
+
+    models = [tiny_model(layers=4) for _ in range(2)]
+    noted("all_gather")
+    noted("wait")
+    found = LocalNetwork(2).run(updates)[0]
+    groups = 4 + 3  # layers; embedding, norm and lm_head
+    assert [name for name, _ in found] == ["all_gather"] * groups + ["wait"] * groups
 
 
 def test_all_replicas_together_update_each_weight_once() -> None:

@@ -417,3 +417,6 @@ def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
         f"{tmp_path / 'train.jsonl'}:2 has token {ord('z')}, and the model knows those from 0 to "
         f"{ord('z') - 1}: use the tokenizer that comes with the model"
     )
+    # What is cut off no model sees.
+    short = DataOptions.of(TrainConfig(data=data, batch_size=1, max_seq_length=2))
+    assert len(read_data(short, Letters, None, vocabulary=ord("z")).train) == 2
