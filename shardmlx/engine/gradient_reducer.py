@@ -101,10 +101,7 @@ class GradientReducer:
             self._finish_buckets(lambda: f"{self._who}, summing gradients")
         # What one replica owns stands together.
         names.sort(key=self._shards.owner)
-        total = mx.concatenate([stage.gradients[name].reshape(-1) for name in names])
-        mx.eval(total)
-        for name in names:
-            del stage.gradients[name]  # the bucket holds it now: it exists once
+        total = _in_one([stage.gradients.pop(name) for name in names])
         sizes = {name: stage.part[name].size for name in names}
         errors = self.errors.take(sizes)
         if not self._shards.divides:
@@ -233,6 +230,18 @@ class GradientReducer:
             sums = [mx.square(gradient).sum(axis=-1).sum() for gradient in bucket]
             squares += np.array(mx.stack(sums)).tolist()
         return squares
+
+
+def _in_one(gradients: list[mx.array]) -> mx.array:
+    """Return evaluated gradients in a row, in the place of ``gradients``, which is then empty."""
+    flat = []
+    while gradients:
+        # Those of matrices come transposed. All at once, they would be there three times.
+        flat.append(gradients.pop(0).reshape(-1))
+        mx.eval(flat[-1])
+    total = mx.concatenate(flat)
+    mx.eval(total)
+    return total
 
 
 def _in_buckets(items: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:

@@ -7,6 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
@@ -243,3 +245,17 @@ def test_of_each_layer_all_own_something_and_a_large_matrix_goes_as_one() -> Non
 
 def test_more_replicas_than_weights_leave_some_without() -> None:
     assert sorted(owners({"a": 5, "b": 3}, 4).values()) in ([0, 1], [0, 2], [0, 3], [1, 2])
+
+
+def test_a_bucket_is_there_beside_its_gradients_once_and_not_twice() -> None:
+    """Those of matrices come transposed, and are put in a row one after the other."""
+    gradients = [mx.random.normal((300, 200 + i)).T for i in range(8)]
+    mx.eval(gradients)
+    expected = np.concatenate([np.array(each).reshape(-1) for each in gradients])
+    nbytes, largest = sum(each.nbytes for each in gradients), max(each.nbytes for each in gradients)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    total = gradient_reducer._in_one(gradients)
+    assert mx.get_peak_memory() - before <= max(nbytes, largest) + 8 * 4096
+    assert not gradients
+    assert np.array_equal(np.array(total), expected)
