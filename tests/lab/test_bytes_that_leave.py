@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.hosts import Lab, hosts
 from tests.helpers.mpirun import mpirun
-from tests.lab.test_train_lab import furnish
 
 SHORT, LONG = 2, 6
 """Steps of two runs: what they have sent beside steps is the same."""
@@ -24,7 +24,7 @@ RUN: dict[str, Any] = {
     "schedule": "1f1b", "recompute": "none", "partitioner": "uniform", "val_batches": 0,
 }  # fmt: skip
 
-RUNS = {
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (2, {"pipeline_stages": 1, "zero": 1}),
     "int8": (1, {"pipeline_stages": 1, "zero": 0, "sum_dtype": "int8"}),
     "divided weights": (1, {"pipeline_stages": 1, "zero": 3}),
@@ -67,7 +67,8 @@ def test_the_plan_counts_what_leaves_a_host(
     planned = plan_training(config, machines).prediction.sent
     with hosts(tmp_path, 2, slots=slots) as lab:
         for host in lab.hosts:
-            furnish(lab.home(host), small, pirate)
+            shutil.copytree(small, lab.home(host) / "model")
+            shutil.copytree(pirate, lab.home(host) / "data")
         few, many = (leaves(lab, slots, options, steps) for steps in (SHORT, LONG))
     # Headers, and signs of life.
     assert planned <= (many - few) / (LONG - SHORT) <= 1.06 * planned + 4096

@@ -27,8 +27,9 @@ OPTIONS = (
 def flags_of(directory: Path, model: Path, data: Path, *more: str) -> list[str | Path]:
     return [
         *("--model", model, "--data", data, "--adapter-path", directory / "out"),
-        *("--metrics-file", directory / "metrics"),
-        *("--checkpoint-dir", directory / "checkpoints", *OPTIONS, *more),
+        *("--metrics-file", directory / "metrics", "--checkpoint-dir", directory / "checkpoints"),
+        *OPTIONS,
+        *more,
     ]
 
 

@@ -17,12 +17,12 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.memory import (
-    SUM_BUFFER_BYTES,
     StageMemory,
     TrainingSetup,
     rank_peak,
     stage_memory,
 )
+from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.actions import Action, Grid, Kind, parse_grid
