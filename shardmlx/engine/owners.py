@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 
 def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
@@ -64,23 +65,24 @@ class Held:
 
 
 WORTH_IT = 0.9
-"""Bytes of the fullest replica, beside those of even parts, for which a gather may be slow."""
+"""Bytes of the fullest replica, beside those of another way, for which a gather may be slower."""
 
 
 def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
     """Divide weights among ``members`` so that each sends as much of a layer as the others, and the
     one that holds the most holds little.
 
-    Best is one owner for all of a kind: it needs no places for them. Where such large parts come
-    out too unequal, each weight has an owner of its own. What is trained is divided apart: a large
-    frozen matrix does not make up for gradients and the optimizer's state.
+    Best is one owner for all of a kind: it needs no places for them. Where a replica holds much
+    more so, since matrices at the ends are trained too, these make up for parts of layers; or each
+    weight has an owner of its own. What is trained is divided apart: a large frozen matrix does
+    not make up for gradients and the optimizer's state.
     """
-    by_kind, one_by_one = (_divided(weights, members, how) for how in (_by_kind, _one_by_one))
-    most, other = (
-        max(each.with_update for each in held_by(weights, way, members))
-        for way in (by_kind, one_by_one)
+    hows = (partial(_by_kind, evenly=True), partial(_by_kind, evenly=False), _one_by_one)
+    ways = [_divided(weights, members, how) for how in hows]
+    most = [max(each.with_update for each in held_by(weights, way, members)) for way in ways]
+    return next(
+        way for way, nbytes in zip(ways, most, strict=True) if WORTH_IT * nbytes <= min(most)
     )
-    return one_by_one if other < WORTH_IT * most else by_kind
 
 
 def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Held]:
@@ -110,8 +112,9 @@ def _divided(
     return found
 
 
-def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
-    """Give the largest kind that is left to whoever has the least in its room, and in all."""
+def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> dict[str, int]:
+    """Give the largest kind that is left to whoever has the least in all, or ``evenly`` in its
+    room first."""
     sizes: Counter[Hashable] = Counter()
     room: dict[Hashable, Hashable] = {}
     for _, each in sorted(weights.items()):  # of kinds of one size, the first by name
@@ -122,7 +125,8 @@ def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
     owner: dict[Hashable, int] = {}
     for kind, size in sizes.most_common():
         of_room = in_room[room[kind]]
-        owner[kind] = min(range(members), key=lambda member: (of_room[member], taken[member]))
+        had = [(of_room[member] * evenly, taken[member]) for member in range(members)]
+        owner[kind] = had.index(min(had))
         of_room[owner[kind]] += size
         taken[owner[kind]] += size
     return {name: owner[each.kind] for name, each in weights.items()}
