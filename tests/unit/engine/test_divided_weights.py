@@ -184,6 +184,24 @@ def test_what_is_trained_is_divided_evenly_beside_a_large_frozen_embedding(membe
     assert max(updated) <= 1.1 * sum(updated) / members
 
 
+@pytest.mark.parametrize(("members", "most"), [(2, 0.56), (3, 0.36), (4, 0.29)])
+def test_each_replica_sends_about_as_much_of_a_layer_as_the_others(
+    members: int, most: float
+) -> None:
+    """A gather takes as long as the largest part; also where embedding and lm_head are frozen."""
+    model = tiny_model(layers=12)
+    model.freeze()
+    for layer in model.layers:
+        layer.unfreeze()
+    part = Slice(model, 0, 12)
+    owned = DividedWeights(0, range(members), [part]).owners
+    for names in part.groups[1:-1]:
+        sizes = [0] * members
+        for name in names:
+            sizes[owned[name]] += part[name].nbytes
+        assert max(sizes) <= most * sum(sizes)
+
+
 @pytest.mark.parametrize("layout", [TWO, THREE])
 def test_a_replica_holds_its_part_two_layers_and_an_end(layout: Layout) -> None:
     whole, parts = (
