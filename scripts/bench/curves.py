@@ -4,8 +4,9 @@
     python scripts/bench/curves.py [--only WORD ...] [--steps 200] [--json FILE]
 
 Each run makes 200 steps of a row of 32 tokens, or where two replicas or stages send, of two rows;
-Adam, 1e-5. Losses are compared with those of float32 on one rank with the same rows: the mean of the last
-20 steps, and of validation. Nothing is timed, so it does not matter what else the machine does.
+Adam, 1e-5. Losses are compared with those of float32 on one rank with the same rows: the mean of
+the last 20 steps, and of validation. Nothing is timed, so it does not matter what else the machine
+does.
 
 Two and a half hours of CPU time, most of it for 16-bit matrix products, which a CPU emulates.
 """
