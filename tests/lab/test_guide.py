@@ -130,7 +130,11 @@ def commands(path: Path, *info: str) -> Iterator[str]:
             yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
 
 
-PLANS = ("plan mistral-7b-4bit", "plan mistral-7b --hostfile two-small-macs --p", "-o two-stages")
+PLANS = (
+    "plan mistral-7b-4bit",
+    "plan mistral-7b --hostfile two-small-macs --pipeline-stages 1",
+    "-o two-stages",
+)
 """Words of the tutorial's plans. Their tables are the same on every machine."""
 
 
