@@ -24,7 +24,6 @@ ROOMS = 2
 """Number of layers for which a replica has room, by turns: the last ones are still there when the
 next pass, which goes the other way, begins with them."""
 
-
 HANDLING_SECONDS = {"cpu": 1e-9, "metal": 0.0}
 """Seconds that a byte of a gather between hosts takes from computing, at each end: a core that
 sends does not compute. Measured on an x86 server; a GPU is taken to compute meanwhile."""
@@ -100,8 +99,10 @@ def with_gathers(
         return _exchange_seconds(cluster, plan, rank, nbytes, largest)
 
     def handling(nbytes: float) -> float:
-        ends = 2 * nbytes * (seconds(nbytes, 0.0) > 0)
-        return ends * (plan.mesh.dp - 1) / plan.mesh.dp * HANDLING_SECONDS[cluster.backend]
+        if not seconds(nbytes, 0.0):
+            return 0.0  # within a host
+        sent_and_received = 2 * nbytes * (plan.mesh.dp - 1) / plan.mesh.dp
+        return sent_and_received * HANDLING_SECONDS[cluster.backend]
 
     moved = stage_gathers(ends, plan, workload)
     setup = workload.setup(1, 1, recompute=NONE, dp=plan.mesh.dp, backend=cluster.backend)
@@ -141,15 +142,11 @@ def sum_seconds(
 
 
 def bytes_between_hosts(
-    cluster: Cluster,
-    plan: Plan,
-    workload: Workload,
-    stages: Mapping[int, StageMemory],
+    cluster: Cluster, plan: Plan, workload: Workload, stages: Mapping[int, StageMemory]
 ) -> dict[str, float]:
     """Return the bytes that each host sends to others in a step, beside headers.
 
-    Where gradients of several steps make one update, a step
-    has its share of their sums.
+    Where gradients of several steps make one update, a step has its share of their sums.
     """
     mesh, placement = plan.mesh, plan.stage_map.placement
     message = workload.sent(max(each.message for each in stages.values()))

@@ -29,7 +29,6 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPE_BYTES = {name: DTYPE_BITS[stored] // 8 for stored, name in DTYPES.items()}
 """Bytes of an element of each type, as MLX names it."""
 
-
 ROUNDING_SECONDS = {
     ("sum_dtype", "bfloat16"): 4.2e-9,
     ("sum_dtype", "int8"): 5e-9,

@@ -22,22 +22,21 @@ class ShortMessages:
     """
 
     def __init__(self, dtype: str | None) -> None:
-        self._is_short = dtype is not None
+        self._dtype: mx.Dtype | None = None if dtype is None else getattr(mx, dtype)
         self._blocks = Int8() if dtype == "int8" else None
-        self._dtype: mx.Dtype = getattr(mx, dtype or "float32")
 
     def outgoing(self, array: mx.array) -> Array:
         """Return what is sent of an evaluated array."""
         if self._blocks is not None:
             return self._blocks.encode(np.array(array.astype(mx.float32)).reshape(-1))
-        if self._is_short:
+        if self._dtype is not None:
             array = array.astype(self._dtype)
             mx.eval(array)
         return in_a_row(array)
 
     def inbox(self, array: mx.array) -> Array:
         """Return where a message arrives that is to fill ``array``: at its beginning."""
-        if not self._is_short:
+        if self._dtype is None:
             return array
         nbytes = self._dtype.size * array.size
         if self._blocks is not None:
@@ -46,7 +45,7 @@ class ShortMessages:
 
     def unpack(self, array: mx.array) -> None:
         """Widen what has arrived in ``inbox(array)``, in place."""
-        if not self._is_short:
+        if self._dtype is None:
             return
         data = np.array(self.inbox(array))
         if self._blocks is not None:
