@@ -6,6 +6,7 @@ import shardmlx.common.prepared
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ def fail(self: Snapshot) -> Any:
     yield first
     if calls == 4:  # two files a checkpoint
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        time.sleep(600)  # another thread may take the signal, and this one write on until then
     yield from others
 
 
