@@ -36,9 +36,10 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
     A program that was started without mpirun is a single rank. A wait for another rank fails after
     ``timeout`` seconds, and says what it waited for. All ranks must have the same shardmlx and MLX,
     unless they need not be ``alike``. What all ranks raise alike (``AgreedError``,
-    ``AgreedFailure``, ``Stopped``) goes on to the caller, when all have left. Any other exception
-    ends the job: this rank says what failed, and all processes end, with status 2 after a
-    ``UserError`` and else 1, since the others know nothing of it and would wait.
+    ``AgreedFailure``, ``Stopped``) goes on to the caller, when all have left; so does
+    ``sys.exit(0)``, with which a rank leaves in order. Any other exception ends the job: this rank
+    says what failed, and all processes end, with status 2 after a ``UserError``, with its own
+    after ``sys.exit`` and else 1, since the others know nothing of it and would wait.
     """
     prepare()
 
@@ -49,7 +50,7 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
     from shardmlx.distributed import mpi  # isort: skip
 
     shutdown = JobShutdown(launched_rank())
-    found_by_all: Exception | None = None
+    found_by_all: BaseException | None = None
     try:
         transport = mpi.MPITransport(timeout, shutdown)
         shutdown = transport.shutdown
@@ -57,15 +58,24 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
             if alike:
                 compare_versions(transport)
             yield transport
-        except (AgreedError, AgreedFailure, Stopped) as error:
+        except (AgreedError, AgreedFailure, Stopped, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code:
+                raise
             found_by_all = error
         transport.close()
     except BaseException as error:
         if not shutdown.report(error):
             time.sleep(SECONDS_FOR_THE_SPEAKER)
-        mpi.abort(2 if isinstance(error, UserError) else 1, shutdown)
+        mpi.abort(status_of(error), shutdown)
     if found_by_all is not None:
         raise found_by_all
+
+
+def status_of(error: BaseException) -> int:
+    """Return the status with which a job ends that one rank cannot go on with."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF or 1
+    return 2 if isinstance(error, UserError) else 1
 
 
 def run_ranks(

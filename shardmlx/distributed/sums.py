@@ -134,7 +134,7 @@ class Sums:
         """Return once an exchange is done; ``what`` says for whom it waits.
 
         Raises ``TransportTimeout``, which names a rank, where nothing has moved for the transport's
-        timeout; ``PeerLost`` where a link or a peer broke; ``failure`` if there is one.
+        ``patience``; ``PeerLost`` where a link or a peer broke; ``failure`` if there is one.
         """
         transport = self._transport
 
@@ -149,9 +149,9 @@ class Sums:
                 transport.check(whom)
                 # By slices: a process that was stopped cannot blame its peers.
                 idle, moved = (idle + SLICE if moved == self._moved else 0.0), self._moved
-                if idle > transport.timeout:
+                if idle > transport.patience:
                     raise TransportTimeout(
-                        f"{whom()}: nothing came for {transport.timeout:g} s (see --timeout)"
+                        f"{whom()}: nothing came for {transport.patience:g} s (see --timeout)"
                     )
             if isinstance(self._error, PeerLost):
                 raise PeerLost(f"{whom()}: {self._error}") from self._error

@@ -56,13 +56,13 @@ class Transport(ObjectCollectives):
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
         """End a message; ``what`` says, if it times out, what was waited for.
 
-        Raises ``TransportTimeout`` after ``timeout`` seconds, or those of ``longer_timeout``;
+        Raises ``TransportTimeout`` after ``patience`` seconds;
         ``PeerLost`` where the link or the peer broke; ``failure`` if there is one.
         """
         self.check(what)
         if handle.done:
             return
-        seconds = max(self.timeout, getattr(_longer, "seconds", 0.0))
+        seconds = self.patience
         with self.activity.waiting_for(what):
             try:
                 done = self.progress(handle, seconds)
@@ -76,6 +76,12 @@ class Transport(ObjectCollectives):
     def set_timeout(self, seconds: float) -> None:
         """Let messages take so long from now on."""
         self.timeout = seconds
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a wait of this thread may last: ``timeout``, or those of
+        ``longer_timeout``."""
+        return max(self.timeout, getattr(_longer, "seconds", 0.0))
 
     def limit_silence(self, seconds: float) -> None:
         """Take a rank for lost that has given no sign of life for so long, if not sooner. All ranks

@@ -73,3 +73,24 @@ def test_a_process_ends_without_a_look_at_all_its_objects() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True True"
+
+
+_LEAVES = """
+import sys, shardmlx
+with shardmlx.connect(alike=False):
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("status", "lines"), [(0, 0), (5, 1)])
+def test_sys_exit_is_a_failure_only_with_a_status_that_says_so(status: int, lines: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVES, str(status)],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("shardmlx: failed: ") == lines

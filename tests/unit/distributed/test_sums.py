@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import mlx.core as mx
@@ -90,3 +91,16 @@ def test_the_bits_of_a_sum_do_not_depend_on_its_pace(
         monkeypatch.setattr(sums, "pace_between_hosts", lambda *_, pace=pace: pace)
         found |= set(LocalNetwork(3).run(work))
     assert len(found) == 1
+
+
+def test_a_sum_waits_as_long_as_any_message_where_the_ranks_are_patient() -> None:
+    def work(transport: LocalTransport) -> object:
+        room, array = mx.zeros(1 << 10), mx.ones(8)
+        mx.eval(room, array)
+        own = sums.Sums(transport, room)
+        time.sleep(6 * sums.SLICE * transport.rank)
+        with transport.longer_timeout(60.0):
+            own.wait(own.all_reduce(array, (0, 1)), lambda: "a sum")
+        return array[0].item()
+
+    assert LocalNetwork(2, timeout=sums.SLICE).run(work) == [2.0, 2.0]
