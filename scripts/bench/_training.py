@@ -43,7 +43,7 @@ def training(
     own = path_of(directory, name)
     reports = {
         "iters": steps * (rounds + 1), "steps_per_report": steps, "val_batches": 0,
-        "save_every": 10**9, "data_cache": "none", "metrics_file": f"{own}.jsonl",
+        "save_every": 10**9, "metrics_file": f"{own}.jsonl",
         "adapter_path": own,
     }  # fmt: skip
     command = mpirun(ranks, PROGRAM, *as_flags({**flags, **reports}), bind=bind)

@@ -4,7 +4,7 @@
     python scripts/bench/startup.py [--json FILE]
 
 LoRA of the demo's model on the demo's data, again and again: the files are in the system's cache
-after the first time, but the data are tokenised every time. Also what each rank reads while it
+after the first time, and the data are tokenised anew. Also what each rank reads while it
 loads, against the tensors of its stage and the header of the file. Run scripts/demo.sh once before,
 and this where torch is not installed: transformers, which mlx-lm imports, imports it if it can.
 About two minutes on two cores.
@@ -72,7 +72,7 @@ def start(model: Path, data: Path, directory: Path) -> Start:
     flags = {
         "model": model, "data": data, "num_layers": -1, "batch_size": 4, "iters": 2,
         "max_seq_length": 257, "steps_per_report": 1, "val_batches": 0,
-        "data_cache": "none", "adapter_path": directory / "out",
+        "adapter_path": directory / "out",
     }  # fmt: skip
     program = ROOT / "scripts/bench/_startup.py"
     asked = time.time()

@@ -68,7 +68,7 @@ def measure(work: Work, rounds: int, directory: Path) -> list[dict[str, Any]]:
         "model": model, "data": data, "fine_tune_type": "full", "num_layers": -1,
         "max_seq_length": work.length + 1, "batch_size": ROWS, "pipeline_stages": 1,
         "micro_batch_size": 1, "iters": work.steps, "steps_per_report": 1, "val_batches": 0,
-        "optimizer": "sgd", "no-pack": True, "recompute": "none", "data_cache": "none",
+        "optimizer": "sgd", "no-pack": True, "recompute": "none",
     }  # fmt: skip
     kept = ("fine_tune_type", "num_layers", "max_seq_length", "optimizer")
     with (

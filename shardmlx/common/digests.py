@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from io import BufferedReader
 from typing import Any, Protocol
 
 
@@ -41,11 +40,6 @@ def text_digest(text: str) -> str:
 def bytes_digest(content: bytes) -> str:
     """Return the SHA-256 of some bytes."""
     return hashlib.sha256(content).hexdigest()
-
-
-def file_digest(file: BufferedReader) -> str:
-    """Return the SHA-256 of the rest of an open file."""
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:

@@ -40,13 +40,6 @@ class DataConfig:
         choices=("cut", "error"),
         group=_DATA,
     )
-    data_cache: str = option(
-        "auto",
-        "directory in which rank 0 keeps the tokens of data files for later runs; auto: "
-        "~/.cache/shardmlx/data; none: they are not kept",
-        metavar="DIR",
-        group=_DATA,
-    )
     weights: str = weights_option(_DATA)
     weight_cache: str | None = weight_cache_option(_DATA)
     trust_remote_code: bool = option(

@@ -260,7 +260,6 @@ class DataOptions(Spec):
     train: bool
     test: bool
     data: str
-    data_cache: str
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None
     prompt_feature: str
     completion_feature: str

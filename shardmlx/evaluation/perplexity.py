@@ -40,7 +40,6 @@ def read_texts(
         train=False,
         test=True,
         data=str(config.data),
-        data_cache="none",
         hf_dataset=None,
         prompt_feature="prompt",
         completion_feature="completion",
@@ -52,7 +51,7 @@ def read_texts(
         trust_remote_code=config.trust_remote_code,
         batch_size=1,
     )
-    data = read_data(options, lambda: reader.tokenizer, max_positions, vocabulary=reader.vocabulary)
+    data = read_data(options, reader.tokenizer, max_positions, vocabulary=reader.vocabulary)
     samples = list(data.test)[: config.limit]
     cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
     scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]

@@ -17,13 +17,11 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 
-from shardmlx.common.digests import bytes_digest, file_digest
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
 from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name
 from shardmlx.training.data_rows import check_row
-from shardmlx.training.token_cache import DataCache, Tokenised
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence while showing how far it is; the text says over what."""
@@ -45,29 +43,26 @@ class DataSets:
 
 def read_data(
     options: DataOptions,
-    tokenizer: Callable[[], TokenizerWrapper],
+    tokenizer: TokenizerWrapper,
     max_positions: int | None,
     progress: Progress = lambda text, items: iter(items),
-    cache: DataCache | None = None,
     *,
     vocabulary: int | None = None,
 ) -> DataSets:
     """Read and tokenise what the run needs. ``max_positions`` is the model's own limit, and
     ``vocabulary`` the number of tokens that it knows.
-
-    Sets that ``cache`` has are not tokenised again, and if it has all, ``tokenizer`` is not called.
     """
     sets: dict[str, Samples] = {}
     warnings = []
-    for name, parts in _find_sets(options, functools.cache(tokenizer), cache).items():
+    for name, parts in _find_sets(options, tokenizer).items():
         where = parts[0].where
-        tokenised = [_tokenised(name, part, progress, cache) for part in parts]
+        tokenised = [_tokenise(name, part, progress) for part in parts]
         for part, each in zip(parts, tokenised, strict=True):
-            _check_lengths(each.samples, part.where, options, max_positions)
+            _check_lengths(each, part.where, options, max_positions)
             if vocabulary is not None:
-                _check_tokens(each.samples, part.where, vocabulary, options.max_seq_length)
+                _check_tokens(each, part.where, vocabulary, options.max_seq_length)
         weights = [part.weight if name == "train" else 1 for part in parts]
-        samples = _mixed(tokenised, weights)
+        samples = _mixed(tokenised, [_order(part.rows) for part in parts], weights)
         too_long = int((samples.lengths > options.max_seq_length).sum())
         if too_long:
             warnings.append(
@@ -97,44 +92,32 @@ def read_data(
 Where = Callable[[int | None], str]
 """Names a row of a data set, or with None the set itself."""
 
-GetTokenizer = Callable[[], TokenizerWrapper]
-
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A set of the data, or a part of it: its rows, as mlx-lm's own data-set object, or what became
-    of them in an earlier run.
+    """A set of the data, or a part of it: its rows, as mlx-lm's own data-set object.
 
-    ``digest`` is of the bytes of the rows, where they are those of a file. ``weight`` is how often
-    each row comes in training.
+    ``weight`` is how often each row comes in training.
     """
 
     where: Where
     rows: Any = ()
-    digest: str | None = None
-    tokenised: Tokenised | None = None
     weight: float = 1
 
-    @property
-    def is_empty(self) -> bool:
-        return self.tokenised is None and not len(self.rows)
 
-
-def _find_sets(
-    options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
-) -> dict[str, list[_Found]]:
+def _find_sets(options: DataOptions, tokenizer: TokenizerWrapper) -> dict[str, list[_Found]]:
     """Find the data sets that the run needs and that exist; a mixture has several parts."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
     directory = Path(options.data)
     if options.hf_dataset is not None:
         given = options.hf_dataset
-        parts = [_read_mixed(each, options, tokenizer()) for each in _entries(given)]
+        parts = [_read_mixed(each, options, tokenizer) for each in _entries(given)]
     elif not directory.exists():
-        parts = [_read_from_hub(options.data, options, tokenizer())]
+        parts = [_read_from_hub(options.data, options, tokenizer)]
     elif directory.is_dir():
         parts = [
             {
-                name: _read_file(find_data_file(directory, name), options, tokenizer, cache)
+                name: _read_file(find_data_file(directory, name), options, tokenizer)
                 for name in needed
             }
         ]
@@ -142,12 +125,12 @@ def _find_sets(
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
     for name in set(needed) - {"valid"}:
         for part in parts:
-            if part[name].is_empty:
+            if not len(part[name].rows):
                 raise UserError(
                     f"{part[name].where(None)} is missing or empty",
                     f"--data {options.data} must hold it",
                 )
-    found = {name: [part[name] for part in parts if not part[name].is_empty] for name in needed}
+    found = {name: [part[name] for part in parts if len(part[name].rows)] for name in needed}
     for several in found.values():
         if len(several) > 1:  # as mlx-lm orders the rows of all of them
             several.sort(key=lambda part: len(part.rows[0]))
@@ -166,18 +149,11 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
     return f"{data}, {name} set" + ("" if i is None else f", row {i}")
 
 
-def _read_file(
-    path: Path, options: DataOptions, tokenizer: GetTokenizer, cache: DataCache | None
-) -> _Found:
+def _read_file(path: Path, options: DataOptions, tokenizer: TokenizerWrapper) -> _Found:
     where = functools.partial(_row_of_file, path)
     if not path.exists():
         return _Found(where)
     try:
-        if cache is not None:
-            with path.open("rb") as file:
-                tokenised = cache.find(_digest(path, file_digest(file)))
-            if tokenised is not None:
-                return _Found(where, tokenised=tokenised)
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
@@ -186,13 +162,7 @@ def _read_file(
     rows = parse_rows(path, content)
     if not rows:
         return _Found(where)
-    digest = _digest(path, bytes_digest(content))
-    return _Found(where, _create(rows, str(path), options, tokenizer()), digest)
-
-
-def _digest(path: Path, of_content: str) -> str:
-    """Return the digest by which the cache knows a file: the same bytes may be JSON and CSV."""
-    return of_content + path.suffix.removeprefix(".jsonl")
+    return _Found(where, _create(rows, str(path), options, tokenizer))
 
 
 def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWrapper) -> Any:
@@ -257,39 +227,31 @@ def _read_from_hub(
     }
 
 
-def _tokenised(name: str, found: _Found, progress: Progress, cache: DataCache | None) -> Tokenised:
-    """Return the tokens of a set: those of an earlier run, or those of its rows."""
-    if found.tokenised is not None:
-        return found.tokenised
-    indices = progress(f"tokenising {name}", range(len(found.rows)))
-    tokenised = Tokenised(_tokenise(found.rows, found.where, indices), _order(found.rows))
-    if cache is not None and found.digest is not None:
-        cache.keep(found.digest, tokenised)
-    return tokenised
-
-
-def _mixed(parts: Sequence[Tokenised], weights: Sequence[float]) -> Samples:
-    """Return the samples of all parts in mlx-lm's order, one part after the other.
+def _mixed(
+    parts: Sequence[Samples], orders: Sequence[np.ndarray], weights: Sequence[float]
+) -> Samples:
+    """Return the samples of all parts, each in its order, one part after the other.
 
     A part of n samples is there with ``weight`` times n of them, evenly repeated or left out.
     """
-    begins = np.cumsum([0, *(len(part.samples.tokens) for part in parts)])
+    begins = np.cumsum([0, *(len(part.tokens) for part in parts)])
     bounds = []
-    for part, weight, begin in zip(parts, weights, begins[:-1], strict=True):
-        n = len(part.order)
+    for part, order, weight, begin in zip(parts, orders, weights, begins[:-1], strict=True):
+        n = len(order)
         count = max(1, round(weight * n))
-        chosen = part.samples.bounds[part.order[np.arange(count) * n // count]]
+        chosen = part.bounds[order[np.arange(count) * n // count]]
         bounds.append(chosen + np.array([begin, begin, 0]))
-    tokens = [part.samples.tokens for part in parts]
+    tokens = [part.tokens for part in parts]
     return Samples(
         tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(bounds)
     )
 
 
-def _tokenise(rows: Any, where: Where, indices: Iterator[int]) -> Samples:
+def _tokenise(name: str, found: _Found, progress: Progress) -> Samples:
+    rows, where = found.rows, found.where
     tokens = array("i")
     bounds = []
-    for i in indices:
+    for i in progress(f"tokenising {name}", range(len(rows))):
         begin, row = len(tokens), rows[i]
         check_row(rows, row, where(i))
         try:

@@ -53,7 +53,6 @@ from shardmlx.training.plan import (
     without_effect,
 )
 from shardmlx.training.predicted import longest_inputs
-from shardmlx.training.token_cache import open_cache
 
 _PACKAGES = {"tensorboard": "tensorboardX"}
 """Packages of the services of --report-to that are not called as these are."""
@@ -223,13 +222,11 @@ def _trainable(model: nn.Module) -> str:
 
 
 def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
-    options = DataOptions.of(config)
     data = read_data(
-        options,
-        lambda: read_tokenizer(opened.path, config.trust_remote_code, opened.eos),
+        DataOptions.of(config),
+        read_tokenizer(opened.path, config.trust_remote_code, opened.eos),
         opened.max_positions,
         reporter.track,
-        open_cache(options, opened.path, reporter.warn),
         vocabulary=opened.shape.vocab_size,
     )
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)

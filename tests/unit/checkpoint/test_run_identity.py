@@ -197,7 +197,6 @@ MAY_CHANGE: dict[str, Any] = {
     "adapter_path": "elsewhere",
     "weights": "rank0",
     "weight_cache": "elsewhere",
-    "data_cache": "elsewhere",
     "grad_checkpoint": True,
     "recompute": "selective",
     "attention_chunk": 64,

@@ -32,7 +32,7 @@ def example(name: str) -> Block:
 
 def read(data: Path, tokenizer: Any = Letters, **options: Any) -> DataSets:
     config = TrainConfig(data=str(data), **{"batch_size": 1, **options})
-    return read_data(DataOptions.of(config), tokenizer, None)
+    return read_data(DataOptions.of(config), tokenizer(), None)
 
 
 def decoded(samples: Sequence[Any]) -> list[str]:
@@ -91,7 +91,7 @@ def test_the_example_of_keys_is_read(tmp_path: Path) -> None:
     config = tmp_path / "keys.yaml"
     config.write_text(example("keys").text)
     options = load_config(["-c", str(config), "--data", str(tmp_path), "--batch-size", "1"])
-    data = read_data(DataOptions.of(options), Letters, None)
+    data = read_data(DataOptions.of(options), Letters(), None)
     assert decoded(data.train) == ["<u>hi;<a>ho;"]
 
 

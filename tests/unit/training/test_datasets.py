@@ -23,7 +23,7 @@ from tests.helpers.letters import CHAT, EOS, Letters, listed, write
 
 def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:
     config = TrainConfig(data=data, **{"batch_size": 1, **options})
-    return read_data(DataOptions.of(config), Letters, max_positions)
+    return read_data(DataOptions.of(config), Letters(), max_positions)
 
 
 def error_of(data: str, max_positions: int | None = None, **options: Any) -> str:
@@ -134,7 +134,7 @@ def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
 
     rows = [{"text": "abc"}] * 3
     config = TrainConfig(data=write(tmp_path, train=rows, valid=rows[:2]), batch_size=1)
-    read_data(DataOptions.of(config), Letters, None, progress)
+    read_data(DataOptions.of(config), Letters(), None, progress)
     assert shown == [("tokenising train", 3), ("tokenising valid", 2)]
 
 
@@ -236,7 +236,7 @@ def test_an_empty_text_of_which_the_tokenizer_makes_tokens_is_one(tmp_path: Path
             return [2, *super().encode(text)]
 
     config = TrainConfig(data=write(tmp_path, train=[{"text": ""}]), batch_size=1)
-    data = read_data(DataOptions.of(config), Begins, None)
+    data = read_data(DataOptions.of(config), Begins(), None)
     assert listed(data.train) == [([2, EOS], 0)]
 
 
@@ -410,13 +410,13 @@ def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.Mo
 def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
     data = write(tmp_path, train=[{"text": "ab"}, {"text": "acz"}])
     options = DataOptions.of(TrainConfig(data=data, batch_size=1))
-    assert len(read_data(options, Letters, None, vocabulary=ord("z") + 1).train) == 2
+    assert len(read_data(options, Letters(), None, vocabulary=ord("z") + 1).train) == 2
     with pytest.raises(UserError) as error:
-        read_data(options, Letters, None, vocabulary=ord("z"))
+        read_data(options, Letters(), None, vocabulary=ord("z"))
     assert str(error.value) == (
         f"{tmp_path / 'train.jsonl'}:2 has token {ord('z')}, and the model knows those from 0 to "
         f"{ord('z') - 1}: use the tokenizer that comes with the model"
     )
     # What is cut off no model sees.
     short = DataOptions.of(TrainConfig(data=data, batch_size=1, max_seq_length=2))
-    assert len(read_data(short, Letters, None, vocabulary=ord("z")).train) == 2
+    assert len(read_data(short, Letters(), None, vocabulary=ord("z")).train) == 2
