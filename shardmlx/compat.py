@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from tempfile import NamedTemporaryFile
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -23,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from importlib.machinery import ModuleSpec
     from pathlib import Path
-    from types import ModuleType
 
     import mlx.core as mx
     from _typeshed import SupportsWrite
@@ -52,40 +48,6 @@ def hide_mpi_from_mlx() -> None:
     When it breaks: look for ``getenv`` in mlx/distributed/mpi/mpi.cpp.
     """
     os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
-
-
-class _TableOfTransformers:
-    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._wrap = wrap
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "transformers.utils.import_utils":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            load: Callable[[ModuleType], None] = spec.loader.exec_module
-
-            def load_and_wrap(module: ModuleType) -> None:
-                load(module)
-                make: Any = module.define_import_structure
-                module.define_import_structure = self._wrap(make)  # type: ignore[attr-defined]
-
-            spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
-        return spec
-
-
-def wrap_table_of_transformers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let transformers, when it is imported, make the table of its models by
-    ``wrap(define_import_structure)``, which is called like that with a path and a prefix.
-
-    transformers 5.23.0: ``utils.import_utils.define_import_structure``, called twice with its
-    folder ``models``, each time reads 3000 files. When it breaks: leave it out; each start takes a
-    second longer.
-    """
-    sys.meta_path.insert(0, _TableOfTransformers(wrap))
 
 
 def view_of(array: Any) -> memoryview:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardmlx.common.environment import prepare
-from tests.helpers.jobs import CACHE, keep_imports
+from tests.helpers.jobs import CACHE
 from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
@@ -85,7 +85,6 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what runs leave for later runs out of anybody's home."""
     caches = tmp_path_factory.mktemp("caches")
     os.environ["XDG_CACHE_HOME"] = str(caches)
-    keep_imports(caches)
     # matplotlib looks at all fonts of the machine for some seconds, once.
     os.environ["MPLCONFIGDIR"] = str(CACHE / "matplotlib")
 

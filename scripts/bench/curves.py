@@ -53,12 +53,6 @@ KINDS = {
     "float32, two replicas": Kind({"dtype": "float32"}, ranks=2, rows=2),
     "--sum-dtype bfloat16": Kind({"dtype": "float32", "sum_dtype": "bfloat16"}, ranks=2, rows=2),
     "--sum-dtype int8": Kind({"dtype": "float32", "sum_dtype": "int8"}, ranks=2, rows=2),
-    **{
-        f"two stages, --send-dtype {dtype}": Kind(
-            {"dtype": "float32", "pipeline_stages": 2, "send_dtype": dtype}, ranks=2, rows=2
-        )
-        for dtype in ("bfloat16", "float16", "int8")
-    },
 }
 """Runs, each compared with the last before it, of float32 on one rank, that has as many rows."""
 

@@ -41,7 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "--zero 1 --sum-dtype int8": {**REPLICAS, "zero": 1, "sum_dtype": "int8"},
     "--zero 3": {**REPLICAS, "zero": 3},
     "two stages, 1f1b": STAGES,
-    "two stages, 1f1b --send-dtype bfloat16": {**STAGES, "send_dtype": "bfloat16"},
 }
 
 LENGTH, ROWS = 128, 2

@@ -39,14 +39,13 @@ class SameOptions(Spec):
     max_grad_norm: float | None
     master_weights: bool
     sum_dtype: str
-    send_dtype: str | None
     dtype: str | None
     seed: int
 
 
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
-_OF_OLDER = {"master_weights": False, "sum_dtype": "float32", "send_dtype": None}
+_OF_OLDER = {"master_weights": False, "sum_dtype": "float32"}
 """Options that older checkpoints do not name, as their runs had them."""
 
 

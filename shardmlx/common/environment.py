@@ -15,7 +15,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.common.model_table import keep_model_table
 from shardmlx.compat import hide_mpi_from_mlx
 from shardmlx.errors import UserError
 
@@ -58,7 +57,6 @@ def prepare() -> Blas:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if launched_rank() != 0:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 speaks for all
-    keep_model_table(lambda: cache_directory("imports"))
     if sys.platform == "darwin":
         return Blas("Metal and Accelerate", None)
     _keep_freed_memory()

@@ -12,12 +12,11 @@ from shardmlx.config.command_line import CommandParser, load_options
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 
 PAGES = (".html", ".htm")
-PICTURES = (".svg", ".png")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """The metrics to report, and the file to write, whose suffix says what it is.
+    """The metrics to report, and the page to write.
 
     Raises ``OptionError``, a ``UserError``.
     """
@@ -30,7 +29,7 @@ class ReportOptions:
     )
     output: str | None = option(
         None,
-        "page (.html), or picture of the curves (.svg, .png), to write",
+        "page (.html) to write",
         metavar="FILE",
         unset="METRICS with .html for its suffix",
         short="-o",
@@ -38,8 +37,8 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.file.suffix.lower() not in (*PAGES, *PICTURES):
-            raise OptionError("output", f"is {self.file}", "give it the suffix .html, .svg or .png")
+        if self.file.suffix.lower() not in PAGES:
+            raise OptionError("output", f"is {self.file}", "give it the suffix .html")
         if self.file.resolve() == Path(self.metrics).resolve():
             raise OptionError("output", f"is the metrics file {self.file}", "name another file")
 
@@ -50,19 +49,13 @@ class ReportOptions:
             return Path(self.metrics).with_suffix(".html")
         return Path(self.output)
 
-    @property
-    def is_picture(self) -> bool:
-        """True if a picture of the curves is wanted, not the page."""
-        return self.file.suffix.lower() in PICTURES
-
 
 def build_parser(rank: int = 0) -> CommandParser:
     """Build the command line of ``shardmlx report``."""
     return command_line.build_parser(
         ReportOptions,
         "report",
-        "Show a training run from its metrics, as one HTML file that needs no network, or its "
-        "curves as a picture.",
+        "Show a training run from its metrics, as one HTML file that needs no network.",
         rank=rank,
     )
 

@@ -47,9 +47,6 @@ class MachineOptions(Spec):
 SUM_DTYPES = ("float32", "bfloat16", "int8")
 """Types in which replicas send gradients that are summed."""
 
-SEND_DTYPES = ("bfloat16", "float16", "int8")
-"""Types, shorter than their own, in which stages may send hidden states and their gradients."""
-
 
 ZERO = (0, 1, 3)
 """Stages of ZeRO: of what replicas divide nothing, the optimizer's state, or the weights too."""
@@ -75,7 +72,6 @@ class FineTune(Spec):
     zero: int | None = None
     master_weights: bool = False
     sum_dtype: str = SUM_DTYPES[0]
-    send_dtype: str | None = None
     checkpoint_dir: str | None = None
 
     @property

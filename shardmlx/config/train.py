@@ -45,7 +45,6 @@ from shardmlx.config.specs import (
     FULL,
     NONE,
     RECOMPUTE,
-    SEND_DTYPES,
     SUM_DTYPES,
     ZERO,
 )
@@ -299,13 +298,6 @@ class TrainConfig(DataConfig):
         choices=SUM_DTYPES,
         group=_PIPELINE,
     )
-    send_dtype: str | None = option(
-        None,
-        "type of hidden states between stages",
-        unset="their own",
-        choices=SEND_DTYPES,
-        group=_PIPELINE,
-    )
     loss_scale: float | str | None = option(
         None,
         "factor of the loss: auto, none, or power of two",
@@ -359,12 +351,6 @@ class TrainConfig(DataConfig):
     )
     trace: str | None = option(
         None, "write what every rank did when here, for Perfetto", metavar="FILE", group=_OUTPUT
-    )
-    rebalance: str | None = option(
-        None,
-        "write here the stage map that the measured times would want",
-        metavar="FILE",
-        group=_OUTPUT,
     )
 
     checkpoint_dir: str | None = option(

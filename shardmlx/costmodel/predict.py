@@ -99,7 +99,7 @@ def _pipeline(
 ) -> _Pipeline:
     """Return what one ``replica`` does, or the slowest of all where they have equal rows.
 
-    ``message`` are the bytes of a micro-batch's hidden states as they are computed.
+    ``message`` are the bytes of a micro-batch's hidden states.
     """
     mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
     models = pipeline_seconds(
@@ -113,14 +113,12 @@ def _pipeline(
         # Its last micro-batch may have few rows.
         full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
         stages = [each.of_share(full) for each in stages]
-    sent = workload.sent(message)
-    rounding = workload.rounding_seconds("send_dtype", message // workload.dtype_bytes)
     simulation = simulate(
         plan.actions_of(replica or 0),
         stage_map.placement,
         [each.costs for each in stages],
-        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, sent), replica),
-        latency=between_ranks(mesh, lambda a, b: cluster.latency(a, b) + rounding, replica),
+        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message), replica),
+        latency=between_ranks(mesh, cluster.latency, replica),
     )
     return _Pipeline(stages, simulation)
 

@@ -135,7 +135,7 @@ def sum_seconds(
     for rank in range(plan.mesh.pp):
         numbers = _gradients(plan, rank, stages) // FLOAT32
         ways = 1 if _gathers_weights(workload) else 2
-        rounding = ways * workload.rounding_seconds("sum_dtype", numbers) * (members - 1) / members
+        rounding = ways * workload.rounding_seconds(numbers) * (members - 1) / members
         moved = _summed(plan, rank, workload, stages)
         times.append(_exchange_seconds(cluster, plan, rank, moved) + rounding)
     return max(times)
@@ -149,7 +149,7 @@ def bytes_between_hosts(
     Where gradients of several steps make one update, a step has its share of their sums.
     """
     mesh, placement = plan.mesh, plan.stage_map.placement
-    message = workload.sent(max(each.message for each in stages.values()))
+    message = max(each.message for each in stages.values())
     sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
     for replica in range(mesh.dp):
         for rank, actions in enumerate(plan.actions_of(replica)):

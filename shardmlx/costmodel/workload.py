@@ -30,14 +30,11 @@ DTYPE_BYTES = {name: DTYPE_BITS[stored] // 8 for stored, name in DTYPES.items()}
 """Bytes of an element of each type, as MLX names it."""
 
 ROUNDING_SECONDS = {
-    ("sum_dtype", "bfloat16"): 4.2e-9,
-    ("sum_dtype", "int8"): 5e-9,
-    ("send_dtype", "bfloat16"): 1e-9,
-    ("send_dtype", "float16"): 2.5e-9,
-    ("send_dtype", "int8"): 4.2e-9,
+    "bfloat16": 4.2e-9,
+    "int8": 5e-9,
 }
-"""Seconds in which one core rounds and widens a number that travels, by option and type: measured
-on an x86 server."""
+"""Seconds in which one core rounds and widens a gradient that travels, by --sum-dtype: measured on
+an x86 server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +102,6 @@ class Workload(ModelSizes):
                 f"--master-weights: the model's weights are {self.dtype} already",
                 "leave it out, or give --dtype bfloat16",
             )
-        send = self.fine_tune.send_dtype
-        if send in DTYPE_BYTES and DTYPE_BYTES[send] >= self.dtype_bytes:
-            raise UserError(
-                f"--send-dtype {send}: hidden states are {self.dtype} already",
-                "leave it out",
-            )
         is_full = self.fine_tune.train and self.fine_tune.is_full
         if is_full and self.quantization is not None:
             raise UserError(
@@ -140,24 +131,14 @@ class Workload(ModelSizes):
         with --pack one row of all."""
         return (1, rows * length) if self.batch.pack else (rows, length)
 
-    def sent(self, message: int) -> int:
-        """Return the bytes that travel of hidden states of so many bytes."""
-        send = self.fine_tune.send_dtype
-        if send is None:
-            return message
-        count = message // self.dtype_bytes
-        wire = WIRE_FORMATS.get(send)
-        return count * DTYPE_BYTES[send] if wire is None else wire.nbytes(count)
-
     def sum_bytes(self, gradients: int) -> int:
         """Return the bytes that travel once of gradients of so many bytes in float32."""
         wire = WIRE_FORMATS[self.fine_tune.sum_dtype]
         return gradients if wire is None else wire.nbytes(gradients // DTYPE_BYTES["float32"])
 
-    def rounding_seconds(self, option: str, count: int) -> float:
-        """Return what it takes to round and widen so many numbers that travel as ``option`` says:
-        ``sum_dtype`` or ``send_dtype``."""
-        return count * ROUNDING_SECONDS.get((option, getattr(self.fine_tune, option)), 0.0)
+    def rounding_seconds(self, count: int) -> float:
+        """Return the seconds to round and widen so many gradients that travel between replicas."""
+        return count * ROUNDING_SECONDS.get(self.fine_tune.sum_dtype, 0.0)
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return what stages do to hold less."""

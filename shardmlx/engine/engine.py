@@ -39,6 +39,7 @@ from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Handle,
     TransportError,
+    in_a_row,
     new_buffer,
 )
 from shardmlx.distributed.sums import Sums
@@ -49,7 +50,6 @@ from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.shards import Shards
-from shardmlx.engine.short_messages import ShortMessages
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line
@@ -84,8 +84,7 @@ class Engine:
     ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates, and
     where it has ``weights``, it holds no others: its stages are then ``GatheredStage``s of them.
     ``links`` are the speeds of all world ranks' links, in any unit, where they are known; gradients
-    travel as ``sum_dtype``, hidden states and their gradients as ``send_dtype``. All ranks must
-    build their engine, and call its methods alike.
+    travel as ``sum_dtype``. All ranks must build their engine, and call its methods alike.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Engine:
         divides_optimizer: bool = False,
         links: Sequence[float] | None = None,
         sum_dtype: str = SUM_DTYPES[0],
-        send_dtype: str | None = None,
         weights: DividedWeights | None = None,
     ) -> None:
         self.plan = plan
@@ -120,7 +118,6 @@ class Engine:
         self.reducer = GradientReducer(
             plan, transport, stages, sums, self.shards, links, keeps_errors=keeps_errors
         )
-        self._messages = ShortMessages(send_dtype)
         transport.barrier("start of the engine")
         self._current: Action | None = None
         self._runs = 0
@@ -267,15 +264,14 @@ class Engine:
         if (array.shape, array.dtype) != expected:
             raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
         run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
-        message = self._messages.outgoing(array)
         self.recorder.mark(Span.SEND, str(action), self._message(action))
-        run.outbox.append((action, self.transport.send(message, self._peer(action), _tag(action))))
+        handle = self.transport.send(in_a_row(array), self._peer(action), _tag(action))
+        run.outbox.append((action, handle))
 
     def _receive(self, action: Action, run: _Run) -> None:
         handle, array = run.posted.pop(action)
         with self.recorder.span(Span.RECEIVE, str(action), self._message(action)):
             self._wait(action, handle, "waiting for", "from")
-        self._messages.unpack(array)
         if action.kind is Kind.RECV_F:
             run.arrays[action] = array
             self._post_input(run)
@@ -287,8 +283,7 @@ class Engine:
             run.posted[action] = self._post(action, new_buffer(shape, dtype))
 
     def _post(self, action: Action, array: mx.array) -> tuple[Handle, mx.array]:
-        inbox = self._messages.inbox(array)
-        return self.transport.receive(inbox, self._peer(action), _tag(action)), array
+        return self.transport.receive(array, self._peer(action), _tag(action)), array
 
     def _expected(self, action: Action, run: _Run) -> tuple[tuple[int, ...], mx.Dtype]:
         part = self.stages[action.stage].part

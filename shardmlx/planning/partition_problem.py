@@ -97,7 +97,7 @@ def make_problem(
     """
     mesh, placement = way.mesh, way.placement
     setup = way.setup(workload, longest or length, cluster.backend)
-    message = workload.sent(setup.message)
+    message = setup.message
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )

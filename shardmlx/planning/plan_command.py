@@ -17,12 +17,10 @@ from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
-from shardmlx.planning.model_facts import facts_of
-from shardmlx.planning.other_way import other_way
+from shardmlx.planning.advice import model_facts, other_way, shorter_sums
 from shardmlx.planning.plan_options import PlanOptions
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
-from shardmlx.planning.wire_advice import wire_advice
 
 
 def run(options: PlanOptions, train_options: Sequence[str]) -> int:
@@ -58,8 +56,8 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(choice, limits)))
         return 0
-    facts = facts_of(planned.workload, prediction)
-    facts += wire_advice(
+    facts = model_facts(planned.workload, prediction)
+    facts += shorter_sums(
         planned.workload,
         cluster,
         prediction,

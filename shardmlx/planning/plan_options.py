@@ -23,7 +23,7 @@ _SHOWN = (
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "virtual_stages", "micro_batch_size"),
     *("recompute", "pack"),
-    *("attention_chunk", "loss_chunk", "zero", "sum_dtype", "send_dtype"),
+    *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
     *("memory_limit", "dtype"),
 )
 """The options that ``--help`` lists: of a training run, those that change the plan."""

@@ -1,4 +1,4 @@
-"""Carry out ``shardmlx report``: read metrics, write a page or a picture. No MLX, no MPI."""
+"""Carry out ``shardmlx report``: read metrics, write a page. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ def run(options: ReportOptions) -> int:
     """Write what the options ask for, and say where it is. Raises ``UserError``."""
     metrics = read_metrics(options.metrics)
     events = current(metrics.events)
-    if options.is_picture:
-        content = _picture(options, metrics, events)
-    else:
-        content = _page(options, metrics, events)
+    page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)
     try:
-        options.file.write_bytes(content)
+        options.file.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--output {options.file} cannot be written: {error.strerror or error}",
@@ -28,22 +25,6 @@ def run(options: ReportOptions) -> int:
         ) from None
     print(f"{options.file}: {_summary(metrics, events)}")
     return 0
-
-
-def _page(options: ReportOptions, metrics: Metrics, events: Sequence[Event]) -> bytes:
-    page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)
-    return page.encode("utf-8")
-
-
-def _picture(options: ReportOptions, metrics: Metrics, events: Sequence[Event]) -> bytes:
-    from shardmlx.runreport.picture import draw_curves
-
-    if not metrics.has_reports:
-        raise UserError(
-            f"{options.metrics} has no loss to draw yet",
-            "ask again after the first report, or for the page (.html)",
-        )
-    return draw_curves(events, options.file)
 
 
 def _summary(metrics: Metrics, events: Sequence[Event]) -> str:

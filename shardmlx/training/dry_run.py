@@ -86,11 +86,7 @@ def _files(config: TrainConfig) -> Iterator[str]:
         )
     else:
         yield "Would write no checkpoints: give --checkpoint-dir to resume a run"
-    for name, file in (
-        ("metrics", config.metrics_file),
-        ("a trace", config.trace),
-        ("a stage map", config.rebalance),
-    ):
+    for name, file in (("metrics", config.metrics_file), ("a trace", config.trace)):
         if file is not None:
             yield f"Would write {name} to {_place(file)}"
 

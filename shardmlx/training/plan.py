@@ -166,8 +166,6 @@ def without_effect(run: RunSpec, plan: Plan) -> list[str]:
         ]
         why = "there is one replica" + ": fewer --pipeline-stages make more" * (mesh.pp > 1)
         lines += [f"{option} has no effect: {why}" for option in options]
-    if mesh.pp == 1 and tune.send_dtype is not None:
-        lines.append(f"--send-dtype {tune.send_dtype} has no effect: nothing goes between stages")
     return lines
 
 

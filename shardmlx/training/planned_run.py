@@ -195,8 +195,6 @@ def _check_output(config: TrainConfig, model_path: Path) -> None:
             )
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
-    if config.rebalance is not None:
-        check_writable(Path(config.rebalance), "--rebalance")
     if not config.train:
         return
     output = Path(config.adapter_path)

@@ -13,8 +13,6 @@ from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.step_meter import Meter, RankReport
-from shardmlx.pipeline.stage_map import write_stage_map
-from shardmlx.planning.rebalance import rebalanced
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
 from shardmlx.training.predicted import Expected, Lengths, expect
 from shardmlx.training.setup import TrainingRun
@@ -210,7 +208,6 @@ class TrainingReport:
         peaks = [each.peak_memory_bytes for each in ranks]
         for warning in exceeded(self._job.limits, self._job.transport.hosts, peaks):
             self._reporter.warn(warning)
-        self._rebalance(ranks)
         self._reporter.event(
             "summary",
             {
@@ -257,25 +254,6 @@ class TrainingReport:
             {**each.as_json(), "planned_peak_bytes": self._job.limits[each.rank].planned.peak}
             for each in ranks
         ]
-
-    def _rebalance(self, ranks: Sequence[RankReport]) -> None:
-        """Write the stage map that these times would want, if it was asked for."""
-        if self._config.rebalance is None:
-            return
-        job = self._job
-        wanted = rebalanced(
-            job.plan,
-            job.workload,
-            job.cluster,
-            _compute_seconds(ranks),
-            self._lengths.mean,
-            self._config.partitioner,
-        )
-        if wanted is None:
-            self._reporter.warn("--rebalance: no times were measured of some rank: nothing written")
-            return
-        write_stage_map(wanted.stage_map, self._config.rebalance, str(wanted))
-        self._reporter.say(f"{self._config.rebalance}: {wanted}")
 
     def _expected(self) -> Expected:
         """Predict the steps that were run."""

@@ -109,7 +109,6 @@ def _load_run(
             divides_optimizer=tune.divides_optimizer,
             links=planned.inputs.cluster.links,
             sum_dtype=tune.sum_dtype,
-            send_dtype=tune.send_dtype,
             weights=weights,
         ),
         optimizer=planned.optimizer,

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cgroups import Cgroup
-from tests.helpers.jobs import ROOT, keep_imports
+from tests.helpers.jobs import ROOT
 
 NETWORK = "10.77.0"
 TMP = Path("/tmp")
@@ -105,7 +105,6 @@ class Lab:
         (directory / self.hosts[0] / self.hostfile.name).write_text(machines)
         cases = "".join(map(self._case, holders))
         for host in holders:
-            keep_imports(self.home(host) / ".cache")
             agent = directory / host / self.agent.name  # mpirun's daemons look for it too
             agent.write_text(_AGENT.format(cases=cases))
             agent.chmod(0o755)

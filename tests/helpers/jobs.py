@@ -57,13 +57,6 @@ class Job:
         return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
 
 
-def keep_imports(caches: Path) -> None:
-    """Let commands whose caches are in a new directory have the table of transformers' models,
-    which takes a second to make, from ``CACHE``."""
-    (caches / "shardmlx").mkdir(parents=True)
-    (caches / "shardmlx" / "imports").symlink_to(CACHE / "shardmlx" / "imports")
-
-
 def ranks_command(n: int, *args: str | Path) -> list[str | Path]:
     """Return the command that runs ``python ARGS`` on ``n`` ranks of this machine."""
     options = ("-n", str(n), "--oversubscribe", "--bind-to", "none")

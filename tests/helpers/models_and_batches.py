@@ -289,12 +289,11 @@ def run_engine(
     batch: Batch,
     *,
     savings: Savings = NO_SAVINGS,
-    send_dtype: str | None = None,
 ) -> Outcome:
     """Make one training step of the engine on this rank, then evaluate the same batch."""
     replica, _ = plan.mesh.coordinates(transport.rank)
     stages = stages_of(transport, plan, model, savings=savings)
-    engine = Engine(plan, transport, stages, send_dtype=send_dtype)
+    engine = Engine(plan, transport, stages)
     part = batch.rows(*plan.starts[replica : replica + 2])
     if plan.pack:
         microbatches = pack(part, plan.microbatches_of(replica))

@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "two levels": (2, {"pipeline_stages": 1, "zero": 1}),
     "int8": (1, {"pipeline_stages": 1, "zero": 0, "sum_dtype": "int8"}),
     "divided weights": (1, {"pipeline_stages": 1, "zero": 3}),
-    "stages, int8": (1, {"pipeline_stages": 2, "send_dtype": "int8"}),
+    "stages": (1, {"pipeline_stages": 2}),
     "hybrid": (2, {"pipeline_stages": 2, "zero": 1}),
 }
 

@@ -126,7 +126,7 @@ def test_float32_copies_begin_with_what_the_model_has_in_float32(
     assert all(still.weights[name] != content for name, content in copies.items())
 
 
-SHORT = ("--pipeline-stages", "2", "--sum-dtype", "int8", "--send-dtype", "int8")
+SHORT = ("--pipeline-stages", "2", "--sum-dtype", "int8")
 KILLS = [
     ("scatter:5", 4, ("--zero", "1", *SHORT, "--replica-rows", "3,1")),
     ("gathering:5", 2, ("--zero", "1")),

@@ -119,26 +119,6 @@ def test_mlx_finds_no_mpi() -> None:
         assert run_alone(program) == "False"
 
 
-def test_transformers_makes_the_table_of_its_models_by_one_function() -> None:
-    """Once with a prefix for all of its models, once for the package of them, without."""
-    with contract(compat.wrap_table_of_transformers, "transformers"):
-        program = """
-from pathlib import Path
-from shardmlx import compat
-calls = []
-def wrap(make):
-    def table(path, prefix=None):
-        calls.append((Path(path).parts[-2:], prefix))
-        return make(path, prefix)
-    return table
-compat.wrap_table_of_transformers(wrap)
-from transformers import AutoTokenizer
-print(calls[:2])
-"""
-        whole = [(("transformers", "models"), "models"), (("models", "__init__.py"), None)]
-        assert run_alone(program) == str(whole)
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.int32])
 def test_the_memory_of_an_mlx_array_may_be_written_to(dtype: mx.Dtype) -> None:
     with contract(compat.view_of, "mlx"):

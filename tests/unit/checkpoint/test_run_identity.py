@@ -166,7 +166,6 @@ OTHER = {
     "max_grad_norm": 1.5,
     "master_weights": True,
     "sum_dtype": "bfloat16",
-    "send_dtype": "bfloat16",
     "dtype": "float32",
     "seed": 9,
 }
@@ -220,7 +219,6 @@ MAY_CHANGE: dict[str, Any] = {
     "checkpoint_storage": "rank0",
     "resume": "never",
     "on_nonfinite": "skip",
-    "rebalance": "map.yaml",
     "timeout": 3.0,
     "hostfile": "hosts",
     "data_parallel": 2,
@@ -263,7 +261,7 @@ def test_what_does_not_say_whose_it_is_is_refused(model: Path, theirs: dict[str,
 
 def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: Path) -> None:
     older = identity(model)
-    for name in ("master_weights", "sum_dtype", "send_dtype"):
+    for name in ("master_weights", "sum_dtype"):
         del older["options"][name]
     check_identity(identity(model), older, WHERE)
 

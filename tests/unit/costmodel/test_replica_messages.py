@@ -34,8 +34,6 @@ def test_stages_send_hidden_states_up_and_gradients_down(tmp_path: Path) -> None
     assert planned(tmp_path, "ab", pipeline_stages=2).sent == ROWS * message
     # The middle one of three sends both.
     assert planned(tmp_path, "abc", pipeline_stages=3).sent == 2 * ROWS * message
-    short = planned(tmp_path, "ab", pipeline_stages=2, send_dtype="int8").sent
-    assert short == ROWS * (message // 4 + message // 4 // 256 * 4)
 
 
 def test_nothing_leaves_a_host_that_has_all_ranks(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def nothing(problem):
     return None
 
 def few(problem):
-    from shardmlx.stage_map import Partition, StageMap  # as in version 0.1
+    from shardmlx.partitioners import Partition, StageMap
     return StageMap(Partition.from_sizes([problem.num_layers - 1]), (0,))
 
 number = 3

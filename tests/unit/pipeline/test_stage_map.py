@@ -1,6 +1,5 @@
 """Dividing layers into stages, and the file that says so."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -194,11 +193,6 @@ def test_ranks_with_unequal_numbers_of_stages_have_no_virtual_count() -> None:
     stage_map = StageMap(Partition.from_sizes([1, 1, 1]), (0, 1, 0))
     with pytest.raises(UserError, match="rank 0 has 2, rank 1 has 1: give every rank as many"):
         _ = stage_map.virtual
-
-
-def test_the_module_of_version_0_1_is_still_there() -> None:
-    old = importlib.import_module("shardmlx.stage_map")
-    assert (old.StageMap, old.Partition) == (StageMap, Partition)
 
 
 def test_a_map_of_sizes_has_a_stage_on_each_rank_unless_it_is_told() -> None:

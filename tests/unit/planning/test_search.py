@@ -22,7 +22,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
-from shardmlx.planning.other_way import other_way
+from shardmlx.planning.advice import other_way
 from shardmlx.planning.partition_problem import Candidate, plan_of
 from shardmlx.planning.replica_rows import with_replica_rows
 from shardmlx.planning.search import (

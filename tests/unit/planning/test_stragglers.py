@@ -1,4 +1,4 @@
-"""Who slows the others down, and the stage map that the measured times would want."""
+"""Who slows the others down."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,6 @@ from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.predict import predict
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
@@ -20,9 +19,8 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
-from shardmlx.pipeline.stage_map import Partition, StageMap, read_stage_map, write_stage_map
+from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.partition_problem import Candidate, plan_of
-from shardmlx.planning.rebalance import Rebalanced, rebalanced
 from shardmlx.planning.stragglers import Straggler, Watch, compute_of_ranks
 from tests.helpers.models_and_batches import tiny_config
 
@@ -117,7 +115,7 @@ def test_short_times_are_told_in_milliseconds() -> None:
     assert "computes 12.3 ms a step where 4 ms were usual" in text
 
 
-# Rebalancing
+# Of a plan
 
 
 @pytest.fixture(scope="module")
@@ -151,101 +149,6 @@ def plan_for(
     return plan_of(way, StageMap(Partition.from_sizes(sizes), way.placement, hosts), workload)
 
 
-def answer(
-    plan: Plan, workload: Workload, cluster: Cluster, slowdown: tuple[float, ...]
-) -> Rebalanced:
-    costs = compute_of_ranks(plan, workload, cluster, 64, recompute="none")
-    measured = [each * factor for each, factor in zip(costs, slowdown, strict=True)]
-    result = rebalanced(plan, workload, cluster, measured, 64, "balanced")
-    assert result is not None
-    return result
-
-
-def test_a_rank_half_as_fast_gets_half_as_many_layers(model: Path, tmp_path: Path) -> None:
-    workload = work(model)
-    plan = plan_for(workload, (6, 6))
-    result = answer(plan, workload, cluster_of(2), (1e-9, 2e-9))
-
-    assert result.is_new
-    assert result.stage_map.partition.sizes == (8, 4)
-    assert result.stage_map.placement == plan.stage_map.placement
-    assert result.stage_map.hosts == plan.stage_map.hosts
-    assert result.step_seconds < result.present_seconds
-    assert str(result) == (
-        f"layers 8 + 4 would suit the measured times: {result.step_seconds:.3f} s a step "
-        f"predicted, against {result.present_seconds:.3f} s now"
-    )
-    write_stage_map(result.stage_map, tmp_path / "map.yaml", str(result))
-    assert read_stage_map(tmp_path / "map.yaml") == result.stage_map
-    assert (tmp_path / "map.yaml").read_text().startswith("# layers 8 + 4 would suit")
-
-
-def test_the_present_map_stays_where_nothing_is_better(model: Path) -> None:
-    workload = work(model)
-    result = answer(plan_for(workload, (8, 4)), workload, cluster_of(2), (1e-9, 2e-9))
-    assert not result.is_new
-    assert result.stage_map.partition.sizes == (8, 4)
-    assert str(result).startswith("the present stage map is the best for the measured times: ")
-
-
-def test_memory_is_kept(model: Path) -> None:
-    workload = work(model, fine_tune_type="full")
-    plan = plan_for(workload, (6, 6))
-    peaks = [rank.peak for rank in predict(plan, workload, cluster_of(2), 128).ranks]
-    # Room on rank 0 for what it has, and about two layers more.
-    room = Cluster(
-        machines=(
-            Machine(host=HOSTS[0], memory=round(peaks[0] * 1.35)),
-            Machine(host=HOSTS[1], memory=round(peaks[1] * 4)),
-        ),
-        memory_fraction=1.0,
-    )
-    free = answer(plan, workload, cluster_of(2), (1e-9, 4e-9))
-    kept = answer(plan, workload, room, (1e-9, 4e-9))
-    assert 6 < kept.stage_map.partition.sizes[0] < free.stage_map.partition.sizes[0]
-    divided = replace(plan, stage_map=kept.stage_map)
-    assert all(rank.fits for rank in predict(divided, workload, room, 128).ranks)
-
-
-def test_the_slowest_replica_sets_the_pace_of_its_stages(model: Path) -> None:
-    workload = work(model)
-    plan = plan_for(workload, (6, 6), dp=2)
-    result = answer(plan, workload, cluster_of(4), (1e-9, 1e-9, 1e-9, 2e-9))
-    assert result.stage_map.partition.sizes == (8, 4)
-
-
-def test_several_stages_a_rank_are_divided_too(model: Path) -> None:
-    workload = work(model)
-    plan = plan_for(workload, (3, 3, 3, 3), "zb-v")
-    result = answer(plan, workload, cluster_of(2), (1e-9, 2e-9))
-    first, second, third, fourth = result.stage_map.partition.sizes
-    assert first + fourth > second + third
-    assert result.step_seconds < result.present_seconds
-
-
-def test_what_a_profile_measured_is_scaled(model: Path) -> None:
-    workload = work(model)
-    part = Seconds(1.0, 1.0, 0.1, 0.01)
-    sample = Sample(
-        rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
-    )
-    profile = Profile(
-        work_of(workload.fine_tune, workload.shape, workload.dtype),
-        tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
-    )
-    cluster = replace(cluster_of(2), profile=profile)
-    plan = plan_for(workload, (6, 6))
-    result = answer(plan, workload, cluster, (1.0, 2.0))
-    assert result.stage_map.partition.sizes == (8, 4)
-    assert Watch.of(plan, cluster).is_measured
-
-
-def test_nothing_is_said_of_ranks_of_which_nothing_was_measured(model: Path) -> None:
-    workload = work(model)
-    plan = plan_for(workload, (6, 6))
-    assert rebalanced(plan, workload, cluster_of(2), (0.0, 1.0), 64, "balanced") is None
-
-
 def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: Path) -> None:
     plan = plan_for(work(model), (6, 6), dp=2)
     assert Watch.of(plan, cluster_of(4, flops=1e12)).alike == [[2], [3], [0], [1]]
@@ -261,7 +164,7 @@ def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: 
     flops=st.sampled_from([None, 1e12]),
     is_measured=st.booleans(),
 )
-def test_any_common_factor_names_nobody_and_makes_no_map_worse(
+def test_any_common_factor_names_nobody(
     model: Path,
     factor: float,
     sizes: tuple[int, ...],
@@ -272,15 +175,20 @@ def test_any_common_factor_names_nobody_and_makes_no_map_worse(
     workload = work(model)
     plan, cluster = plan_for(workload, sizes, schedule), cluster_of(len(sizes), flops=flops)
     costs = compute_of_ranks(plan, workload, cluster, 64, recompute="none")
-    measured = [factor * each for each in costs]
-
     watch = replace(Watch.of(plan, cluster), is_measured=is_measured)
     for step in range(8):
-        assert watch.observe(step, measured, costs) == []
+        assert watch.observe(step, [factor * each for each in costs], costs) == []
 
-    result = rebalanced(plan, workload, cluster, measured, 64, "balanced")
-    assert result is not None
-    assert result.step_seconds <= result.present_seconds
-    divided = replace(plan, stage_map=result.stage_map)
-    before = predict(plan, workload, cluster, 64).step_seconds
-    assert predict(divided, workload, cluster, 64).step_seconds <= before * (1 + 1e-9)
+
+def test_ranks_of_a_profile_are_measured(model: Path) -> None:
+    workload = work(model)
+    part = Seconds(1.0, 1.0, 0.1, 0.01)
+    sample = Sample(
+        rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
+    )
+    profile = Profile(
+        work_of(workload.fine_tune, workload.shape, workload.dtype),
+        tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
+    )
+    cluster = replace(cluster_of(2), profile=profile)
+    assert Watch.of(plan_for(workload, (6, 6)), cluster).is_measured

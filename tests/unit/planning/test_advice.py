@@ -1,4 +1,4 @@
-"""Which shorter types of messages a plan recommends."""
+"""Which shorter types of sums a plan recommends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
+from shardmlx.planning.advice import shorter_sums
 from shardmlx.planning.training_plan import plan_training
-from shardmlx.planning.wire_advice import wire_advice
 from tests.helpers.fake_models import MISTRAL_7B
 
 
@@ -23,7 +23,9 @@ def advice(directory: Path, link: float, **options: Any) -> list[str]:
     )  # fmt: skip
     machines = [Machine(host=host, flops=50e12, link=link, latency=1e-6) for host in "ab"]
     planned = plan_training(config, machines)
-    return wire_advice(planned.workload, planned.cluster, planned.prediction, 512, recompute="none")
+    return shorter_sums(
+        planned.workload, planned.cluster, planned.prediction, 512, recompute="none"
+    )
 
 
 def test_replicas_of_a_full_fine_tune_on_a_slow_link(tmp_path: Path) -> None:
@@ -38,19 +40,3 @@ def test_replicas_of_a_full_fine_tune_on_a_slow_link(tmp_path: Path) -> None:
     assert limits == ["3.8 Gbit/s", "4.8 Gbit/s"]
     assert advice(tmp_path, 5e9, **full) == []
     assert advice(tmp_path, 125e6, **full, sum_dtype="int8") == []
-
-
-def test_stages_on_a_slow_link(tmp_path: Path) -> None:
-    lines = advice(tmp_path, 12.5e6, pipeline_stages=2)
-    assert [line.split(" would")[0] for line in lines] == [
-        "--send-dtype bfloat16", "--send-dtype int8",
-    ]  # fmt: skip
-    assert lines[0].endswith("it pays on links below 16 Gbit/s")
-    assert advice(tmp_path, 5e9, pipeline_stages=2) == []
-
-
-def test_stages_of_a_model_in_16_bits(tmp_path: Path) -> None:
-    """There is one shorter type, and it spares half as much as a number costs to round."""
-    lines = advice(tmp_path, 12.5e6, pipeline_stages=2, dtype="bfloat16")
-    assert [line.split(" would")[0] for line in lines] == ["--send-dtype int8"]
-    assert lines[0].endswith("it pays on links below 1.9 Gbit/s")

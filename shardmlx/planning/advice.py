@@ -1,0 +1,122 @@
+"""Say what stands beside a plan: what is special about the model, and what other ways would take.
+
+No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardmlx.common.formatting import gibibytes, plural
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.predict import Prediction, predict
+from shardmlx.costmodel.training_setup import FLOAT32
+from shardmlx.costmodel.workload import (
+    ROUNDING_SECONDS,
+    ModelSizes,
+    Workload,
+)
+from shardmlx.errors import UserError
+from shardmlx.models.undeclared import APPROXIMATE
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.planning.search import ChosenPlan, Limits, fastest
+
+WORTH_A_LINE = 0.01
+"""Part of a step that a shorter type of sums must save."""
+
+_MANY = 1 << 20
+"""Bytes of gradients by which what a shorter type spares is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTraffic:
+    """Bytes that a token sends in the forward pass: with ``stages`` of whole layers, and with the
+    ``experts`` of each layer on all machines."""
+
+    stages: int
+    experts: int
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, machines: int) -> ExpertTraffic:
+        """Return those of a model on so many machines.
+
+        A stage sends the hidden states once. A layer of experts would send them to each other
+        machine that has one of a token's experts, and get as much back from it.
+        """
+        message = sizes.dtype_bytes * sizes.shape.hidden_size
+        layers = map(sizes.shape.layer, range(sizes.shape.num_layers))
+        asked = sum(min(layer.experts_per_token, machines - 1) for layer in layers)
+        return cls(message * (machines - 1), 2 * message * asked)
+
+
+def model_facts(workload: Workload, prediction: Prediction) -> list[str]:
+    """Return a line for each special fact about the model."""
+    facts = []
+    if not workload.shape.is_declared:
+        facts.append(APPROXIMATE)
+    machines = prediction.plan.mesh.pp
+    traffic = ExpertTraffic.of(workload, machines)
+    if traffic.experts and machines > 1:
+        a_step = traffic.experts * prediction.tokens
+        facts.append(
+            "why stages hold whole layers with all their experts: a token sends "
+            f"{gibibytes(traffic.stages)} forward, and with experts on all machines up to "
+            f"{gibibytes(traffic.experts)}, {traffic.experts / traffic.stages:.0f} times as much "
+            f"({gibibytes(traffic.stages * prediction.tokens)} and {gibibytes(a_step)} a step)"
+        )
+    return facts
+
+
+def other_way(
+    workload: Workload, cluster: Cluster, limits: Limits, choice: ChosenPlan
+) -> list[str]:
+    """Return a line about the best step of the other way to hold a model that no machine holds.
+
+    Of a pipeline where replicas divide the weights, and of these where layers are divided. Nothing
+    where each machine holds the whole model, where the user has settled it, or where it is not
+    known what messages take.
+    """
+    is_settled = (limits.divides_weights, limits.data_parallel, limits.stage_map) != (None,) * 3
+    mesh, divides = choice.candidate.mesh, choice.candidate.divides_weights
+    if is_settled or not cluster.knows_messages or not (divides or mesh.pp > 1):
+        return []
+    if divides:
+        workload = replace(workload, fine_tune=replace(workload.fine_tune, zero=None))
+        way, other = "layers divided", replace(limits, divides_weights=False)
+    else:
+        way = f"weights divided among {plural(cluster.size, 'replica')} (--zero 3)"
+        other = replace(limits, divides_weights=True, data_parallel=cluster.size)
+    try:
+        best = fastest(workload, cluster, other).prediction
+    except DoesNotFitError:
+        return [f"{way} instead: does not fit"]
+    except UserError:
+        return []  # the batch has too few rows
+    peak = max(each.peak for each in best.ranks)
+    times = best.step_seconds / choice.prediction.step_seconds
+    return [
+        f"{way} instead: step {best.step_seconds:.3f} s, {times:.2f} times as long, with a peak of "
+        f"{gibibytes(peak)}"
+    ]
+
+
+def shorter_sums(
+    workload: Workload, cluster: Cluster, prediction: Prediction, length: int, *, recompute: str
+) -> list[str]:
+    """Return a line for each ``--sum-dtype`` that would save a hundredth of a step."""
+    tune = workload.fine_tune
+    links = [each.link for each in cluster.machines if each.link is not None]
+    is_summed = prediction.plan.mesh.dp > 1 and tune.sum_dtype == "float32"
+    if cluster.unit != "seconds" or not links or not is_summed:
+        return []
+    now, lines = prediction.step_seconds, []
+    for dtype, rounding in ROUNDING_SECONDS.items():
+        other = replace(workload, fine_tune=replace(tune, sum_dtype=dtype))
+        then = predict(prediction.plan, other, cluster, length, recompute=recompute).step_seconds
+        if now - then >= WORTH_A_LINE * now:
+            spared = FLOAT32 * (1 - other.sum_bytes(_MANY) / _MANY)
+            lines.append(
+                f"--sum-dtype {dtype} would make the step {100 * (now - then) / now:.0f}% shorter; "
+                f"it pays on links below {8 * spared / rounding / 1e9:.2g} Gbit/s"
+            )
+    return lines
