@@ -36,7 +36,7 @@ COMMANDS = (
     Command(
         name="report",
         group=TRAIN,
-        help="show a run from its metrics, as a page or a picture",
+        help="show a run from its metrics, as a page",
         options="config.report",
     ),
     Command(
