@@ -8,8 +8,9 @@ broken by a mark before the template is filled in, and the mark's tokens are tak
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -32,8 +33,8 @@ class ControlTokens:
         added = tokenizer.added_tokens_decoder.values()
         texts = {str(each.content) for each in added if each.special}
         # A single character has no middle to be broken in.
-        known = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-        return cls(re.compile("|".join(map(re.escape, known))) if known else None)
+        known = {text for text in texts if len(text) > 1}
+        return cls(re.compile(any_of(known)) if known else None)
 
     def broken(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], str | None]:
         """Return the messages with a mark in each control token, and the mark; None if there is no
@@ -57,11 +58,24 @@ class ControlTokens:
 
     def _break(self, text: str, mark: str) -> str:
         assert self.pattern is not None, "there is something to break"
-        # Again and again: a token may begin in the middle of another.
-        while found := self.pattern.search(text):
-            middle = found.start() + 1
-            text = text[:middle] + mark + text[middle:]
-        return text
+        parts, end = [], 0
+        while found := self.pattern.search(text, end):
+            # From its second character on: a token may begin in the middle of another.
+            begin, end = end, found.start() + 1
+            parts.append(text[begin:end])
+        return mark.join([*parts, text[end:]])
+
+
+def any_of(texts: Collection[str]) -> str:
+    """Return a pattern for the beginning of any of these texts, as far as it tells that one is
+    there. What they have in common is read once: models have a thousand such tokens."""
+    if "" in texts:
+        return ""
+    branches = [
+        re.escape(first) + any_of({text[1:] for text in each})
+        for first, each in groupby(sorted(texts), key=lambda text: text[0])
+    ]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 def encode_without(mark: str, text: str, tokenizer: TokenizerWrapper) -> list[int]:
