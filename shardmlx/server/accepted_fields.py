@@ -1,16 +1,39 @@
-"""Fields of request bodies beside those that are supported. No MLX, no MPI.
+"""Fields of request bodies: how each is read, and those beside the ones that are supported. No MLX,
+no MPI.
 
 Clients send the fields of whatever server they were written for. One that changes no answer is let
-pass; one that would change it is refused by name, never ignored in silence. A field that is null
-counts as one that is not there.
+pass; one that would change it is refused by name, never ignored in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, model_validator
+
 from shardmlx.server.openai_errors import refused, shown
+
+
+class Body(BaseModel):
+    """An object in the body of a request, or all of it.
+
+    A field that is null counts as one that is not there, and a whole number may have a point (8.0).
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plainly(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: _whole(value) for name, value in given.items() if value is not None}
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 OF_OPENAI = frozenset(
     {
@@ -25,6 +48,21 @@ OF_OPENAI = frozenset(
         "parallel_tool_calls",
         "verbosity",
         "prediction",  # a guess that saves time
+        "max_tool_calls",  # of tools that run on the server
+        "client_metadata",
+    }
+)
+
+OF_ANTHROPIC = frozenset(
+    {
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "container",
+        "context_management",  # what may be forgotten of a history: nothing is
+        "diagnostics",
+        "inference_geo",
+        "speed",
     }
 )
 
@@ -63,42 +101,30 @@ OF_OTHERS = frozenset(
     }
 )
 
-IGNORED = OF_OPENAI | OF_LLAMA_CPP | OF_OTHERS
+IGNORED = OF_OPENAI | OF_ANTHROPIC | OF_LLAMA_CPP | OF_OTHERS
 """Fields that change no answer, whatever they say."""
+
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
+"""Values that ask for nothing."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
+    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "web_search_options": ({},),
-    # vLLM
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
+    "modalities": ([], ["text"]),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",),
+    # vLLM, SGLang
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "logits_processors": ([],),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "documents": ([],),
-    "use_beam_search": (False,),
     "length_penalty": (1,),
-    "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
+    "separate_reasoning": (True,),
     # llama.cpp
     "typical_p": (1,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
     "top_n_sigma": (-1,),
     "repeat_penalty": (1,),
     "samplers": (
@@ -117,49 +143,31 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             "temperature",
         ],
     ),
-    "min_keep": (0,),
     "n_predict": (-1,),
-    "n_probs": (0,),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "lora": ([],),
     "reasoning_format": ("auto", "none"),
-    # Ollama
-    "options": ({},),
-    "format": ("",),
-    "images": ([],),
+    "reasoning_budget": (-1,),
+    "parse_tool_calls": (True,),
     # Others
+    "do_sample": (True,),
+    "enable_thinking": (True,),
+    "think": (True,),
+    "thinking_budget": (-1,),
     "tfs_z": (1,),
-    "top_a": (0,),
-    "plugins": ([],),
-    "transforms": ([],),
-    "provider": ({},),
-    "reasoning": ({},),
-    "tool_servers": ([],),
-    "files": ([],),
-    "features": ({},),
-    "variables": ({},),
-    # Within stream_options
-    "stream_options.continuous_usage_stats": (False,),
+    "typical": (1,),
 }
-"""Fields that are not supported, with the values that change nothing: these are let pass."""
+"""Fields that are not supported and ask for something where they are empty, with the values that
+change nothing."""
 
 
-def refuse_unknown(
-    extra: Mapping[str, Any] | None,
-    prefix: str = "",
-    *,
-    ignored: Container[str] = IGNORED,
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
-) -> None:
+def refuse_unknown(extra: Mapping[str, Any] | None, prefix: str = "") -> None:
     """Raise ``ApiError`` for a field of ``extra`` that might change the answer.
 
-    ``prefix`` is what stands before a field's name in an error message. Fields that are ``ignored``
-    pass whatever they say, others with a value that is ``neutral``.
+    ``prefix`` is what stands before a field's name in an error message. Those of ``IGNORED`` pass
+    whatever they say, others with a value that is ``NEUTRAL``, or ``EMPTY`` where none is.
     """
     for name, value in (extra or {}).items():
         where = f"{prefix}{name}"
-        if value is None or where in ignored or value in neutral.get(where, ()):
+        if where in IGNORED or value in NEUTRAL.get(where, EMPTY):
             continue
         raise refused(
             f"{shown(where)[1:-1]} is not supported by this server: leave it out",

@@ -9,9 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.accepted_fields import Body, refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 
@@ -20,13 +18,9 @@ Json = dict[str, Any]
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
 """Fields that mean the same in both APIs."""
 
-HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "container", "inference_geo"})
 
-
-class MessagesBody(BaseModel):
+class MessagesBody(Body):
     """The body of a request to /v1/messages, as far as it is not passed on as it is."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     messages: list[Json]
     max_tokens: int | None = None
@@ -47,7 +41,7 @@ def as_chat(body: bytes, *, counts: bool = False) -> bytes:
         raise refused("max_tokens is missing", "max_tokens")
     extra = asked.model_extra or {}
     chat: Json = {name: extra[name] for name in SAME if name in extra}
-    refuse_unknown(extra, ignored=HARMLESS.union(SAME), neutral={})
+    refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
     chat["max_tokens"] = asked.max_tokens
     chat["stop"] = asked.stop_sequences or None
     chat["messages"] = list(_messages(asked))

@@ -1,15 +1,19 @@
-"""Bodies of OpenAI's API: what a request may say, as pydantic models. No MLX, no MPI.
-
-A parameter that is null counts as one that is not there.
-"""
+"""Bodies of OpenAI's API: what a request may say, as pydantic models. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
 
-from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.accepted_fields import Body, refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
@@ -31,12 +35,12 @@ MOST = 2**31 - 1
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise ValueError("give a text, or a list of texts, that are not empty")
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise ValueError("give a text, or a list of texts")
     if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
         raise ValueError(f"at most {MOST_STOPS} texts of {LONGEST_STOP} characters are looked for")
-    return tuple(stops)
+    return tuple(filter(None, stops))
 
 
 def _is_integer(value: object) -> bool:
@@ -44,7 +48,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    given = {} if value is None else value
+    given = value or {}
     try:
         items = [(int(token), bias) for token, bias in given.items()]  # type: ignore[attr-defined]
     except (AttributeError, ValueError):
@@ -53,6 +57,10 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
         if not (_is_integer(bias) or isinstance(bias, float)) or not -100 <= bias <= 100:
             raise ValueError(f"a bias is a number from -100 to 100, not {shown(bias)}")
     return tuple((token, float(bias)) for token, bias in sorted(items))
+
+
+def _number_or_no(value: object) -> object:
+    return None if value is False else value  # false is what chats say
 
 
 def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
@@ -83,11 +91,7 @@ def _not_zero(limit: int | None) -> int | None:
 TokenLimit = Annotated[int | None, Field(ge=ALL_THAT_FIT, le=MOST), AfterValidator(_not_zero)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Body):
     """The ``stream_options`` of a request. Obfuscation hides lengths from who reads the network; it
     changes no answer."""
 
@@ -95,7 +99,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class SamplingBody(_Strict):
+class SamplingBody(Body):
     """The sampling parameters of a request, under their names in ``SamplingParams``."""
 
     temp: float | None = Field(None, alias="temperature", ge=0, le=2)
@@ -150,7 +154,9 @@ class CompletionBody(RequestBody):
     """The body of a request to /v1/completions; each prompt is a text, or token ids."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    logprobs: Annotated[int | None, BeforeValidator(_number_or_no)] = Field(
+        None, ge=0, le=MOST_LIKELIEST
+    )
 
 
 # From bytes to a model.
@@ -173,11 +179,11 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
     Raises ``ApiError`` for what is no such body, and for parameters that are not supported.
     """
     parsed = validated(kind, body)
-    names.check(parsed.model)
+    names.check(parsed.model or None)
     refuse_unknown(parsed.model_extra)
     if parsed.stream_options is not None:
         refuse_unknown(parsed.stream_options.model_extra, "stream_options.")
-        if not parsed.stream:
+        if parsed.stream_options.include_usage and not parsed.stream:
             raise refused("stream_options is for requests with stream: true", "stream_options")
     return parsed
 

@@ -6,14 +6,14 @@ are let pass.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from shardmlx.inference.answer_format import Tool
+from shardmlx.server.accepted_fields import Body
 from shardmlx.server.openai_errors import refused, shown
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -22,21 +22,14 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names for what a model thought before it answered: DeepSeek's, OpenRouter's, Ollama's."""
 
-MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
-    "function_call": ({},),
-    "audio": ({},),
-    "images": ([],),
-    "prefix": (False,),
-    "partial": (False,),
-}
-"""Fields that ask for what is not supported, with the values that ask for nothing."""
+THINKING = ("thinking", "redacted_thinking", "reasoning")
+"""Types of parts that hold a thought: Anthropic's and Mistral's, and LangChain's."""
+
+MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
+"""Fields that ask for what is not supported, unless they are empty."""
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class FunctionBody(_Lenient):
+class FunctionBody(Body):
     """A function that the model may call."""
 
     name: str = Field(pattern=r"^[\w.:-]{1,128}$")
@@ -44,7 +37,7 @@ class FunctionBody(_Lenient):
     parameters: dict[str, Any] | None = None
 
 
-class ToolBody(_Lenient):
+class ToolBody(Body):
     """A tool that the model may use: a function."""
 
     type: Literal["function"]
@@ -59,14 +52,33 @@ class ToolBody(_Lenient):
         return {"type": "function", "function": function}
 
 
-class CalledBody(_Lenient):
-    """The function of a call, with its arguments as JSON."""
+class CalledBody(Body):
+    """The function of a call, with its arguments: an object, or the JSON of one."""
 
     name: str
-    arguments: str = "{}"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("arguments", mode="plain")
+    @classmethod
+    def _read(cls, value: object) -> dict[str, Any]:
+        """Read arguments, of which "" and null are none.
+
+        A text that is no object, as of a call that was cut off, is what the model wrote, and
+        templates take objects alone: so it becomes one. To refuse it would end the conversation,
+        for clients send it with every request that follows.
+        """
+        if isinstance(value, str):
+            try:
+                read = json.loads(value.strip() or "{}")
+            except (ValueError, RecursionError):
+                read = value
+            value = {} if read is None else read if isinstance(read, dict) else {"arguments": value}
+        if not isinstance(value, dict):
+            raise ValueError("give an object, or its JSON")
+        return value
 
 
-class CallBody(_Lenient):
+class CallBody(Body):
     """A call of a tool, in an earlier answer."""
 
     id: str = ""
@@ -75,17 +87,12 @@ class CallBody(_Lenient):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template, which wants the arguments as an object."""
-        arguments: Any = self.function.arguments
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
+        """The call for a chat template."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
-class MessageBody(_Lenient):
+class MessageBody(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -99,10 +106,21 @@ class MessageBody(_Lenient):
         """True if only models that know tools understand it."""
         return self.role == "tool" or bool(self.tool_calls)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apart(cls, given: Any) -> Any:
+        """Take thoughts out of the parts of the content, to where other clients have them."""
+        parts = given.get("content") if isinstance(given, dict) else None
+        if not isinstance(parts, list):
+            return given
+        said = [part for part in parts if not _is_thought(part)]
+        thought = "".join(_thought_part(part) for part in parts if _is_thought(part))
+        return {**given, "content": said, **({"reasoning_content": thought} if thought else {})}
+
     @field_validator("content", mode="plain")
     @classmethod
-    def _content(cls, value: object) -> str | None:
-        if value is None or isinstance(value, str):
+    def _content(cls, value: object) -> str:
+        if isinstance(value, str):
             return value
         if not isinstance(value, list):
             raise ValueError("give a text, or a list of parts of type text")
@@ -115,9 +133,8 @@ class MessageBody(_Lenient):
         Templates know no role "developer", OpenAI's newer name of "system".
         """
         extra = self.model_extra or {}
-        for name, neutral in MEANINGFUL.items():
-            value = extra.get(name)
-            if value is not None and value not in neutral:
+        for name in MEANINGFUL:
+            if extra.get(name):
                 raise refused(
                     f"{where}.{name} is not supported by this server: leave it out",
                     f"{where}.{name}",
@@ -140,9 +157,8 @@ class MessageBody(_Lenient):
     def _said(self, extra: Mapping[str, Any], where: str) -> str:
         if self.content is not None:
             return self.content
-        if self.role != "assistant":
-            what = "is null" if "content" in self.model_fields_set else "is missing"
-            raise refused(f"{where}.content {what}: give a text", f"{where}.content")
+        if self.role not in ("assistant", "tool"):
+            raise refused(f"{where}.content is missing: give a text", f"{where}.content")
         refusal = extra.get("refusal")  # what OpenAI's models say in its place
         return refusal if isinstance(refusal, str) else ""
 
@@ -155,6 +171,17 @@ def _part(part: object) -> str:
     if not isinstance(text, str):
         raise ValueError(f"a part of type {kind} has no text")
     return text
+
+
+def _is_thought(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in THINKING
+
+
+def _thought_part(part: Mapping[str, Any]) -> str:
+    text = part.get("thinking") or part.get("reasoning") or part.get("text") or ""
+    if isinstance(text, list):  # Mistral's
+        return "".join(map(_part, text))
+    return text if isinstance(text, str) else ""
 
 
 def _thought(extra: Mapping[str, Any]) -> str:

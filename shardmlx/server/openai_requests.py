@@ -134,7 +134,7 @@ class ApiRequest:
 def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/chat/completions. Raises ``ApiError``."""
     chat = parse_body(ChatBody, body, served.names)
-    if chat.top_logprobs is not None and not chat.logprobs:
+    if chat.top_logprobs and not chat.logprobs:
         raise refused("top_logprobs is for requests with logprobs: true", "top_logprobs")
     arguments = chat.chat_template_kwargs or {}
     for name in sorted(arguments.keys() & NOT_FOR_TEMPLATES):

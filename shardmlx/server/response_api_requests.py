@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.accepted_fields import Body, refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel, read_chat
@@ -22,31 +20,6 @@ Json = dict[str, Any]
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs")
 """Fields that mean the same in both."""
 
-HARMLESS = frozenset(
-    {
-        "store",
-        "metadata",
-        "user",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "stream_options",
-        "max_tool_calls",
-    }
-)
-"""Fields that change no answer. Nothing is stored, whatever ``store`` says."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-}
-"""Fields that are not supported, with the values that change nothing."""
-
-
 REPEATED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tool_choice"),
     *("tools", "temperature", "top_p", "text", "reasoning"),
@@ -54,10 +27,8 @@ REPEATED = (
 """Fields that a response says again."""
 
 
-class ResponseBody(BaseModel):
+class ResponseBody(Body):
     """The body of a request to /v1/responses, as far as it is not passed on as it is."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     input: str | list[Json]
     instructions: str | None = None
@@ -66,6 +37,7 @@ class ResponseBody(BaseModel):
     tool_choice: Any = None
     text: Json | None = None
     reasoning: Json | None = None
+    stream_options: Json | None = None
 
 
 def read_response(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
@@ -90,7 +62,7 @@ def _repeated(asked: ResponseBody) -> Json:
 def as_chat(asked: ResponseBody) -> bytes:
     """Return the body of a chat that asks for the same. Raises ``ApiError``."""
     extra = asked.model_extra or {}
-    refuse_unknown(extra, ignored=HARMLESS.union(SAME), neutral=NEUTRAL)
+    refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
     chat: Json = {name: extra[name] for name in SAME if name in extra}
     chat["max_tokens"] = asked.max_output_tokens
     chat["reasoning_effort"] = (asked.reasoning or {}).get("effort")

@@ -10,32 +10,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from shardmlx.server.accepted_fields import Body
 from shardmlx.server.openai_errors import refused
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class SchemaBody(_Body):
+class SchemaBody(Body):
     """A JSON schema with a name."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormatBody(_Body):
+class ResponseFormatBody(Body):
     """The ``response_format`` of a request."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaBody | None = None
 
 
-class StructureBody(_Body):
+class StructureBody(Body):
     """The ``structured_outputs`` of a request."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -45,7 +42,7 @@ class StructureBody(_Body):
     grammar: str | None = None
 
 
-class StructuredBody(_Body):
+class StructuredBody(Body):
     """The fields of a request that ask for a structure."""
 
     response_format: ResponseFormatBody | None = None

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from shardmlx.errors import UserError
-from shardmlx.server.accepted_fields import refuse_unknown
+from shardmlx.server.accepted_fields import Body, refuse_unknown
 from shardmlx.server.anthropic_requests import as_chat
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import Reader, ServedModel, check_vocabulary, read_chat
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
+class _Body(Body):
     model: str | None = None
 
 
@@ -43,7 +39,7 @@ def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any
         (request,) = read_chat(body, reader, served).requests
         tokens = request.tokens
     else:
-        served.names.check(asked.model)
+        served.names.check(asked.model or None)
         refuse_unknown(asked.model_extra)
         if not asked.add_special_tokens:
             raise refused(
@@ -61,7 +57,7 @@ def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any
 def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /detokenize. Raises ``ApiError``."""
     asked = validated(TokensBody, body)
-    served.names.check(asked.model)
+    served.names.check(asked.model or None)
     refuse_unknown(asked.model_extra)
     check_vocabulary(asked.tokens, "tokens", served)
     return {"prompt": reader.untokenized(asked.tokens)}

@@ -201,7 +201,7 @@ def test_top_k_of_all_tokens_leaves_none_out(top_k: int) -> None:
     assert only(chat(top_k=top_k)).sampling.top_k == 0
 
 
-@pytest.mark.parametrize("name", ["ours", "default", "default_model", None])
+@pytest.mark.parametrize("name", ["ours", "default", "default_model", "", None])
 def test_names_of_the_model(name: str | None) -> None:
     assert only(chat(model=name)).tokens == HELLO
 
@@ -274,7 +274,7 @@ def test_prompts_are_texts_or_tokens(prompt: Any, prompts: list[str]) -> None:
     assert ["".join(map(chr, each.tokens)) for each in order.requests] == prompts
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], {}, 5, [1, "a"], [1.5], [True], [[1], []], None])
+@pytest.mark.parametrize("prompt", [[], [[]], {}, 5, [1, "a"], [1.5], [True], [[1], []]])
 def test_other_prompts_are_refused(prompt: Any) -> None:
     param, message = refusal(completion, prompt=prompt)
     assert param == "prompt"
@@ -306,12 +306,8 @@ def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
         ({"max_tokens": 0}, "max_tokens", "max_tokens: * (it is 0)"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens: * (it is '5')"),
         ({"stream": "yes"}, "stream", "stream: * (it is 'yes')"),
-        ({"stop": [""]}, "stop", "stop: give a text, or a list of texts, that are not empty"),
-        (
-            {"stop": 5},
-            "stop",
-            "stop: give a text, or a list of texts, that are not empty (it is 5)",
-        ),
+        ({"stop": 5}, "stop", "stop: give a text, or a list of texts (it is 5)"),
+        ({"stop": [5]}, "stop", "stop: give a text, or a list of texts"),
         ({"stop": 17 * ["a"]}, "stop", "stop: at most 16 texts of 500 characters are looked for"),
         (
             {"logit_bias": {"a": 1}},
@@ -335,7 +331,7 @@ def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
             "stream_options is for requests with stream: true",
         ),
         ({"messages": []}, "messages", "messages: *"),
-        ({"messages": None}, "messages", "messages: * (it is None)"),
+        ({"messages": None}, "messages", "messages is missing"),
         (
             {"messages": [{"role": "user"}]},
             "messages.0.content",
@@ -377,6 +373,9 @@ def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, mes
         {"best_of": 3},
         {"a_parameter_of_tomorrow": 1},
         {"temp": 1},
+        {"do_sample": False},
+        {"skip_special_tokens": False},
+        {"think": False},
     ],
 )
 def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any]) -> None:
@@ -399,11 +398,26 @@ def test_also_within_messages_and_stream_options() -> None:
     [
         {"user": "ann", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
-        {"modalities": ["text"], "best_of": 1},
+        {"modalities": ["text"], "best_of": 1, "n": 1, "do_sample": True, "typical": 1.0},
+        {"stop": "", "logit_bias": [], "top_logprobs": 0, "logprobs": False},
+        {"stop": ["", ""], "stream_options": {}, "presence_penalty": 0},
+        {"a_switch_of_tomorrow": False, "its_list": [], "its_map": {}, "its_text": "", "its_0": 0},
+        {"a_parameter_of_tomorrow": None, "stream_options": {"include_usage": False}},
     ],
 )
 def test_what_changes_nothing_is_let_pass(parameters: dict[str, Any]) -> None:
-    assert only(chat(**parameters)).tokens == HELLO
+    assert only(chat(**parameters)) == GenerationRequest(tokens=HELLO, max_tokens=512)
+
+
+def test_whole_numbers_may_have_a_point() -> None:
+    order = chat(max_tokens=8.0, top_k=40.0, seed=1.0, n=2.0, top_logprobs=2.0, logprobs=True)
+    (first, _) = order.requests
+    assert (first.max_tokens, first.sampling.top_k, first.sampling.seed) == (8, 40, 1)
+    assert refusal(chat, max_tokens=8.5)[0] == "max_tokens"
+
+
+def test_completions_know_no_logprobs_of_false() -> None:
+    assert only(completion(logprobs=False)).sampling.logprobs is None
 
 
 def test_completions_neither_echo_nor_insert() -> None:

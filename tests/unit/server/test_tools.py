@@ -135,6 +135,74 @@ def test_recorded_histories(served: Serving, agent: Agent, history: list[dict[st
     assert (result["content"], result["tool_call_id"]) == ("Ships.", called["tool_calls"][0]["id"])
 
 
+def history_with(arguments: Any, content: Any = "Ships.") -> Any:
+    function = {"name": "look", "arguments": arguments}
+    return [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": content},
+        {"role": "user", "content": "So?."},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("", {}),
+        (" ", {}),
+        (None, {}),
+        ("null", {}),
+        ({"at": "sea"}, {"at": "sea"}),
+        ('{"at": null}', {"at": None}),
+        ('{"at": "se', {"arguments": '{"at": "se'}),
+        ('["a"]', {"arguments": '["a"]'}),
+    ],
+)
+def test_arguments_in_a_history_are_an_object(
+    client: openai.OpenAI, agent: Agent, arguments: Any, told: dict[str, Any]
+) -> None:
+    """One call whose arguments were cut off does not end the conversation."""
+    messages = history_with(arguments, content=None)
+    client.chat.completions.create(model=MODEL, messages=messages, tools=[LOOK])
+    _, called, result, _ = agent.messages
+    assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": told}
+    assert result["content"] == ""
+
+
+@pytest.mark.parametrize("arguments", [5, ["a"], True])
+def test_arguments_that_are_neither_text_nor_object_are_refused(
+    client: openai.OpenAI, arguments: Any
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=history_with(arguments), tools=[LOOK])
+    assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "Hm", "signature": ""},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]},
+        {"type": "reasoning", "text": "Hm"},
+    ],
+)
+def test_thoughts_among_the_parts_of_a_message_are_thoughts(
+    client: openai.OpenAI, agent: Agent, part: dict[str, Any]
+) -> None:
+    parts = [part, {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Fog"}]
+    messages: Any = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": parts, "reasoning_content": None},
+        {"role": "user", "content": "So?."},
+    ]
+    client.chat.completions.create(model=MODEL, messages=messages)
+    assert agent.messages[1] == {
+        "role": "assistant",
+        "content": "Fog",
+        "reasoning_content": "Hm",
+    }
+
+
 def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
     (choice,) = ask(client, CALLS, tools=[LOOK], tool_choice="none").choices
     assert choice.finish_reason == "stop"
