@@ -28,7 +28,8 @@ class Marks:
 class AnswerFormat:
     """The marks of a model for ``thought`` and for ``call``, as far as it has them.
 
-    ``calls`` say what stands between the marks, where that is known. ``special`` are the texts of
+    ``calls`` say what stands between the marks, where that is known; without marks they are JSON
+    within what is said. ``special`` are the texts of
     control tokens, with their numbers. An answer that ``has_channels`` is messages in OpenAI's
     Harmony format.
     """
@@ -39,6 +40,13 @@ class AnswerFormat:
     calls: CallFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)
     has_channels: bool = False
+
+    @property
+    def way(self) -> str | None:
+        """The way in which the model is told of tools; None if there is none."""
+        if self.calls is not None:
+            return self.calls.way
+        return None if self.call is None else "own"
 
 
 HARMONY = AnswerFormat(

@@ -1,4 +1,6 @@
-"""Formats in which models write calls of tools, by mlx-lm's tool parsers. No MLX, no MPI.
+"""Formats in which models write calls of tools. No MLX, no MPI.
+
+Most are those of mlx-lm's tool parsers.
 
 A grammar can ask for a call in any of them. Arguments that are JSON can be passed on while they
 come.
@@ -10,6 +12,7 @@ import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 _WORD = r"\w+"
 _NO_MARKS = r"[^\s<>\"'=\[\]{},:]+"
@@ -56,6 +59,8 @@ class CallFormat:
     it comes: ``opening`` matches what stands between the answer's mark of calls, or the arguments
     of the call before, and the arguments of a call, with its ``name``; ``closing`` what may follow
     the last.
+
+    ``way`` names how a model is told of tools, and how its calls are read.
     """
 
     before: str
@@ -69,6 +74,7 @@ class CallFormat:
     arguments: ArgumentFormat | None = None
     opening: re.Pattern[str] | None = None
     closing: re.Pattern[str] | None = None
+    way: Literal["own", "llama3", "generic"] = "own"
 
 
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
@@ -243,6 +249,19 @@ HARMONY_CALLS = CallFormat(
     thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 )
 """The format of gpt-oss, which mlx-lm does not read. The mark after a call ends the answer."""
+
+LLAMA3_CALLS = CallFormat(
+    before='{{"name": "{}", "parameters": ', after="}", between=None, way="llama3"
+)
+"""The format of Llama 3.1 to 3.3. Their templates take one call in a message.
+
+https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
+"""
+
+GENERIC_CALLS = CallFormat(
+    before='{{"name": "{}", "arguments": ', after="}", names=r"[\w.:-]+", way="generic"
+)
+"""The format for models whose template knows no tools: a message tells them of it."""
 
 _BY_PARSER: Mapping[str, CallFormat] = {
     "mlx_lm.tool_parsers.json_tools": _JSON,

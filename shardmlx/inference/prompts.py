@@ -16,7 +16,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
-from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
+from shardmlx.inference.chat_forms import (
+    description,
+    with_single_calls,
+    with_tools_as_text,
+    without_system,
+)
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
 KEYS = ("prompt", "messages", "max_tokens")
@@ -29,6 +35,10 @@ SECONDS_TO_END = 1.0
 """Seconds of silence after which stdin is taken to have ended: mpirun of Open MPI 5 passes on what
 comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
 
+
+LLAMA3_WORDS = ("ipython", '"parameters": ')
+"""Texts in the chat templates of Llama 3.1 and newer: the role of results, and how calls are
+written."""
 
 ChatMessage = Mapping[str, Any]
 """A message of a chat: ``role``, ``content`` and what else the model's template knows."""
@@ -77,7 +87,7 @@ class PromptReader:
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
-        """The marks in answers of the model; of calls only if its template tells it of tools."""
+        """The marks in answers of the model, and the way in which it is told of tools."""
         known = self.tokenizer
         if isinstance(known.chat_template, str) and "<|channel|>analysis" in known.chat_template:
             return replace(HARMONY, special=self._special)
@@ -85,7 +95,9 @@ class PromptReader:
         template = known.chat_template
         is_told = not isinstance(template, str) or "tools" in template
         if not (known.has_tool_calling and is_told):
-            return AnswerFormat(thought)
+            writes_llamas = is_told and all(word in str(template) for word in LLAMA3_WORDS)
+            ways = LLAMA3_CALLS if writes_llamas else GENERIC_CALLS
+            return AnswerFormat(thought, calls=ways, special=self._special)
         call = Marks(known.tool_call_start, known.tool_call_end)
         calls = call_format(
             known.tool_parser.__module__, template if isinstance(template, str) else ""
@@ -113,8 +125,9 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """Return the tokens of a chat, after which its next message is to be generated.
 
-        The template tells the model of ``tools``. Control tokens that a message or a tool spells
-        are text; only the template writes real ones.
+        The template tells the model of ``tools``, or a message does, as ``answer_format`` says. A
+        template that refuses a system message gets it within the first of the user. Control tokens
+        that a message or a tool spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
         """
@@ -129,20 +142,49 @@ class PromptReader:
         is_begun = self.prefill_response is not None
         if is_begun:
             chat.append({"role": "assistant", "content": self.prefill_response})
-        try:
-            text = self.tokenizer.apply_chat_template(
-                chat,
-                tokenize=False,
-                continue_final_message=is_begun,
-                add_generation_prompt=not is_begun,
-                **({"tools": tools} if tools else {}),
-                **{**self.template_arguments, **arguments},
-            )
-        except Exception as error:  # a template may raise whatever it likes
-            raise UserError(f"the chat template does not take it: {one_line(error)}") from None
+        forms, must_hold = [chat], ""
+        way = self.answer_format.way
+        if way == "generic":
+            told = with_tools_as_text(chat, tools)
+            knows_calls = "tool" in str(self.tokenizer.chat_template) and not tools
+            forms = [chat, told] if knows_calls else [told]
+            chat, must_hold, tools = told, description(tools) if tools else "", ()
+        if way == "llama3":
+            forms.append(with_single_calls(chat))
+        if chat and chat[0].get("role") == "system":
+            forms.append(without_system(chat))
+        options = {**({"tools": tools} if tools else {}), **self.template_arguments, **arguments}
+        text = self._first_taken(forms, must_hold, is_begun, options)
         if mark is not None:
             return self._some(encode_without(mark, text, self.tokenizer))
         return self._some(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _first_taken(
+        self,
+        forms: Sequence[Sequence[ChatMessage]],
+        must_hold: str,
+        is_begun: bool,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return what the template makes of the first of these chats that it takes, and of which
+        the text that it ``must_hold`` is not left out. Raises ``UserError``."""
+        refusal = ""
+        for chat in forms:
+            try:
+                text: str = self.tokenizer.apply_chat_template(
+                    chat,
+                    tokenize=False,
+                    continue_final_message=is_begun,
+                    add_generation_prompt=not is_begun,
+                    **options,
+                )
+            except Exception as error:  # a template may raise whatever it likes
+                refusal = refusal or one_line(error)
+            else:
+                if must_hold in text:
+                    return text
+                refusal = refusal or "it leaves out the system message"
+        raise UserError(f"the chat template does not take it: {refusal}")
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token; that of a part of a character is U+FFFD."""

@@ -82,7 +82,7 @@ class AnswerParts:
     _silent: bool = True  # nothing has been said
     _passed: bool = False  # between these marks a call has been passed on in pieces
     _is_wanted: bool = True  # the call that comes in pieces is passed on
-    _object: _Object = field(default_factory=lambda: _Object())
+    _object: JsonObject = field(default_factory=lambda: JsonObject())
 
     def __post_init__(self) -> None:
         if self.is_thinking:
@@ -162,7 +162,7 @@ class AnswerParts:
             return
         self._text = self._text[opening.end() :]
         self._state = _State.ARGUING
-        self._object = _Object()
+        self._object = JsonObject()
         self._passed = True
         self._is_wanted = self.parallel or not self.calls
         if self._is_wanted:
@@ -248,7 +248,7 @@ def new_id() -> str:
 
 
 @dataclass(slots=True)
-class _Object:
+class JsonObject:
     """A JSON object that comes in pieces."""
 
     depth: int = 0

@@ -277,6 +277,7 @@ class Api:
             "created": self._created,
             "owned_by": "shardmlx",
             "max_model_len": self._served.most_tokens,
+            "tools": self._reader.answer_format.way,
         }
 
     async def health(self, request: Request) -> Response:

@@ -101,11 +101,6 @@ class MessageBody(Body):
     tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
 
-    @property
-    def is_of_tools(self) -> bool:
-        """True if only models that know tools understand it."""
-        return self.role == "tool" or bool(self.tool_calls)
-
     @model_validator(mode="before")
     @classmethod
     def _apart(cls, given: Any) -> Any:

@@ -16,6 +16,7 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerParts
 from shardmlx.server.channel_parts import ChannelParts
 from shardmlx.server.forced_calls import call_rules
+from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
@@ -146,7 +147,7 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
     arguments = {**_effort(chat.reasoning_effort), **arguments}
-    tools = _tools(chat, reader)
+    tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
     tokens = _tokens(partial(reader.chat, messages, tools=tools, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     thought = reader.answer_format.thought
@@ -160,18 +161,6 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     grammar = _checked(asked, served)
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
     return replace(request, parts=_parts(chat, tools, tokens, reader))
-
-
-def _tools(chat: ChatBody, reader: Reader) -> list[Tool]:
-    """Return the tools that the model may call. Raises ``ApiError``."""
-    knows_tools = reader.answer_format.call is not None
-    if not knows_tools and (chat.tools or any(each.is_of_tools for each in chat.messages)):
-        raise refused(
-            "this model knows no tools: leave tools, calls of tools and their results out",
-            "tools" if chat.tools else "messages",
-            "unsupported_parameter",
-        )
-    return [] if chat.tool_choice == "none" else [tool.for_template for tool in chat.tools or ()]
 
 
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
@@ -224,7 +213,8 @@ def _parts(
         known = replace(known, thought=None)
     if known.thought is None and not tools:
         return None
-    kind = ChannelParts if known.has_channels else AnswerParts
+    is_json = known.call is None and tools
+    kind = ChannelParts if known.has_channels else JsonParts if is_json else AnswerParts
     return kind(
         known,
         tools,

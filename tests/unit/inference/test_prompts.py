@@ -119,3 +119,87 @@ def test_a_prompt_with_a_token_that_the_model_does_not_know(small_tokenizer: Pat
     assert replace(reader, vocabulary=largest + 1).text("A cat sat.") == tokens
     with pytest.raises(UserError, match=f"the prompt has token {largest}, and the model knows"):
         replace(reader, vocabulary=largest).text("A cat sat.")
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "look", "description": "<s>", "parameters": {"type": "object"}},
+}
+HISTORY: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is there?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": at, "type": "function", "function": {"name": "look", "arguments": {"at": at}}}
+            for at in ("sea", "sky")
+        ],
+    },
+    {"role": "tool", "tool_call_id": "sea", "content": "Ships."},
+    {"role": "tool", "tool_call_id": "sky", "content": "Blue."},
+]
+TURNS = "{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+LEFT_OUT = "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+LLAMA = """{% if tools is defined %}{{ tools | tojson }}
+{% endif %}{% for turn in messages %}{% if turn.tool_calls is defined %}
+{% if not turn.tool_calls|length == 1 %}{{ raise_exception('single calls') }}{% endif %}
+{% set call = turn.tool_calls[0].function %}
+{{- '[assistant] {"name": "' + call.name + '", ' + '"parameters": ' }}{{ call.arguments|tojson }}}
+{% else %}[{{ 'ipython' if turn.role == 'tool' else turn.role }}] {{ turn.content }}
+{% endif %}{% endfor %}"""
+
+
+def told(small_tokenizer: Path, template: str, tools: list[Any]) -> tuple[str | None, str]:
+    """The way of a template with tools, and what it makes of the history."""
+    tokenizer = load(small_tokenizer)
+    tokenizer.chat_template = template
+    reader = PromptReader(tokenizer=tokenizer)
+    return reader.answer_format.way, reader.untokenized(reader.chat(HISTORY, tools))
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text(small_tokenizer: Path) -> None:
+    """Control tokens that they spell are text too."""
+    way, text = told(small_tokenizer, TURNS, [TOOL])
+    assert way == "generic"
+    lines = text.replace("\n\n", "\n").strip().split("\n")[-7:]
+    assert text.startswith("[system] Be brief.\n\nYou can call functions.")
+    assert '"description": "<s>"' in text
+    assert lines == [
+        "[user] What is there?",
+        '[assistant] {"name": "look", "arguments": {"at": "sea"}}',
+        '{"name": "look", "arguments": {"at": "sky"}}',
+        "[user] Result of look:",
+        "Ships.",
+        "Result of look:",
+        "Blue.",
+    ]
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM + TURNS, LEFT_OUT + TURNS])
+def test_a_template_without_a_system_message(small_tokenizer: Path, template: str) -> None:
+    """It gets what the message says, at the beginning of what the user says."""
+    _, text = told(small_tokenizer, template, [TOOL])
+    assert text.startswith("[user] Be brief.\n\nYou can call functions.")
+    assert "[system]" not in text
+    assert "What is there?\n[assistant]" in text
+
+
+def test_llama_3_is_told_by_its_template(small_tokenizer: Path) -> None:
+    """One call in a message is all that it takes."""
+    way, text = told(small_tokenizer, LLAMA, [TOOL])
+    assert way == "llama3"
+    assert text.startswith('[{"type": "function", "function": {"name": "look"')
+    calls = text[text.index("[assistant]") :].replace("\n\n", "\n").split("\n")
+    assert calls[:4] == [
+        '[assistant] {"name": "look", "parameters": {"at": "sea"}}',
+        "[ipython] Ships.",
+        '[assistant] {"name": "look", "parameters": {"at": "sky"}}',
+        "[ipython] Blue.",
+    ]
+
+
+def test_a_chat_that_no_form_of_a_template_takes_is_refused(small_tokenizer: Path) -> None:
+    with pytest.raises(UserError, match=r"the chat template does not take it: .*never"):
+        told(small_tokenizer, "{{ raise_exception('never') }}", [TOOL])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
-from shardmlx.inference.call_formats import KNOWN, call_format
+from shardmlx.inference.call_formats import GENERIC_CALLS, KNOWN, LLAMA3_CALLS, call_format
 from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part
 from shardmlx.server.channel_parts import ChannelParts
 from shardmlx.server.forced_calls import call_rules
+from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import grammar_of
 
@@ -55,12 +56,15 @@ NESTED = tool(
 )  # fmt: skip
 BARE = tool("wait")
 TOOLS = [PLAIN, PERHAPS, NESTED, BARE]
+BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 WITHOUT_NESTED = {"function_gemma": [PLAIN, PERHAPS, BARE]}
 
 
 def format_of(parser: str) -> AnswerFormat:
     if parser == "gpt-oss":
         return HARMONY
+    if parser in BARE_JSON:
+        return AnswerFormat(calls=BARE_JSON[parser])
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
     parse = module.parse_tool_call
     marks = Marks(module.tool_call_start, module.tool_call_end)
@@ -90,7 +94,7 @@ def noise(grammar: str, seed: int) -> str:
 
 
 def parts_of(parser: str, text: str, tools: Sequence[Any]) -> list[Part]:
-    kind = ChannelParts if parser == "gpt-oss" else AnswerParts
+    kind = {"gpt-oss": ChannelParts, **dict.fromkeys(BARE_JSON, JsonParts)}.get(parser, AnswerParts)
     return list(kind(format_of(parser), tools).take(text, is_last=True))
 
 
@@ -105,7 +109,7 @@ def calls_of(parser: str, text: str, tools: Sequence[Any]) -> list[tuple[str, An
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-WITHOUT_THOUGHTS = [each for each in (*KNOWN, "laguna") if each != "gpt-oss"]
+WITHOUT_THOUGHTS = [each for each in (*KNOWN, *BARE_JSON, "laguna") if each != "gpt-oss"]
 
 
 @pytest.mark.parametrize("parser", WITHOUT_THOUGHTS)

@@ -345,19 +345,3 @@ def test_tools_that_are_none(client: openai.OpenAI, tool: Any, param: str) -> No
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "?", tools=[tool])
     assert caught.value.param == param
-
-
-def test_a_model_that_knows_no_tools_says_so() -> None:
-    called = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    histories: Any = [
-        [{"role": "assistant", "tool_calls": [called]}],
-        [{"role": "user", "content": "?"}, {"role": "tool", "content": "x", "tool_call_id": "1"}],
-    ]
-    with serving() as server:
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="this model knows no tools"):
-            ask(client, "?", tools=[LOOK])
-        for history in histories:
-            with pytest.raises(openai.BadRequestError, match="this model knows no tools"):
-                client.chat.completions.create(model=MODEL, messages=history)
-        assert ask(client, "hm.", tools=[], tool_choice="auto").choices[0].message.content == "hm"
