@@ -25,14 +25,19 @@ _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 def flush_to_disk(file: IO[bytes]) -> None:
     """Return once the content of a file is on the disk itself."""
     file.flush()
+    flush_descriptor(file.fileno())
+
+
+def flush_descriptor(descriptor: int) -> None:
+    """Return once what was written to a descriptor is on the disk itself."""
     if sys.platform == "darwin":
         # There fsync leaves the data in the drive's own cache.
         import fcntl
 
         with contextlib.suppress(OSError):  # network disks know fsync only
-            fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
-    os.fsync(file.fileno())
+    os.fsync(descriptor)
 
 
 def flush_directory(directory: Path) -> None:

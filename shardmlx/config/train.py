@@ -413,8 +413,13 @@ class TrainConfig(DataConfig):
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
         check_optimizer_config(self.optimizer_config)
-        if self.epochs is None:
-            self._fill_lr_schedule()
+        self._fill_lr_schedule()
+        if self.train and self.epochs is None and self.grad_accumulation_steps > self.iters:
+            raise OptionError(
+                "grad_accumulation_steps",
+                f"is {self.grad_accumulation_steps} with iters {self.iters}: no update is made",
+                f"give {self.iters} or less",
+            )
         if self.replica_rows is not None:
             check_replica_rows(self.replica_rows)
         if self.loss_scale is not None:
@@ -494,13 +499,17 @@ class TrainConfig(DataConfig):
         object.__setattr__(self, "lora_parameters", {**self.lora_parameters, **given})
 
     def _fill_lr_schedule(self) -> None:
-        """Give the schedule the arguments and the warm-up that it lacks, and check it."""
+        """Check the schedule, and give it the arguments and the warm-up that it lacks.
+
+        With ``epochs`` these follow once the data is read.
+        """
         if self.lr_schedule is None and not self.warmup:
             return
         updates = max(1, self.iters // self.grad_accumulation_steps)
         schedule = filled_lr_schedule(self.lr_schedule, self.warmup, self.learning_rate, updates)
         check_lr_schedule(schedule)
-        object.__setattr__(self, "lr_schedule", schedule)
+        if self.epochs is None:
+            object.__setattr__(self, "lr_schedule", schedule)
 
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""

@@ -298,27 +298,25 @@ def _receive(
     digest, tail, left = new_digest(), b"", size
     partial_path = path.with_name(PARTIAL + path.name)
     pieces = incoming(transport, size + DIGEST_BYTES, writer, OBJECT_TAG, what)
-    error: OSError | None = None
+    failure: OSError | None = None
     try:
         path.parent.mkdir(exist_ok=True)
-        file = partial_path.open("wb")
-    except OSError as failure:
-        error = failure
-    with reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar:
-        for piece in pieces:
-            data, tail = piece[:left], tail + bytes(piece[left:])
-            left -= len(data)
-            digest.update(data)
-            if error is None:
-                try:
-                    file.write(data)
-                except OSError as failure:  # the rest must be received all the same
-                    error = failure
-            bar.show((size - left) // MEGABYTE, max(1, size // MEGABYTE))
-    if error is None:
-        file.close()
-    if error is not None:
-        raise not_written(output, error, size)
+        with (
+            partial_path.open("wb") as file,
+            reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar,
+        ):
+            for piece in pieces:
+                data, tail = piece[:left], tail + bytes(piece[left:])
+                left -= len(data)
+                digest.update(data)
+                file.write(data)
+                bar.show((size - left) // MEGABYTE, max(1, size // MEGABYTE))
+    except OSError as error:
+        failure = error
+    for _ in pieces:  # the rest must be received all the same
+        pass
+    if failure is not None:
+        raise not_written(output, failure, size)
     if tail != digest.digest():
         raise UserError(f"{path.name} came damaged from {transport.name(writer)}", "try again")
     replace_durably(partial_path, path)

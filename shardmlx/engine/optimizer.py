@@ -70,6 +70,8 @@ class Updater:
         self._shards = shards
         self._has_masters = masters
         self._masters: dict[str, mx.array] = {}
+        self.has_moved = False
+        """True once an update has changed a weight on this rank, as it is stored."""
         for stage in stages if masters else ():
             for name in filter(self.updates, stage.part.stored):
                 self._masters[name] = stage.part.stored[name]
@@ -89,11 +91,14 @@ class Updater:
         updated = self.optimizer.apply_gradients(gradients, weights)
         # Drop the old weights before anything is evaluated, so that their memory is used again.
         weights.clear()
+        old: dict[str, mx.array] = {}
         new: dict[str, mx.array] = {}
         for stage in self._stages:
             for name in filter(self.updates, stage.names):
                 if name in self._masters:
                     self._masters[name] = updated[name]
+                if not self.has_moved:
+                    old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
         # Layer by layer, and there one kind of array after the other: all at once, the temporaries
         # of several would be there together.
@@ -101,12 +106,20 @@ class Updater:
             mine = [name for name in layer if name in updated]
             mx.eval([gradients.pop(name) for name in mine])
             mx.eval([self.optimizer.state.get(name, {}) for name in mine])
-            mx.eval([updated.pop(name) for name in mine], [new.pop(name) for name in mine])
+            mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
+            self._compare(old, {name: new.pop(name) for name in mine})
             if self._shards is not None:
                 self._shards.start_gather(layer)
         mx.eval(self.optimizer.state)
         if self._shards is not None:
             self._shards.finish_gather()
+
+    def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
+        """Note whether one of the ``new`` weights is not its ``old`` one, and drop these."""
+        pairs = [(old.pop(name), array) for name, array in new.items() if name in old]
+        self.has_moved |= any(not mx.array_equal(*pair).item() for pair in pairs)
+        if self.has_moved:
+            old.clear()
 
     def _gradients_and_weights(
         self, scale: float

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shardmlx.common.digests import Digest, new_digest
-from shardmlx.common.durable_files import flush_directory
+from shardmlx.common.durable_files import flush_descriptor, flush_directory, flush_to_disk
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
@@ -140,13 +140,12 @@ class PartialCopy:
         """Return once all that is complete is so after a power cut too, if the copy is kept."""
         if self._kept and self._pending:
             for file in sorted({self._tensors[name].file for name in self._pending}):
-                os.fsync(self._files[file])
-            with (self.directory / RECORD).open("a", encoding="utf-8") as record:
+                flush_descriptor(self._files[file])
+            with (self.directory / RECORD).open("ab") as record:
                 for name in self._pending:
                     line = {"name": name, "digest": self._complete[name].hex()}
-                    record.write("\n" + json.dumps(line))
-                record.flush()
-                os.fsync(record.fileno())
+                    record.write(b"\n" + json.dumps(line).encode())
+                flush_to_disk(record)
         self._pending, self._pending_bytes = [], 0
 
     def check(self, names: Iterable[str]) -> None:

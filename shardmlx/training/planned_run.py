@@ -99,7 +99,7 @@ def plan_run(
     """
     asked, epochs = config, config.epochs
     if epochs is not None:  # until the data is read
-        config = asked.with_iters(asked.iters)
+        config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     run = on_all_ranks(
         transport, "dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size)
     )
@@ -123,7 +123,8 @@ def plan_run(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
         )
         if epochs is not None and config.train:
-            config = asked.with_iters(steps_of_epochs(epochs, sizes["train"], config.batch_size))
+            steps = steps_of_epochs(epochs, sizes["train"], config.batch_size)
+            config = on_all_ranks(transport, "counting the steps", partial(asked.with_iters, steps))
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,11 +16,23 @@ WINDOW = 10
 """Updates among which skipped ones are counted: a few rows may be bad, but a run that skips more
 than half of these learns nothing."""
 
+TAMER = "lower --learning-rate, or give --dtype float32"
+
+_IMPEL = "raise --learning-rate (look at lr_schedule), or give data in which tokens count"
+
+
+class Fault(NamedTuple):
+    """The reason why the weights of a run should replace nothing, and what to do about it."""
+
+    problem: str
+    remedy: str
+
 
 class Soundness:
     """The updates of a run, made or skipped on all ranks alike, and the weights that it trains.
 
-    A rank looks at the weights that it ``holds``. A run that ``resumed`` has trained before.
+    A rank looks at the weights that it ``holds``; ``has_moved`` says whether an update of this run
+    has changed one of those that it updates.
     """
 
     def __init__(
@@ -27,36 +40,42 @@ class Soundness:
         transport: Transport,
         stages: Sequence[Stage],
         holds: Callable[[str], bool],
-        *,
-        resumed: bool,
+        has_moved: Callable[[], bool],
     ) -> None:
         self._transport = transport
         self._stages = stages
         self._holds = holds
+        self._has_moved = has_moved
         self._made: deque[bool] = deque(maxlen=WINDOW)
-        self.has_trained = resumed
-        """True once there is anything to keep."""
 
     def count(self, *, made: bool) -> None:
         """Note that an update was made, or skipped."""
         self._made.append(made)
-        self.has_trained |= made
 
     @property
     def is_lost(self) -> bool:
         """True if more than half of the last ``WINDOW`` updates were skipped, whatever follows."""
         return self._made.count(False) > WINDOW // 2
 
-    def fault(self) -> str | None:
+    def fault(self) -> Fault | None:
         """Return why the weights should replace nothing; None if they may. All ranks must call it.
 
         Of the last updates more than half were skipped, or a weight is not finite.
         """
         skipped, total = self._made.count(False), len(self._made)
         if 2 * skipped > total:
-            return f"{skipped} of the last {total} updates were skipped"
+            return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
         found = self._transport.all_gather(self._nonfinite_weight(), "looking at the weights")
-        return next(filter(None, found), None)
+        weight = next(filter(None, found), None)
+        return None if weight is None else Fault(weight, TAMER)
+
+    def unmoved(self) -> Fault | None:
+        """Return why there is nothing to save yet; None if there is. All ranks must call it."""
+        if any(self._transport.all_gather(self._has_moved(), "looking for an update")):
+            return None
+        if True not in self._made:
+            return Fault("no update was made yet", "train for more steps")
+        return Fault("no update of this run has moved a weight", _IMPEL)
 
     def _nonfinite_weight(self) -> str | None:
         weights = (

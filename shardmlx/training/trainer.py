@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
+from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Listener
 from shardmlx.config.train import TrainConfig
@@ -28,6 +29,8 @@ from shardmlx.engine.step_meter import Meter
 from shardmlx.engine.trace import Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.loading.rank_setup import SETUP_SECONDS
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
+from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.dry_run import dry_run
@@ -35,10 +38,8 @@ from shardmlx.training.evaluation import Evaluation
 from shardmlx.training.gradients import Gradients
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.setup import TrainingRun, prepare_training
-from shardmlx.training.soundness import Soundness
+from shardmlx.training.soundness import TAMER, Fault, Soundness
 from shardmlx.training.viewers import ViewerOptions, open_reporter
-
-_TAMER = "lower --learning-rate, or give --dtype float32"
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
@@ -103,8 +104,9 @@ class Trainer:
         updater = Updater(job.optimizer, job.stages, shards, masters=masters)
         self._checkpoints = Checkpoints(job, updater)
         self._gradients = Gradients(job)
-        resumed = job.resumption.found is not None
-        self._soundness = Soundness(job.transport, job.stages, shards.holds, resumed=resumed)
+        self._soundness = Soundness(
+            job.transport, job.stages, shards.holds, lambda: updater.has_moved
+        )
         # In the place of mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._evaluation = Evaluation(job, self._random)
@@ -132,10 +134,11 @@ class Trainer:
                     self._iterate(step, feed, bar)
         except StopRequested as request:
             self._leave(request.number)
-        self._save_last()
+        is_saved = self._save_last()
         self._meter.write_trace()
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
-        self._reporter.say(f"Saved to {config.adapter_path}")
+        if is_saved:
+            self._reporter.say(f"Saved to {config.adapter_path}")
 
     def test(self) -> None:
         """Report the loss on the test set."""
@@ -251,7 +254,7 @@ class Trainer:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
         if self._soundness.is_lost:
-            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {_TAMER}")
+            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._gradients.forget()
         self._report.pass_over(self._config.grad_accumulation_steps)
@@ -280,48 +283,52 @@ class Trainer:
             state = {**mine, **position}
         return Point(step, state, self._report.mine())
 
-    def _fault(self) -> str | None:
+    def _fault(self) -> Fault | None:
         """Return why the present weights should replace nothing; None if they may.
 
         Where steps may be skipped, the last batch is tried with them: a run with weights that give
         no finite loss any more would go on, and save them, until it has skipped most of its steps.
         """
         fault = self._soundness.fault()
+        if fault is None and self._job.resumption.found is None:
+            fault = self._soundness.unmoved()
         share = self._last_share
         if fault is not None or self._config.on_nonfinite == "stop" or share is None:
             return fault
         if self._evaluation.is_finite(share):
             return None
-        return "with its weights the loss of the last batch is not finite"
+        return Fault("with its weights the loss of the last batch is not finite", TAMER)
 
     def _is_worth_keeping(self, step: int) -> bool:
         """Return whether what is trained by now may replace what was saved; if not, say why."""
         fault = self._fault()
         if fault is not None:
-            self._reporter.warn(f"step {step}: {fault}: nothing is saved, what was before stays")
+            what = f"step {step}: {fault.problem}"
+            self._reporter.warn(f"{what}: nothing is saved, what was before stays")
         return fault is None
 
-    def _save_last(self) -> None:
-        """Save the run at its last step, unless its weights should replace nothing."""
+    def _save_last(self) -> bool:
+        """Save the run at its last step, unless its weights should replace nothing.
+
+        Returns whether they are in the output.
+        """
         config = self._config
         fault = self._fault()
         if fault is not None:
-            raise AgreedFailure(f"step {config.iters}: {self._keep()}; {_TAMER}")
-        saved_at = config.iters - config.iters % config.save_every
-        if saved_at != config.iters or self._start == config.iters:
-            self._save(None)
+            raise AgreedFailure(f"step {config.iters}: {self._keep()}; {fault.remedy}")
+        is_saved = config.iters % config.save_every == 0 and self._soundness.unmoved() is None
+        is_saved = is_saved or self._save(None)
         self._checkpoints.save()
         self._checkpoints.finish()
+        return is_saved
 
     def _keep(self) -> str:
         """Save the last update if it is worth it, and return a sentence that says where it is."""
         output = self._config.adapter_path
         fault = self._fault()
-        if fault is None and not self._soundness.has_trained:
-            fault = "no update was made yet"
         if fault is not None:
             self._checkpoints.finish()
-            return f"{fault}: nothing more is saved, what was in {output} stays"
+            return f"{fault.problem}: nothing more is saved, what was in {output} stays"
         step = self._checkpoints.save()
         self._checkpoints.finish()
         self._save(None)
@@ -345,12 +352,35 @@ class Trainer:
         if loss is not None:
             self._report.validation(step, loss, time.monotonic() - start)
 
-    def _save(self, copy_as: str | None) -> None:
-        """Write what was trained so far, under its final name and, for adapters, as a copy."""
+    def _save(self, copy_as: str | None) -> bool:
+        """Write what was trained so far, under its final name and, for adapters, as a copy.
+
+        As long as a resumed run has changed nothing, it leaves what is later than its checkpoint.
+        Returns whether it has written.
+        """
         config, directory = self._config, Path(self._config.adapter_path)
+        if self._soundness.unmoved() is not None and self._transport.broadcast(
+            on_rank_0(self._transport, "looking at the output", self._later_output),
+            what="the output",
+        ):
+            self._reporter.say(
+                f"{directory} has what was saved after this run's checkpoint: it stays. To write "
+                "the checkpoint's weights, name another --adapter-path"
+            )
+            return False
         # A rank waits until rank 0 has written what comes before.
         with self._transport.longer_timeout(SETUP_SECONDS):
             if config.fine_tune_type == "full":
                 save_model(self._collector, self._job.model_path, directory)
             else:
                 save_adapters(self._collector, directory, config.to_adapter_config(), copy_as)
+        return True
+
+    def _later_output(self) -> bool:
+        """Tell whether the output has weights that are later than the checkpoint."""
+        found = self._job.resumption.found
+        assert found is not None, "nothing is saved of a run that begins and changes nothing"
+        marker = found.store.path(found.manifest.step) / MARKER
+        since = marker.stat().st_mtime if marker.exists() else 0.0
+        files = (Path(self._config.adapter_path) / name for name in (ADAPTER_FILE, INDEX_FILE))
+        return any(file.stat().st_mtime > since for file in files if file.exists())

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -53,7 +52,7 @@ def memory_cgroups(names: Sequence[str], nbytes: int) -> Iterator[dict[str, Memo
             (made[name].path / made[name].limit_file).write_text(str(nbytes))
     except OSError as error:
         _remove(made)
-        pytest.skip(f"no memory cgroup can be made: {error}")
+        raise SkipTest(f"no memory cgroup can be made: {error}") from None
     try:
         yield made
     finally:
@@ -80,7 +79,7 @@ def cpu_cgroups(cores: Mapping[str, float]) -> Iterator[dict[str, Cgroup]]:
                 (made[name].path / "cpu.shares").write_text("100000")
     except OSError as error:
         _remove(made)
-        pytest.skip(f"no CPU cgroup can be made: {error}")
+        raise SkipTest(f"no CPU cgroup can be made: {error}") from None
     try:
         yield made
     finally:

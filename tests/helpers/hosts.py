@@ -20,8 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 from tests.helpers.cgroups import Cgroup
 from tests.helpers.jobs import ROOT
@@ -80,7 +79,7 @@ def missing() -> str | None:
 def require() -> None:
     """Skip the test where there can be no hosts."""
     if lacks := missing():
-        pytest.skip(lacks)
+        raise SkipTest(lacks)
 
 
 class Lab:
@@ -255,7 +254,7 @@ def _connect(
         try:
             _in(holder, "--net", "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
         except RuntimeError as error:
-            pytest.skip(f"this machine limits no link: {error}")
+            raise SkipTest(f"this machine limits no link: {error}") from None
 
 
 def _inside(pid: int) -> Iterator[int]:

@@ -55,7 +55,7 @@ def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Pa
         "--iters",
         "1",
         "--learning-rate",
-        "1e-30",
+        "1e-8",
     ]
     runs: dict[str, Arguments] = {
         "full": ["--model", small, *full],
@@ -170,12 +170,12 @@ def test_the_index_of_a_model_says_which_file_holds_what(others: None, directory
 
 def test_training_starts_from_adapters(others: None, directory: Path) -> None:
     before = final_loss(directory / "new", "lora")
-    assert final_loss(directory, "resumed") == pytest.approx(before, rel=1e-6)
+    assert final_loss(directory, "resumed") == pytest.approx(before, rel=1e-5)
 
 
 def test_training_starts_from_a_full_fine_tune(others: None, directory: Path) -> None:
     assert final_loss(directory, "continued") == pytest.approx(
-        final_loss(directory, "full"), rel=1e-6
+        final_loss(directory, "full"), rel=1e-5
     )
 
 

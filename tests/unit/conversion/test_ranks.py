@@ -169,3 +169,22 @@ def test_layers_are_divided_by_what_is_to_be_written(tmp_path: Path) -> None:
     assert divide_layers(model, shape, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(UserError, match="5 ranks, but the model has 4 layers: use fewer ranks"):
         divide_layers(model, shape, 5)
+
+
+def test_a_disk_that_is_full_only_when_a_file_is_closed_is_noticed_and_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "partial-a").symlink_to("/dev/full")
+    pieces = iter([memoryview(b"content"), memoryview(bytes(16))])
+    monkeypatch.setattr(ranks, "incoming", lambda *args: pieces)
+    open_files = {path.name for path in Path("/proc/self/fd").iterdir()}
+
+    def work(transport: LocalTransport) -> None:
+        output = OutputDirectory(tmp_path / "out")
+        ranks._receive(output, transport, tmp_path / "a", len(b"content"), 0, QUIET)
+
+    with pytest.raises(UserError, match="the disk is full"):
+        LocalNetwork(1).run(work)
+    assert next(pieces, None) is None, "what is sent must be received"
+    assert {path.name for path in Path("/proc/self/fd").iterdir()} <= open_files
+    assert not (tmp_path / "a").exists()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,21 @@ def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: ModelMani
         PartialCopy(tmp_path / "copy", blueprint, kept=True)
     copy.close()
     PartialCopy(tmp_path / "copy", blueprint, kept=True).close()
+
+
+def test_on_a_mac_weights_and_record_are_flushed_out_of_the_drives_cache_too(
+    tmp_path: Path, blueprint: ModelManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
+    fill(copy, blueprint, NAME)
+    flushed: list[str] = []
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(
+        fcntl,
+        "fcntl",
+        lambda descriptor, command: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")),
+    )
+    copy.flush()
+    assert [Path(path).name for path in flushed] == [FILE, RECORD]
+    copy.close()

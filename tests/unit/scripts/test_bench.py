@@ -1,18 +1,25 @@
 """The benchmarks' command lines, and what they make of numbers. Nothing is measured here."""
 
+import ast
 import importlib
 import json
 import pkgutil
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-BENCH = Path(__file__).parents[3] / "scripts/bench"
+from tests.helpers.sources import ROOT, nodes
+
+BENCH = ROOT / "scripts/bench"
 SCRIPTS = sorted(path.stem for path in BENCH.glob("[!_]*.py"))
 
 
@@ -38,6 +45,49 @@ def test_every_script_says_what_it_measures(
         runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
     assert end.value.code == 0
     assert f"usage: {name}.py" in capsys.readouterr().out
+
+
+def brought_by(extra: str) -> set[str]:
+    """Return the packages that ``pip install '.[EXTRA]'`` brings, and those that these need."""
+    brought: set[str] = set()
+    todo = ["shardmlx"]
+    while todo:
+        package = todo.pop()
+        if package in brought:
+            continue
+        brought.add(package)
+        with suppress(metadata.PackageNotFoundError):  # torch is not in the tests' environment
+            for line in metadata.requires(package) or ():
+                needed = Requirement(line)
+                chosen = {"extra": extra if package == "shardmlx" else ""}
+                if needed.marker is None or needed.marker.evaluate(chosen):
+                    todo.append(canonicalize_name(needed.name))
+    return brought
+
+
+def imported(files: list[Path]) -> set[str]:
+    """Return the first names of all modules that files import, and those that these do of ours."""
+    names: set[str] = set()
+    for path in files:
+        for node in nodes(path):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            names |= {module.partition(".")[0] for module in modules}
+            ours = [ROOT / f"{module.replace('.', '/')}.py" for module in modules]
+            files += [each for each in ours if each.exists() and each not in files]
+    return names
+
+
+def test_the_benchmarks_need_only_what_their_extra_brings() -> None:
+    own = {path.stem for path in BENCH.glob("*.py")} | {"tests"} | set(sys.stdlib_module_names)
+    distributions = metadata.packages_distributions()
+    packages = {
+        name: {canonicalize_name(each) for each in distributions.get(name, [name])}
+        for name in imported(list(BENCH.glob("*.py"))) - own
+    }
+    brought = brought_by("bench")
+    assert "pytest" not in brought
+    assert {name for name, of in packages.items() if not of & brought} == set()
 
 
 def test_contenders_take_turns() -> None:

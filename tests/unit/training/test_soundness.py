@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.training.soundness import Soundness
+from shardmlx.training.soundness import Fault, Soundness
 
 OF_RANK = ("mine.0", "mine.1")
 
@@ -19,13 +19,28 @@ OF_RANK = ("mine.0", "mine.1")
 def test_each_rank_looks_at_its_own_weights(broken: str) -> None:
     """In the place of what others own a rank has a room, in which another weight may be."""
 
-    def work(transport: LocalTransport) -> str | None:
+    def work(transport: LocalTransport) -> Fault | None:
         mine = OF_RANK[transport.rank]
         value = math.nan if broken == mine else 1.0
         part = dict.fromkeys(OF_RANK, mx.array(value))
         stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
-        return Soundness(transport, [stage], mine.__eq__, resumed=False).fault()
+        return Soundness(transport, [stage], mine.__eq__, lambda: True).fault()
 
     faults = LocalNetwork(2).run(work)
     assert len(set(faults)) == 1
-    assert str(faults[0]).startswith(f"the weight {broken} is not finite on ")
+    assert faults[0] is not None
+    assert faults[0].problem.startswith(f"the weight {broken} is not finite on ")
+    assert "--learning-rate" in faults[0].remedy
+
+
+@pytest.mark.parametrize("mover", [0, 1, None])
+def test_a_weight_that_one_rank_has_moved_is_enough_for_all(mover: int | None) -> None:
+    def work(transport: LocalTransport) -> bool:
+        sound = Soundness(transport, [], bool, lambda: transport.rank == mover)
+        assert sound.unmoved() == (
+            None if mover is not None else Fault("no update was made yet", "train for more steps")
+        )
+        sound.count(made=True)
+        return sound.unmoved() is None
+
+    assert LocalNetwork(2).run(work) == [mover is not None] * 2

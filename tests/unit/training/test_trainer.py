@@ -1,0 +1,97 @@
+"""What a run writes over what was there before: nothing that it has not trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from shardmlx.checkpoint.store import Store
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.local_transport import LocalNetwork
+from shardmlx.errors import AgreedFailure
+from shardmlx.loading import allocator
+from shardmlx.training.trainer import train_model
+
+STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}
+FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}
+TOO_SMALL: dict[str, Any] = {"learning_rate": 1e-30}
+
+
+@pytest.fixture(autouse=True)
+def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves limits and locks to the end of its process, and here that goes on."""
+    monkeypatch.setattr(allocator, "set_limits", lambda limits: None)
+    monkeypatch.setattr(Store, "lock", lambda store: None)
+
+
+@pytest.fixture
+def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"batch_size": 2, "iters": 2, "val_batches": 0, "checkpoint_every": 1}
+    options |= {"num_layers": 2}
+    options |= {"model": str(small), "data": str(pirate), "adapter_path": str(tmp_path / "out")}
+    return options | {"checkpoint_dir": str(tmp_path / "checkpoints")}
+
+
+def run(options: dict[str, Any]) -> None:
+    LocalNetwork(1, timeout=60).run(lambda rank: train_model(TrainConfig(**options), rank))
+
+
+def adapters(path: Path) -> dict[str, mx.array]:
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    return arrays
+
+
+@pytest.mark.parametrize(
+    "still",
+    [
+        pytest.param(STILL | {"save_every": 1}, id="no rate"),
+        pytest.param(STILL | FULL, id="no rate, full"),
+        pytest.param(TOO_SMALL | FULL, id="a rate below the weights' last bit"),
+    ],
+)
+def test_a_run_that_moves_no_weight_replaces_nothing(
+    still: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("adapters.safetensors", "model-00001-of-00001.safetensors"):
+        (tmp_path / "out" / name).write_bytes(b"of an earlier run")
+    with pytest.raises(AgreedFailure, match=r"has moved a weight.*--learning-rate"):
+        run(options | still)
+    left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(left) == 2
+    assert set(left.values()) == {b"of an earlier run"}
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_nothing_is_saved_before_the_first_update(options: dict[str, Any], tmp_path: Path) -> None:
+    run(options | {"iters": 3, "grad_accumulation_steps": 2, "save_every": 1})
+    copies = sorted((tmp_path / "out").glob("0*"))
+    assert [path.name[:7] for path in copies] == ["0000002", "0000003"]
+    for path in copies:
+        assert any(
+            mx.any(array).item() for name, array in adapters(path).items() if "lora_b" in name
+        )
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_finished_run_replaces_only_what_is_older_than_its_checkpoint(
+    options: dict[str, Any], tmp_path: Path, later: bool
+) -> None:
+    run(options)
+    path = tmp_path / "out" / "adapters.safetensors"
+    trained = path.read_bytes()
+    path.write_bytes(b"of another run")
+    mark = tmp_path / "checkpoints" / "step-0000002" / "COMMITTED"
+    since = mark.stat().st_mtime + (5 if later else -5)
+    os.utime(path, (since, since))
+    run(options)
+    assert path.read_bytes() == (b"of another run" if later else trained)
+    shutil.rmtree(tmp_path / "out")
+    run(options)
+    assert path.read_bytes() == trained
