@@ -1,13 +1,13 @@
 """Checks of the structured options: LoRA, optimizer, learning-rate schedule, data sets.
 
 Each takes an option's value and raises ``OptionError``. The names and meanings are mlx-lm's
-(``mlx_lm.tuner.utils``, ``mlx.optimizers``); what mlx-lm ignores is ignored here too.
+(``mlx_lm.tuner.utils``, ``mlx.optimizers``). A key that nobody reads is an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,8 @@ _COUNT: Check = (
     "a whole number above 0",
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
 )
+_TEXT: Check = ("text", lambda value: value is None or isinstance(value, str))
+_MAPPING: Check = ("a mapping", lambda value: value is None or isinstance(value, Mapping))
 _PAIR: Check = ("two numbers, like [1.0e-30, 1.0e-3]", _is_pair)
 _BETAS: Check = (
     "two numbers from 0 to below 1, like [0.9, 0.999]",
@@ -43,6 +45,20 @@ _BETAS: Check = (
 _SHARE: Check = ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
 
 _ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
+
+_LORA: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
+
+_SCHEDULE = ("name", "arguments", "warmup", "warmup_init")
+"""Keys that ``mlx_lm.tuner.utils.build_schedule`` reads."""
+
+_DATASET: Mapping[str, Check] = {
+    "path": _TEXT,
+    "weight": ("a number above 0", lambda value: _is_number(value) and 0 < value < 1e6),
+    "config": _MAPPING,
+    **{f"{name}_split": _TEXT for name in ("train", "valid", "test")},
+    **{f"{name}_feature": _TEXT for name in ("prompt", "completion", "chat", "text")},
+}
+"""Keys that ``mlx_lm.tuner.datasets`` reads, and our weight."""
 
 NO_SCALE = "none"
 """The word for a loss that is not scaled."""
@@ -157,13 +173,14 @@ LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def check_lora(parameters: Mapping[str, Any]) -> None:
     """Check that rank, scale and dropout are there; ``keys`` may choose the layers."""
     name = "lora_parameters"
-    checks: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
-    for key, check in checks.items():
+    if "alpha" in parameters:
+        raise OptionError(
+            name, "has 'alpha'", "mlx-lm scales by 'scale', which is alpha / rank elsewhere"
+        )
+    _check_known(name, "key", parameters, (*_LORA, "keys"))
+    for key, check in _LORA.items():
         if key not in parameters:
-            hint = ""
-            if key == "scale" and "alpha" in parameters:
-                hint = "; it has 'alpha', but mlx-lm scales by 'scale' (elsewhere alpha / rank)"
-            raise OptionError(name, f"lacks {key!r}", f"add {check[0]}{hint}")
+            raise OptionError(name, f"lacks {key!r}", f"add {check[0]}")
         _require(name, key, parameters[key], check)
     keys = parameters.get("keys")
     if keys is not None and not (
@@ -177,17 +194,13 @@ def check_lora(parameters: Mapping[str, Any]) -> None:
 def check_optimizer_config(config: Mapping[str, Any]) -> None:
     """Check settings of each optimizer by name, for instance ``adamw: {weight_decay: 0.1}``."""
     name = "optimizer_config"
+    _check_known(name, "optimizer", config, OPTIMIZERS)
     for optimizer, settings in config.items():
-        if optimizer not in OPTIMIZERS:
-            remedy = did_you_mean(optimizer, OPTIMIZERS) or f"choose from {', '.join(OPTIMIZERS)}"
-            raise OptionError(name, f"names {optimizer!r}", remedy)
         if not isinstance(settings, Mapping):
             raise OptionError(name, f"has {optimizer}: {settings!r}", "give a mapping, or {}")
         known = OPTIMIZERS[optimizer].settings
+        _check_known(name, f"{optimizer} setting", settings, known)
         for key, value in settings.items():
-            if key not in known:
-                remedy = did_you_mean(key, known) or f"it takes {', '.join(known)}"
-                raise OptionError(name, f"has unknown {optimizer} setting {key!r}", remedy)
             _require(name, f"{optimizer}.{key}", value, known[key])
         if (
             optimizer == "sgd"
@@ -200,6 +213,7 @@ def check_optimizer_config(config: Mapping[str, Any]) -> None:
 def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     """Check a schedule: ``name``, ``arguments``, ``warmup`` steps from ``warmup_init``."""
     name = "lr_schedule"
+    _check_known(name, "key", schedule, _SCHEDULE)
     kind = schedule.get("name")
     if not isinstance(kind, str) or kind not in LR_SCHEDULES:
         raise OptionError(name, f"has name {kind!r}", f"choose from {', '.join(LR_SCHEDULES)}")
@@ -290,16 +304,25 @@ def filled_lr_schedule(
     return filled
 
 
-def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Check one Hugging Face data set, or a list of them, each with its ``path`` and ``weight``."""
-    for each in [dataset] if isinstance(dataset, Mapping) else dataset:
+def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+    """Return the Hugging Face data sets that are given, one or a list of them, once they are
+    checked: each has its ``path``."""
+    given = [dataset] if isinstance(dataset, Mapping) else list(dataset)
+    for each in given:
         if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):
             raise OptionError("hf_dataset", f"has {each!r}", "give a mapping with 'path: NAME'")
-        weight = each.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e6:
-            raise OptionError(
-                "hf_dataset", f"has {each['path']} with weight {weight!r}", "give a number above 0"
-            )
+        _check_known("hf_dataset", "key", each, _DATASET)
+        for key, value in each.items():
+            _require("hf_dataset", f"{each['path']} with {key}", value, _DATASET[key])
+    return given
+
+
+def _check_known(name: str, what: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ``OptionError`` for the first key of a mapping that nobody reads."""
+    for key in mapping:
+        if key not in known:
+            remedy = did_you_mean(key, known) or f"it takes {', '.join(known)}"
+            raise OptionError(name, f"has unknown {what} {key!r}", remedy)
 
 
 def _require(name: str, key: str, value: Any, check: Check) -> None:

@@ -13,7 +13,7 @@ import shardmlx
 from shardmlx.common.cli import OneLineParser
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
-from shardmlx.config.options import Declared, OptionError, declared, flag_of
+from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
 from shardmlx.errors import UserError
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _build(
     cls: type[Options], parser: CommandParser, flags: Mapping[str, Any]
 ) -> tuple[Options, Given]:
     known = declared(cls)
-    path = flags.get("config")
+    path = flags.get("config") and with_home("config", flags["config"])
     written = {} if path is None else _read_file(path, known, parser)
     given = Given(flags, {key: value for key, value in written.items() if value is not None})
     values = {**given.file, **given.flags}
@@ -300,12 +300,9 @@ def _read_file(path: str, known: Sequence[Declared], parser: CommandParser) -> d
             written[each.name] = written.pop(old)
             parser.advise(f"{path}: {_renamed(old, each.name)}")
     names = [each.name for each in known]
-    hints = parser.passed_over
-    for key in [] if hints is None else list(written):
-        hint = (hints or {}).get(str(key))
-        if key not in names and (hint or not did_you_mean(str(key), names)):
+    for key, hint in (parser.passed_over or {}).items():
+        if key in written:
             del written[key]
-            what = f"{path}: {key} is passed over, as mlx_lm.lora does"
-            parser.advise(f"{what}: {hint or 'take it out'}")
+            parser.advise(f"{path}: {key} is passed over, as mlx_lm.lora does: {hint}")
     check_keys(written, names, path, f"take it out, or see {parser.prog} --help")
     return written

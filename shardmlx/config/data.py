@@ -13,7 +13,7 @@ from shardmlx.config.common_options import (
     weight_cache_option,
     weights_option,
 )
-from shardmlx.config.options import check_options, option
+from shardmlx.config.options import check_options, option, with_home
 
 _DATA = "model and data"
 
@@ -56,4 +56,5 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.hf_dataset is not None:
-            check_hf_dataset(self.hf_dataset)
+            for each in check_hf_dataset(self.hf_dataset):
+                each["path"] = with_home("hf_dataset", each["path"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -163,6 +164,23 @@ def _default(each: Field[Any]) -> str | None:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
+_PATHS = ("DIR", "FILE", "MODEL", "METRICS", "AGENT")
+"""Metavars of options that name files, or may."""
+
+
+def with_home(name: str, paths: str) -> str:
+    """Return paths, with commas between, with the home directory in the place of ``~``.
+
+    Raises ``OptionError`` where there is no such home.
+    """
+    expanded = ",".join(map(os.path.expanduser, paths.split(",")))
+    if expanded.startswith("~"):
+        raise OptionError(
+            name, f"is {paths!r}: nobody has that home", f"write ./{paths} for a name with ~"
+        )
+    return expanded
+
+
 _KINDS: Mapping[type, str] = types.MappingProxyType(
     {
         bool: "true or false",
@@ -201,6 +219,10 @@ def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
         raise OptionError(name, f"is {value!r}", f"give {wanted}")
+    if rules.metavar in _PATHS and isinstance(value, str):
+        value = with_home(name, value)
+    if isinstance(value, list) and rules.metavar in _PATHS:
+        value = [with_home(name, each) if isinstance(each, str) else each for each in value]
     if isinstance(value, (dict, list)):
         return _plain_copy(name, value)
     if rules.choices is not None and value not in rules.choices:

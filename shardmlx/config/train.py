@@ -67,10 +67,9 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
         "use_wandb": "W&B is report_to: wandb",
         "wandb": "W&B is report_to: wandb, with the project's name in project_name",
         "adapter_file": "the directory of the adapters is adapter_path",
-        "alpha": "mlx-lm scales by scale in lora_parameters",
     }
 )
-"""Keys of older or other YAML files that mlx_lm.lora passes over, and what to write instead."""
+"""Keys of older YAML files that mlx_lm.lora passes over, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
 
 def export(options: ExportOptions, reporter: Reporter) -> None:
     """Export on one process. Raises ``UserError`` or ``Stopped``."""
-    output = OutputDirectory(Path(options.output_dir).expanduser())
+    output = OutputDirectory(Path(options.output_dir))
     output.check()
     trained = None if options.adapter_path is None else find_trained(options.adapter_path)
     if not output.is_complete:
@@ -100,7 +100,7 @@ def _write(
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
     """Say what there is now; look at it after ``--verify``."""
-    path = Path(options.output_dir).expanduser()
+    path = Path(options.output_dir)
     weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")]
     nbytes = sum(file.stat().st_size for file in weights)
     reporter.say(

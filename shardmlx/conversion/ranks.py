@@ -55,7 +55,7 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
 
     All ranks must call it. Raises ``AgreedError`` for what the user can mend.
     """
-    output = OutputDirectory(Path(options.output_dir).expanduser())
+    output = OutputDirectory(Path(options.output_dir))
     disks = find_disks(transport, output.path.absolute().parent)
     everywhere = transport.all_gather(output.state, _WHAT)
     is_written = "complete" in everywhere and (

@@ -137,7 +137,7 @@ def _computed(model: LazyModel) -> Iterator[tuple[str, mx.array]]:
 def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source]:
     """Find a model here, in the cache of huggingface-hub, or on the hub; ``room`` is a directory
     for what is on its way. Raises ``UserError``."""
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.is_file():
         raise UserError(f"{model} is a file", "name the directory that holds config.json")
     repository = None if path.exists() else open_repository(model, revision)

@@ -33,7 +33,7 @@ class Trained:
 
 def find_trained(name: str) -> Trained:
     """Find adapters, a checkpoint, or the newest of a directory of checkpoints. ``UserError``."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
     if (path / ADAPTER_CONFIG_FILE).is_file() and (path / ADAPTER_FILE).is_file():

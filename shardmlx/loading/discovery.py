@@ -334,7 +334,7 @@ def _base(holding: Holding, cache: str | None) -> tuple[Path, bool]:
     if holding is Holding.WHOLE or (cache is None and holding is Holding.LACKS):
         return Path(tempfile.gettempdir()), False
     if cache is not None:
-        return Path(cache).expanduser().absolute(), True
+        return Path(cache).absolute(), True
     # What came from far away is not fetched twice.
     return cache_directory("weights"), True
 

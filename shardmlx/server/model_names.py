@@ -53,9 +53,9 @@ def names_of(model: str, given: Sequence[str], *, any_name: bool) -> ModelNames:
 
 def own_name(model: str) -> str:
     """Return a repository's name, or that of a model's directory."""
-    if not Path(model).expanduser().is_dir():
+    if not Path(model).is_dir():
         return model
-    path = Path(model).expanduser().absolute()
+    path = Path(model).absolute()
     # Hugging Face's cache: models--OWNER--NAME/snapshots/COMMIT.
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
         return path.parents[1].name.removeprefix("models--").replace("--", "/", 1)

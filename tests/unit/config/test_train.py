@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.checks import LR_SCHEDULES, OPTIMIZERS
+from shardmlx.config.options import declared
 from shardmlx.config.train import TrainConfig, build_parser, load_config
 from shardmlx.errors import UserError
 
@@ -326,7 +327,6 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
             "lora_layers is passed over, as mlx_lm.lora does: the number of layers",
         ),
         ("use_dora: true", "use_dora is passed over, as mlx_lm.lora does: DoRA is fine_tune_type"),
-        ("zzz: 5", "zzz is passed over, as mlx_lm.lora does: take it out"),
     ],
 )
 def test_keys_that_mlx_lm_passes_over_are_named(
@@ -416,8 +416,29 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> Non
             "hf_dataset has {'name': 'x'}: give a mapping with 'path: NAME",
         ),
         (
-            "lora_parameters: {rank: 8, alpha: 16, dropout: 0.0}",
-            "lora_parameters lacks 'scale': add a number; it has 'alpha', but mlx-lm scales by 's",
+            "lora_parameters: {rank: 8, alpha: 16, scale: 2.0, dropout: 0.0}",
+            "lora_parameters has 'alpha': mlx-lm scales by 'scale'",
+        ),
+        (
+            "lora_parameters: {rank: 8, scale: 2.0, dropout: 0, kyes: [mlp.up_proj]}",
+            "lora_parameters has unknown key 'kyes': did you mean keys?",
+        ),
+        (
+            "lr_schedule: {name: linear_schedule, arguments: [1, 0, 9], warm_up: 5}",
+            "lr_schedule has unknown key 'warm_up': did you mean warmup",
+        ),
+        (
+            "hf_dataset: [{path: x}, {path: x, promt_feature: question}]",
+            "hf_dataset has unknown key 'promt_feature': did you mean prompt_feature",
+        ),
+        ("hf_dataset: {path: x, config: main}", "has x with config 'main': give a mapping"),
+        ("hf_dataset: {path: x, test_split: 5}", "has x with test_split 5: give text"),
+        ("foo_bar: 1", "unknown key 'foo_bar': take it out"),
+        ("alpha: 16", "unknown key 'alpha': take it out"),
+        ("lr_schedule: {name: cosine}\nepochs: 2", "has name 'cosine': choose from"),
+        (
+            "iters: 5\ngrad_accumulation_steps: 6",
+            "is 6 with iters 5: no update is made: give 5 or less",
         ),
         ("lora_parameters: {scale: 2.0, dropout: 0.0}", "lacks 'rank': add a whole number above 0"),
         (
@@ -432,7 +453,7 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> Non
             "lora_parameters: {rank: 8, scale: 2.0, dropout: 0, keys: q_proj}",
             "lora_parameters has keys 'q_proj': list module names",
         ),
-        ("optimizer_config: {adamx: {}}", "names 'adamx': did you mean "),
+        ("optimizer_config: {adamx: {}}", "unknown optimizer 'adamx': did you mean "),
         ("optimizer_config: {adam: {beta: 1}}", "unknown adam setting 'beta': did you mean betas"),
         ("optimizer_config: {adam: {betas: [0.9, 1]}}", "has adam.betas [0.9, 1]: give two number"),
         ("optimizer_config: {sgd: {nesterov: true}}", "has sgd.nesterov: it needs momentum above"),
@@ -538,3 +559,27 @@ def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
     for path in (old, tmp_path / "nowhere.yaml"):
         config = load_config(["-c", str(path), "--iters", "7", "--timeout", "5"], rank=1)
         assert (config.timeout, config.iters) == (5.0, TrainConfig().iters)
+
+
+# Paths
+
+
+def test_the_home_directory_is_expanded_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of flags, which a shell leaves alone between quotes, and of the YAML file itself."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = [
+        each.name
+        for each in declared(TrainConfig)
+        if each.rules.metavar in ("DIR", "FILE", "MODEL") and each.name != "config"
+    ]
+    assert {"model", "data", "adapter_path", "checkpoint_dir", "stage_map", "trace"} < set(names)
+    lines = [f"{name}: ~/{name}" for name in names]
+    write(tmp_path, "\n".join([*lines, "hf_dataset: [{path: ~/rows}]"]))
+    config = load_config(["-c", "~/lora.yaml", "--profile", "~/a,~/b"])
+    for name in set(names) - {"profile"}:
+        assert getattr(config, name) == str(tmp_path / name)
+    assert config.profile == f"{tmp_path}/a,{tmp_path}/b"
+    assert config.hf_dataset == [{"path": str(tmp_path / "rows")}]
+    assert "~nobody-of-that-name/x" in error_of("--adapter-path", "~nobody-of-that-name/x")

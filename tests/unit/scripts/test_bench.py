@@ -66,15 +66,15 @@ def brought_by(extra: str) -> set[str]:
 
 
 def imported(files: list[Path]) -> set[str]:
-    """Return the first names of all modules that files import, and those that these do of ours."""
+    """Return the first names of all modules that files import, and that their helpers do."""
     names: set[str] = set()
     for path in files:
         for node in nodes(path):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             names |= {module.partition(".")[0] for module in modules}
-            ours = [ROOT / f"{module.replace('.', '/')}.py" for module in modules]
-            files += [each for each in ours if each.exists() and each not in files]
+            helpers = [ROOT / f"{each.replace('.', '/')}.py" for each in modules if "tests" in each]
+            files += [each for each in helpers if each not in files]
     return names
 
 
