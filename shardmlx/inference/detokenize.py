@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+from shardmlx.inference.sampling_params import BROKEN
+
+FinishReason = Literal["stop", "length", "broken"]
 
 
 @dataclass(slots=True)
 class IncrementalDetokenizer:
     """The text of one answer, token by token.
 
-    It ends after ``max_tokens``, with a token of ``eos``, or before any of the strings ``stop``.
+    It ends after ``max_tokens``, with a token of ``eos``, before any of the strings ``stop``, or
+    where it is ``BROKEN``.
     ``finish_reason`` is None until then. ``detokenizer`` is a new one of mlx-lm.
     ``begins_with_space`` says of the first token whether a space is missing before the text.
     ``count`` are the tokens so far; ``started``, ``first`` and ``last`` the seconds, as
@@ -43,7 +46,9 @@ class IncrementalDetokenizer:
             if self.begins_with_space is not None and self.begins_with_space(token):
                 self._held = " "
         self.count += 1
-        if token in self.eos:
+        if token == BROKEN:
+            self.finish_reason = "broken"
+        elif token in self.eos:
             self.finish_reason = "stop"
         else:
             self.detokenizer.add_token(token)

@@ -5,7 +5,7 @@ A grammar is text in llguidance's Lark. The rank that samples keeps to it, rank 
 
 from __future__ import annotations
 
-import sys
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -45,22 +45,58 @@ class Grammars:
         """Return a matcher at the beginning of an answer."""
         from llguidance import LLMatcher
 
-        return Matcher(LLMatcher(self._tokens, grammar), self._vocabulary)
+        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self._vocabulary)
 
     def complaint(self, grammar: str) -> str:
         """Return what is wrong with a grammar in one line; empty if nothing is."""
-        from llguidance import LLMatcher
-
-        said: str = LLMatcher.validate_grammar(grammar)
-        return said.partition("\n")[0]
+        matcher = self.matcher(grammar)
+        if said := matcher.error:
+            return said
+        matcher.allowed()
+        return "nothing keeps to it, as where a rule is only itself" if matcher.error else ""
 
     @cached_property
     def _tokens(self) -> Any:
-        """The tokens as llguidance has them: made when first needed, in a second."""
+        """The tokens as llguidance has them: made when first needed, in two seconds."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        tokens = TokenizerWrapper(_Tokens(self._vocabulary))
+        return LLTokenizer(tokens, eos_token=list(self._vocabulary.eos))
+
+
+class _Tokens:
+    """The tokens of a vocabulary, in the way in which llguidance asks for them.
+
+    Of itself it takes all added tokens that look like ``<think>`` for control tokens, which no text
+    of a grammar matches. Here they are text, unless the tokenizer says that they are special.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, known: Vocabulary) -> None:
         from llguidance import LLTokenizer
 
-        known = self._vocabulary
-        return LLTokenizer(known.tokenizer, n_vocab=known.size, eos_token=list(known.eos))
+        self._known = LLTokenizer(known.tokenizer, slices=[])
+        added = json.loads(known.tokenizer)["added_tokens"]
+        plain = {each["id"]: each["content"].encode() for each in added if not each["special"]}
+        numbers = range(max(known.size, self._known.vocab_size))
+        special = set(filter(self._known.is_special_token, numbers)) - plain.keys()
+        self.eos_token_id = known.eos[0]
+        self.special_token_ids = sorted(special)
+        self._special = special
+        self.tokens = [
+            plain[number]
+            if number in plain and self._known.is_special_token(number)
+            else self._known.decode_bytes([number])
+            for number in numbers
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text, which is no control token even where it reads like one."""
+        tokens: list[int] = self._known.tokenize_str(text)
+        if self._special.intersection(tokens):
+            tokens = self._known.greedy_tokenize(text)
+        return tokens
 
 
 class Matcher:
@@ -70,14 +106,20 @@ class Matcher:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
+    @property
+    def error(self) -> str:
+        """The reason for which the answer cannot go on, in one line; empty if it can."""
+        said: str = self._matcher.get_error()
+        return said.partition("\n")[0]
+
     def allowed(self) -> mx.array:
         """Return, for each token, whether it may come next: bool (1, V), lazy.
 
-        Where the grammar has come to its end, or is too much for llguidance, only the answer's end
-        may come.
+        Where the grammar has come to its end, only the answer's end may come. Where the answer
+        cannot go on, there is an ``error`` from now on.
         """
         size = self._vocabulary.size
-        if self._matcher.is_error() or self._matcher.is_stopped():
+        if self._matcher.is_stopped():
             ends = np.zeros((1, size), np.bool_)
             ends[0, list(self._vocabulary.eos)] = True
             return mx.array(ends)
@@ -87,9 +129,7 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Go on by a token."""
-        if not self._matcher.consume_token(token) and not self._matcher.is_stopped():
-            error = self._matcher.get_error().partition("\n")[0]
-            print(f"shardmlx: an answer ends within its grammar: {error}", file=sys.stderr)
+        self._matcher.consume_token(token)
 
 
 def share_grammars(transport: Transport, reader: PromptReader | None, size: int) -> Grammars | None:

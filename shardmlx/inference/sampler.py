@@ -7,6 +7,7 @@ the other sequences of its group.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
 
 from shardmlx.compat import random_key
 from shardmlx.inference.grammars import Grammars, Matcher
-from shardmlx.inference.sampling_params import SampledToken, SamplingParams
+from shardmlx.inference.sampling_params import BROKEN, SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """A function of mlx-lm: tokens so far and logits (1, V), to logits (1, V)."""
@@ -126,7 +127,13 @@ class BatchSampler:
             tokens = mx.concatenate(rows)
         else:
             tokens = mx.argmax(logprobs, axis=-1)
-        return _pack(tokens.astype(mx.int32), logprobs, [sequence.params for sequence in known])
+        tokens = tokens.astype(mx.int32)
+        broken = [sequence.matcher is not None and sequence.matcher.error for sequence in known]
+        for error in filter(None, broken):
+            print(f"shardmlx: an answer breaks off within its grammar: {error}", file=sys.stderr)
+        if any(broken):
+            tokens = mx.where(mx.array([bool(each) for each in broken]), BROKEN, tokens)
+        return _pack(tokens, logprobs, [sequence.params for sequence in known])
 
     def settle(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in the tokens sampled last, which have been evaluated."""

@@ -52,9 +52,13 @@ class SamplingParams:
         return max((size for penalty, size in penalties if penalty != 0), default=0)
 
 
+BROKEN = -1
+"""The number in the place of a token where the answer cannot go on within its grammar."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was sampled.
+    """A token that was sampled, or ``BROKEN``.
 
     ``logprob`` and ``top``, pairs of (token, log-probability) with the likeliest first, are there
     only where the ``SamplingParams`` ask for them.

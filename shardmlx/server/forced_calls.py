@@ -9,7 +9,7 @@ from typing import Any
 from shardmlx.inference.answer_format import Tool
 from shardmlx.inference.call_formats import CallFormat
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.structure import json_term
+from shardmlx.server.structure import LITTLE_SPACE, json_term
 from shardmlx.server.written_arguments import ArgumentRules, Rules
 
 
@@ -50,7 +50,7 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
     after = " ".join(rules.terms(written.after))
     schema = _closed(tool)
     if written.arguments is None:
-        sequences = [rules.add("json", json_term(schema))]
+        sequences = [rules.add("json", json_term(schema, LITTLE_SPACE))]
     else:
         arguments = ArgumentRules(rules, written.arguments, schema, name)
         try:

@@ -19,7 +19,7 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
@@ -87,7 +87,7 @@ class PipelineGenerator:
         for number, sampled in self._first_stage.step():
             answer = self._detokenizers[number]
             segment = answer.take(sampled.token)
-            is_part = sampled.token not in answer.eos
+            is_part = sampled.token != BROKEN and sampled.token not in answer.eos
             cached = self._first_stage.cached(number)
             if answer.finish_reason is not None:
                 del self._detokenizers[number]

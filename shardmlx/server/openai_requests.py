@@ -27,7 +27,7 @@ from shardmlx.server.openai_bodies import (
 )
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.request_queue import GenerationRequest
-from shardmlx.server.structure import grammar_of
+from shardmlx.server.structure import Structure
 
 COLDEST = 1e-3
 """Lower temperatures count as 0: logits divided by them would leave float16's range."""
@@ -115,8 +115,8 @@ class ApiRequest:
     """A request of the API: ``n`` requests for generation for each of its prompts, in order.
 
     ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities. ``parts``
-    are those of an answer of which nothing has come; None where it has only one. ``repeated`` are
-    fields that the reply says again.
+    are those of an answer of which nothing has come; None where it has only one. ``structure`` is
+    the field that asks for one. ``repeated`` are fields that the reply says again.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -125,6 +125,7 @@ class ApiRequest:
     include_usage: bool
     logprobs: int | None
     parts: AnswerParts | None = None
+    structure: str | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def new_parts(self) -> AnswerParts:
@@ -153,14 +154,19 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     thought = reader.answer_format.thought
     end = thought.end if thought is not None and reader.opens_thought(tokens) else None
     forced = _forced(chat, tools)
-    asked = chat.grammar(end)
-    if asked is not None and tools:
+    structure = chat.structure()
+    if structure is not None and tools:
         raise refused("response_format and tools: an answer is one of them, give one", "tools")
     if forced:
-        asked = _call_grammar(chat, forced, end, reader.answer_format)
-    grammar = _checked(asked, served)
+        structure = _call_structure(chat, forced, reader.answer_format)
+    special = reader.answer_format.special
+    grammar = structure.grammar(served.complaint, end, special) if structure else None
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
-    return replace(request, parts=_parts(chat, tools, tokens, reader))
+    return replace(
+        request,
+        parts=_parts(chat, tools, tokens, reader),
+        structure=structure.param if structure else None,
+    )
 
 
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
@@ -187,11 +193,8 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
     return named[:1]
 
 
-def _call_grammar(
-    chat: ChatBody, tools: Sequence[Tool], thought_end: str | None, known: AnswerFormat
-) -> tuple[str, str]:
-    """Return the grammar of an answer that calls one of these tools, and the field that asks for
-    it. Raises ``ApiError``."""
+def _call_structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> Structure:
+    """Return the structure of an answer that calls one of these tools. Raises ``ApiError``."""
     if known.calls is None:
         raise refused(
             f"tool_choice {shown(chat.tool_choice)}: this model writes calls in a format that "
@@ -201,7 +204,7 @@ def _call_grammar(
         )
     parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
     rules = call_rules(tools, known.calls, known.special, parallel=parallel)
-    return grammar_of(rules, thought_end), "tool_choice"
+    return Structure("tool_choice", rules)
 
 
 def _parts(
@@ -236,24 +239,10 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
             tokens = prompt
             check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
-    grammar = _checked(completion.grammar(), served)
-    return _api_request(completion, prompts, None, completion.logprobs, served, grammar)
-
-
-def _checked(asked: tuple[str, str] | None, served: ServedModel) -> str | None:
-    """Return the grammar that a field asks for. Raises ``ApiError`` where it cannot be had."""
-    if asked is None:
-        return None
-    grammar, param = asked
-    if served.complaint is None:
-        raise refused(
-            f"{param} needs llguidance on the first and the last rank: pip install llguidance",
-            param,
-            "unsupported_parameter",
-        )
-    if complaint := served.complaint(grammar):
-        raise refused(f"{param}: {shown(complaint)[1:-1]}", param)
-    return grammar
+    structure = completion.structure()
+    grammar = structure.grammar(served.complaint, None, {}) if structure else None
+    request = _api_request(completion, prompts, None, completion.logprobs, served, grammar)
+    return replace(request, structure=structure.param if structure else None)
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class AnswerResponse(Response):
                 async for each in pieces:
                     if each is not None:
                         self._take(*each)
-        except ServiceEnded as error:
+        except (ApiError, ServiceEnded) as error:
             failed = self._failed(error)
             body = self._reply.failure(failed)
             response: Response = JSONResponse(body, failed.status, failed.headers)
@@ -113,7 +113,7 @@ class AnswerResponse(Response):
                 async for each in pieces:
                     events = SIGN_OF_LIFE if each is None else self._events(self._take(*each))
                     await _send(send, events)
-        except ServiceEnded as error:
+        except (ApiError, ServiceEnded) as error:
             last = self._events([self._reply.failure(self._failed(error))])
         else:
             last = self._events(self._reply.closing()) + self._reply.done
@@ -125,12 +125,20 @@ class AnswerResponse(Response):
 
     def _take(self, index: int, piece: Piece) -> Iterable[Body]:
         self._meters[index].add(piece)
+        if piece.finish_reason == "broken":
+            param = self._reply.request.structure
+            raise ApiError(
+                500,
+                f"{param}: the answer broke off in the middle of its structure: give a simpler one",
+                param=param,
+                code="broken_structure",
+            )
         return list(self._reply.add(index, piece))
 
-    def _failed(self, error: ServiceEnded) -> ApiError:
+    def _failed(self, error: ApiError | ServiceEnded) -> ApiError:
         for meter in self._meters:
             meter.end("error")
-        return ended(str(error))
+        return error if isinstance(error, ApiError) else ended(str(error))
 
 
 def ended(reason: str) -> ApiError:

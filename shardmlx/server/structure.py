@@ -7,16 +7,21 @@ is llguidance's Lark.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
 
 from shardmlx.server.accepted_fields import Body
-from shardmlx.server.openai_errors import refused
+from shardmlx.server.openai_errors import refused, shown
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
+
+LITTLE_SPACE = " ?"
+"""Space between the parts of a call's arguments: templates write them in a line."""
 
 
 class SchemaBody(Body):
@@ -52,11 +57,10 @@ class StructuredBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def grammar(self, thought_end: str | None = None) -> tuple[str, str] | None:
-        """Return the grammar of the answer, and the field that asks for it; None if none does.
+    def structure(self) -> Structure | None:
+        """Return what structure is asked for; None if none is.
 
-        The answer begins in a thought that ends with ``thought_end``, if that is given. Raises
-        ``ApiError`` where two fields ask, or one for what cannot be.
+        Raises ``ApiError`` where two fields ask, or one for what cannot be.
         """
         asked = self._asked()
         if not asked:
@@ -66,14 +70,8 @@ class StructuredBody(Body):
             raise refused(f"{first} and {second} both ask for a structure: give one of them", first)
         ((param, kind, value),) = asked
         if kind == "grammar":
-            if thought_end is not None:
-                raise refused(
-                    f"{param}: the model's thought would have to keep to the grammar too: add "
-                    '"chat_template_kwargs": {"enable_thinking": false}',
-                    param,
-                )
-            return value, param
-        return grammar_of([f"body: {_body(kind, value, param)}"], thought_end), param
+            return Structure(param, [value], is_whole=True)
+        return Structure(param, [f"body: {_body(kind, value, param)}"])
 
     def _asked(self) -> list[tuple[str, str, Any]]:
         """Return field, kind and value of each structure that is asked for."""
@@ -118,18 +116,75 @@ def _body(kind: str, value: Any, param: str) -> str:
     return json_term(schema)
 
 
-def grammar_of(rules: Sequence[str], thought_end: str | None) -> str:
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A structure that the field ``param`` of a request asks for: the rules of a ``body``, or one
+    text that ``is_whole``, a grammar."""
+
+    param: str
+    rules: Sequence[str]
+    is_whole: bool = False
+
+    def grammar(
+        self,
+        complaint: Callable[[str], str] | None,
+        thought_end: str | None,
+        special: Mapping[str, int],
+    ) -> str:
+        """Return the grammar of an answer that begins in a thought, if ``thought_end`` is given.
+
+        ``special`` are the texts of control tokens, with their numbers. Raises ``ApiError`` for one
+        of which there is a ``complaint``; that is None where answers cannot keep to a grammar.
+        """
+        param = self.param
+        if self.is_whole and thought_end is not None:
+            raise refused(
+                f"{param}: the model's thought would have to keep to the grammar too: add "
+                '"chat_template_kwargs": {"enable_thinking": false}',
+                param,
+            )
+        if complaint is None:
+            raise refused(
+                f"{param} needs llguidance on the first and the last rank: pip install llguidance",
+                param,
+                "unsupported_parameter",
+            )
+        # Without the thought, after which it would be too late.
+        alone = self.rules[0] if self.is_whole else grammar_of(self.rules)
+        if said := complaint(alone):
+            raise refused(f"{param}: {shown(said)[1:-1]}", param)
+        return alone if thought_end is None else grammar_of(self.rules, thought_end, special)
+
+
+def grammar_of(
+    rules: Sequence[str], thought_end: str | None = None, special: Mapping[str, int] | None = None
+) -> str:
     """Return the grammar of an answer that is the ``body`` of ``rules``, after a thought that ends
     with ``thought_end`` if that is given."""
     if thought_end is None:
         return "\n".join(["start: body", *rules])
-    thought = f"thought[suffix={quoted(thought_end)}]: /(.|\\n)*/"
+    end = list(terms(thought_end, special or {}))
+    thought = f"thought: /(?s:.*)/ {' '.join(end)}"
+    if end == [quoted(thought_end)]:  # text, which ends the thought where it first comes
+        thought = f"thought[suffix={end[0]}]: /(?s:.*)/"
     return "\n".join(["start: thought body", *rules, thought])
 
 
-def json_term(schema: Mapping[str, Any]) -> str:
+def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
+    """Yield a text in a grammar's words: ``special`` tokens, which text cannot spell, by their
+    numbers."""
+    marks = sorted(special, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, marks)) or "(?!)"
+    for part in re.split(f"({pattern})", text):
+        if part in special:
+            yield f"<[{special[part]}]>"
+        elif part:
+            yield quoted(part)
+
+
+def json_term(schema: Mapping[str, Any], space: str = SPACE) -> str:
     """Return the term of a grammar for JSON of a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACE}})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': space}})}"
 
 
 def quoted(text: str) -> str:

@@ -17,7 +17,7 @@ from shardmlx.inference.argument_types import (
 )
 from shardmlx.inference.call_formats import ArgumentFormat
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.structure import escaped, json_term, quoted
+from shardmlx.server.structure import LITTLE_SPACE, escaped, json_term, quoted, terms
 
 TEXT = r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]*"
 """Characters of a text: all but those of control."""
@@ -48,13 +48,7 @@ class Rules:
 
     def terms(self, text: str) -> Iterator[str]:
         """Yield a text in a grammar's words: control tokens by their numbers."""
-        marks = sorted(self.special, key=len, reverse=True)
-        pattern = "|".join(map(re.escape, marks)) or "(?!)"
-        for part in re.split(f"({pattern})", text):
-            if part in self.special:
-                yield f"<[{self.special[part]}]>"
-            elif part:
-                yield quoted(part)
+        return terms(text, self.special)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,7 @@ class ArgumentRules:
     def _json(self, schema: Schema, types: frozenset[str]) -> str:
         bounds = {"minimum": -MOST, "maximum": MOST} if types & NUMBERS else {}
         shared = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
-        return self.rules.add("json", json_term({**bounds, **schema, **shared}))
+        return self.rules.add("json", json_term({**bounds, **schema, **shared}, LITTLE_SPACE))
 
     def _nested(
         self, schema: Schema, nested: frozenset[str], types: frozenset[str], path: str

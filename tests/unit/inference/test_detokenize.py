@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.sampling_params import BROKEN
 
 EOS = 0
 
@@ -22,6 +23,13 @@ class Letters:
 
     def finalize(self) -> None:
         pass
+
+
+def test_a_text_may_break() -> None:
+    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), 9)
+    assert stream.take(ord("a")) == "a"
+    stream.detokenizer.last_segment = ""
+    assert (stream.take(BROKEN), stream.finish_reason) == ("", "broken")
 
 
 def segments(text: str, stop: Sequence[str] = (), most: int = 100) -> tuple[list[str], str | None]:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import load
+from tokenizers import AddedToken
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.inference.answer_format import AnswerFormat, Marks
@@ -20,9 +21,10 @@ from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.grammars import Grammars, Vocabulary, share_grammars
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import BatchSampler
-from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments
 from shardmlx.server.forced_calls import call_rules
+from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import StructuredBody, grammar_of
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
@@ -50,22 +52,38 @@ def grammars(reader: PromptReader) -> Grammars:
     return last
 
 
+def asked(
+    grammars: Grammars, end: str | None = None, special: dict[str, int] | None = None, **fields: Any
+) -> str:
+    """The grammar for these fields of a request."""
+    structure = StructuredBody(**fields).structure()
+    assert structure is not None
+    return structure.grammar(grammars.complaint, end, special or {})
+
+
 def answer(reader: PromptReader, grammars: Grammars, grammar: str, seed: int = 0) -> str:
     """The text that noise says at temperature 1 up to its own end."""
+    *tokens, end = sampled(grammars, grammar, seed)
+    text: str = reader.tokenizer.decode(tokens)
+    assert end in reader.tokenizer.eos_token_ids, text
+    return text
+
+
+def sampled(grammars: Grammars, grammar: str, seed: int = 0) -> list[int]:
+    """The tokens of noise at temperature 1 up to an end or a break."""
     sampler = BatchSampler(0, grammars)
     sampler.open(0, SamplingParams(temp=1.0, seed=seed, grammar=grammar))
     noise = mx.random.key(seed)
     tokens: list[int] = []
     while len(tokens) < MOST:
         noise, key = mx.random.split(noise)
-        sampled = sampler.sample([0], 3 * mx.random.normal((1, SIZE), key=key))
-        (token,) = np.array(sampled)[:, 0].tolist()
-        sampler.settle([0], [token])
-        if token in reader.tokenizer.eos_token_ids:
-            text: str = reader.tokenizer.decode(tokens)
-            return text
+        row = sampler.sample([0], 3 * mx.random.normal((1, SIZE), key=key))
+        (token,) = np.array(row)[:, 0].tolist()
         tokens.append(token)
-    raise AssertionError(f"no end after {MOST} tokens: {reader.tokenizer.decode(tokens)}")
+        if token in (1, BROKEN):
+            break
+        sampler.settle([0], [token])
+    return tokens
 
 
 def closed(**properties: Any) -> dict[str, Any]:
@@ -128,11 +146,9 @@ def test_a_schema_is_satisfied_whatever_the_model_says(
     number: int, reader: PromptReader, grammars: Grammars
 ) -> None:
     schema, holds = CASES[number]
-    asked = StructuredBody(guided_json=schema).grammar()
-    assert asked is not None
-    assert grammars.complaint(asked[0]) == ""
+    grammar = asked(grammars, guided_json=schema)
     for seed in range(3):
-        value = json.loads(answer(reader, grammars, asked[0], seed))
+        value = json.loads(answer(reader, grammars, grammar, seed))
         assert holds(value), value
 
 
@@ -142,15 +158,98 @@ def test_patterns_choices_and_grammars(reader: PromptReader, grammars: Grammars)
         ({"guided_choice": ["port", 'star"board']}, 'port|star"board'),
         ({"guided_grammar": 'start: "a" B\nB: /[xy]{3}/'}, "a[xy]{3}"),
     ):
-        asked = StructuredBody(**fields).grammar()
-        assert asked is not None
-        assert re.fullmatch(pattern, answer(reader, grammars, asked[0]))
+        assert re.fullmatch(pattern, answer(reader, grammars, asked(grammars, **fields)))
 
 
 def test_a_thought_comes_first_and_is_free(reader: PromptReader, grammars: Grammars) -> None:
-    asked = StructuredBody(guided_choice=["aye"]).grammar("e")
-    assert asked is not None
-    assert re.fullmatch(r"[^e]*eaye", answer(reader, grammars, asked[0]), re.DOTALL)
+    grammar = asked(grammars, "e", guided_choice=["aye"])
+    assert re.fullmatch(r"[^e]*eaye", answer(reader, grammars, grammar), re.DOTALL)
+
+
+@pytest.fixture
+def marked(small_tokenizer: Path) -> PromptReader:
+    """A reader whose marks are tokens, one of them special: as Qwen's and Magistral's are."""
+    tokenizer = load(small_tokenizer)
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]", "<|end|>"]})
+    return PromptReader(tokenizer=tokenizer)
+
+
+def grammars_of(reader: PromptReader) -> Grammars:
+    (grammars,) = LocalNetwork(1).run(lambda transport: share_grammars(transport, reader, SIZE))
+    assert isinstance(grammars, Grammars)
+    return grammars
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_choice": ["<think>aye</think>"]}, "<think>aye</think>"),
+        ({"guided_choice": ["<think>aye", "<think>aye"]}, "<think>aye"),
+        ({"guided_regex": "<think>[a]{2}</think>"}, "<think>aa</think>"),
+        ({"guided_json": {"const": "<think>"}}, '"<think>"'),
+        ({"guided_grammar": 'start: "<think>" "aye"'}, "<think>aye"),
+    ],
+)
+def test_added_tokens_that_are_not_special_are_text(
+    fields: dict[str, Any], text: str, marked: PromptReader
+) -> None:
+    grammars = grammars_of(marked)
+    assert answer(marked, grammars, asked(grammars, **fields)) == text
+
+
+def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptReader) -> None:
+    grammars = grammars_of(marked)
+    end = marked.tokenizer.convert_tokens_to_ids("<|end|>")
+    for fields, text in (
+        ({"guided_choice": ["<|end|>aye"]}, "<|end|>aye"),
+        ({"guided_json": {"enum": ["<|end|>"]}}, '"<|end|>"'),
+        ({"guided_regex": r"<\|end\|>"}, "<|end|>"),
+    ):
+        tokens = sampled(grammars, asked(grammars, **fields))
+        assert end not in tokens
+        assert marked.untokenized(tokens[:-1]) == text
+
+
+@pytest.mark.parametrize("mark", ["</think>", "[/THINK]"])
+def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptReader) -> None:
+    grammars = grammars_of(marked)
+    special = {"[/THINK]": marked.tokenizer.convert_tokens_to_ids("[/THINK]")}
+    grammar = asked(grammars, mark, special, guided_choice=["aye"])
+    matcher = grammars.matcher(grammar)
+    for token in marked.tokenizer.encode(f"Hm.{mark}aye", add_special_tokens=False):
+        assert matcher.allowed()[0, token].item()
+        matcher.take(token)
+    assert np.flatnonzero(np.array(matcher.allowed())).tolist() == [1]
+
+
+ITSELF = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"$ref": "#"}},
+        {"guided_json": {"anyOf": [{"$ref": "#"}]}},
+        {"guided_json": ITSELF},
+        {"guided_grammar": "start: start"},
+    ],
+)
+def test_what_is_only_itself_is_refused(fields: dict[str, Any], grammars: Grammars) -> None:
+    for thought_end in (None, "e") if "guided_json" in fields else (None,):
+        with pytest.raises(ApiError) as caught:
+            asked(grammars, thought_end, **fields)
+        assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
+
+
+def test_an_answer_that_cannot_go_on_is_broken(
+    grammars: Grammars, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grammar = asked(
+        grammars, guided_json={**closed(a={"$ref": "#/$defs/a"}), "$defs": ITSELF["$defs"]}
+    )
+    assert sampled(grammars, grammar)[-1] == BROKEN
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": closed(at=SHORT)}}
@@ -176,7 +275,7 @@ def test_calls_that_are_asked_for(
     written = call_format(module.__name__, template)
     assert written is not None
     rules = call_rules(tools, written, special, parallel=len(tools) > 1)
-    grammar = grammar_of(rules, None)
+    grammar = grammar_of(rules)
     vocabulary = Vocabulary(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
     marks = Marks(module.tool_call_start, module.tool_call_end)
     known = AnswerFormat(None, marks, module.parse_tool_call, written)

@@ -16,8 +16,8 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.page_files import POLICY
-from shardmlx.server.request_queue import RequestQueue
-from tests.helpers.http_serving import MODEL, Parrot, Serving, serving
+from shardmlx.server.request_queue import Piece, RequestQueue
+from tests.helpers.http_serving import MODEL, Agent, Parrot, Serving, Text, serving
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
 KEY = "sesame"
@@ -321,6 +321,41 @@ def test_a_stream_that_fails_is_not_done() -> None:
         assert error["type"] == "server_error"
         assert error["code"] == "service_ended"
         assert "data: [DONE]" not in rest
+
+
+class Broken(Parrot):
+    """A generator whose answers break off within their structure."""
+
+    def _next(self, text: Text) -> Piece:
+        text.generated += 1
+        whole = text.generated < 3
+        return Piece("{" if whole else "", (), text.generated, 0, None if whole else "broken")
+
+
+FORCED = {
+    "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "any"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "field"),
+    [
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("messages", FORCED, "tool_choice"),
+    ],
+)
+def test_an_answer_that_breaks_its_structure_is_an_error_that_names_it(
+    path: str, asked: dict[str, Any], field: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **asked}
+    with serving(parrot=Broken(), reader=Agent(), complaint=lambda grammar: "") as server:
+        url = f"{server.address}/v1/{path}"
+        whole = httpx.post(url, json=body)
+        assert whole.status_code == 500
+        assert field in whole.json()["error"]["message"]
+        *_, last = httpx.post(url, json={**body, "stream": True}).text.strip().split("data: ")
+        assert field in json.loads(last)["error"]["message"]
 
 
 def test_a_finished_stream_is_done(shared: Serving) -> None:

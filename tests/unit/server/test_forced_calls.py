@@ -74,7 +74,7 @@ def format_of(parser: str) -> AnswerFormat:
 def grammar(parser: str, tools: Sequence[Any], *, parallel: bool = True) -> str:
     written = format_of(parser).calls
     assert written is not None
-    return grammar_of(call_rules(tools, written, {}, parallel=parallel), None)
+    return grammar_of(call_rules(tools, written, {}, parallel=parallel))
 
 
 def noise(grammar: str, seed: int) -> str:
@@ -138,7 +138,7 @@ def test_gpt_oss_may_think_before_it_calls() -> None:
     """Its marks are control tokens: here bytes that are in no text."""
     special = {"<|channel|>": 0xF8, "<|message|>": 0xF9, "<|end|>": 0xFA, "<|start|>": 0xFB}
     assert HARMONY.calls is not None
-    said = grammar_of(call_rules([PLAIN], HARMONY.calls, special, parallel=True), None)
+    said = grammar_of(call_rules([PLAIN], HARMONY.calls, special, parallel=True))
     head = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at":"","deep":1,'
     call = f'{head}"day":"mon"}}'
     for text in (call, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call}"):

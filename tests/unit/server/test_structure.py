@@ -92,7 +92,7 @@ def test_no_structure() -> None:
 
 def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
     assert grammar(Thinker(), guided_choice=["a"]) == (
-        'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(.|\\n)*/'
+        'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
     )
     assert refusal(reader=Thinker(), guided_grammar="start: A")[0] == "guided_grammar"
 
