@@ -171,13 +171,19 @@ LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_lora(parameters: Mapping[str, Any]) -> None:
-    """Check that rank, scale and dropout are there; ``keys`` may choose the layers."""
+    """Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
     name = "lora_parameters"
     if "alpha" in parameters:
         raise OptionError(
             name, "has 'alpha'", "mlx-lm scales by 'scale', which is alpha / rank elsewhere"
         )
     _check_known(name, "key", parameters, (*_LORA, "keys"))
+    check_lora_values(parameters)
+
+
+def check_lora_values(parameters: Mapping[str, Any]) -> None:
+    """Check that rank, scale and dropout are there; ``keys`` may choose the layers."""
+    name = "lora_parameters"
     for key, check in _LORA.items():
         if key not in parameters:
             raise OptionError(name, f"lacks {key!r}", f"add {check[0]}")

@@ -23,6 +23,7 @@ from shardmlx.conversion.trained import Trained, find_trained
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
+from shardmlx.loading.adapter_files import describe_peft
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.sources import Directory
 from shardmlx.modelfiles.verify import verify
@@ -52,6 +53,8 @@ def export(options: ExportOptions, reporter: Reporter) -> None:
     output = OutputDirectory(Path(options.output_dir))
     output.check()
     trained = None if options.adapter_path is None else find_trained(options.adapter_path)
+    if trained and trained.directory and (line := describe_peft(trained.directory)) is not None:
+        reporter.say(line)
     if not output.is_complete:
         with open_source(options.model, options.revision, output.source) as source:
             _write(options, output, source, trained, reporter)

@@ -18,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builder
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import (
     compute_bits_per_weight,
     dequantize_model,
@@ -32,6 +31,7 @@ from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.experts import Experts, Stored, by_tensor, find_experts, stored_arrays
 from shardmlx.conversion.trained import Trained
 from shardmlx.errors import UserError, one_line
+from shardmlx.loading.adapters import add_adapters, make_adapters, put
 from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
 from shardmlx.models.config_reader import read_config
 
@@ -67,8 +67,7 @@ def build_lazily(
         model, config = load_model(path, lazy=True)
     _check_floats(path, loaded.read, model)
     if trained is not None:
-        with _refusing(f"--adapter-path {trained.name} holds nothing for this model"):
-            _add(model, trained)
+        _add(model, trained)
     stored = stored_arrays(path, loaded.read) if has_files else {}
     finish = partial(
         _finish,
@@ -161,26 +160,25 @@ def _refusing(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _add(model: nn.Module, trained: Trained) -> None:
-    """Put what was trained into the model."""
-    if trained.directory is not None:
-        load_adapters(model, str(trained.directory))
-        return
+    """Put what was trained into the model. Raises ``UserError``."""
+    try:
+        if trained.directory is not None:
+            add_adapters(model, trained.directory)
+        else:
+            _add_checkpoint(model, trained)
+    except UserError as error:
+        what = f"--adapter-path {trained.name} holds nothing for this model"
+        raise UserError(f"{what}: {error.problem}", error.remedy) from None
+
+
+def _add_checkpoint(model: nn.Module, trained: Trained) -> None:
     if trained.fine_tune_type != "full":
-        linear_to_lora_layers(
-            model,
-            trained.num_layers,
-            dict(trained.lora_parameters),
-            use_dora=trained.fine_tune_type == "dora",
-        )
+        make_adapters(model, trained.num_layers, trained.lora_parameters, trained.fine_tune_type)
     weights: dict[str, mx.array] = {}
     for file in trained.files:
         loaded = mx.load(str(file))
         weights |= loaded if isinstance(loaded, dict) else {}
-    known = dict(tree_flatten(model.parameters()))
-    for name, array in weights.items():
-        if name not in known or known[name].shape != array.shape:
-            raise ValueError(f"{name} of shape {list(array.shape)} is none of its tensors")
-    model.load_weights(list(weights.items()), strict=False)
+    put(model, weights, dict(tree_flatten(model.parameters())), "name the model that was trained")
 
 
 def _fuse(model: nn.Module, dequantize: bool) -> None:

@@ -10,6 +10,13 @@ from typing import Any
 from shardmlx.checkpoint.store import MANIFEST, Store, step_of
 from shardmlx.common.digests import bytes_digest
 from shardmlx.errors import UserError
+from shardmlx.loading.adapter_files import (
+    PEFT_FILE,
+    PICKLED,
+    adapter_file,
+    check_adapter_file,
+    read_adapter_config,
+)
 from shardmlx.loading.manifest import fingerprint
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -36,8 +43,12 @@ def find_trained(name: str) -> Trained:
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
-    if (path / ADAPTER_CONFIG_FILE).is_file() and (path / ADAPTER_FILE).is_file():
-        return Trained(name, fingerprint(path, [ADAPTER_FILE]), path)
+    has_tensors = any((path / file).is_file() for file in (ADAPTER_FILE, PEFT_FILE, PICKLED))
+    if has_tensors and (path / ADAPTER_CONFIG_FILE).is_file():
+        read_adapter_config(path)
+        file = adapter_file(path)
+        check_adapter_file(path / file)
+        return Trained(name, fingerprint(path, [file]), path)
     if (step := step_of(path.absolute().name)) is not None and (path / MANIFEST).is_file():
         return _of_checkpoint(name, Store(path.absolute().parent), step)
     if steps := Store(path).steps():

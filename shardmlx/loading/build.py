@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model
 
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
+from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.parts import find_parts
@@ -84,7 +84,7 @@ def build_model(
     mx.random.seed(seed)
     unfreeze(model, fine_tune)
     if adapters is not None:
-        _resume(model, Path(adapters))
+        resume_from(model, Path(adapters), fine_tune)
     if adapters is not None or not fine_tune.master_weights:
         return model, {}
     exact = {
@@ -159,45 +159,18 @@ def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
             for module in (parts.body[parts.embedding_name], *parts.ends.values()):
                 module.unfreeze()
         return
-    try:
-        linear_to_lora_layers(
-            model,
-            fine_tune.num_layers,
-            dict(fine_tune.lora_parameters),
-            use_dora=fine_tune.fine_tune_type == "dora",
-        )
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{fine_tune.fine_tune_type}: {one_line(error)}") from None
+    check_keys(model, fine_tune.lora_parameters.get("keys"))
+    make_adapters(model, fine_tune.num_layers, fine_tune.lora_parameters, fine_tune.fine_tune_type)
 
 
 def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
     try:
-        load_adapters(model, adapter_path)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        add_adapters(model, Path(adapter_path))
+    except UserError as error:
         raise UserError(
-            f"--adapter-path {adapter_path} holds no adapters of this model: {one_line(error)}; "
+            f"--adapter-path {adapter_path} holds no adapters of this model: {error}; "
             f"{remedy} the model without"
         ) from None
-
-
-def _resume(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
-        raise UserError(f"--resume-adapter-file {path}: there is no such file")
-    try:
-        weights: Any = mx.load(str(path))
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"--resume-adapter-file {path}: {one_line(error)}") from None
-    known = dict(tree_flatten(model.parameters()))
-    if not isinstance(weights, dict) or not weights.keys() & known.keys():
-        raise UserError(f"--resume-adapter-file {path} holds no weight of this model")
-    for name, array in weights.items():
-        if name in known and array.shape != known[name].shape:
-            raise UserError(
-                f"--resume-adapter-file {path}: {name} has the shape {array.shape}, in this model "
-                f"{known[name].shape}",
-                "use the model and lora_parameters that it was made with",
-            )
-    model.load_weights(list(weights.items()), strict=False)
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:

@@ -17,6 +17,7 @@ from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
+from shardmlx.loading.adapter_files import adapter_file, describe_peft
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
     FILES_TO_DOWNLOAD,
@@ -31,7 +32,7 @@ from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
-from shardmlx.modelfiles.sources import ADAPTER_FILE, SUFFIX
+from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
 
 _LOOKING = "looking for the model"
@@ -193,8 +194,10 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
     path = Path(name)
     is_file = path.suffix == SUFFIX
     directory = path.parent if is_file else path
-    files = [path.name] if is_file else [ADAPTER_FILE]
+    files = [path.name if is_file else adapter_file(path)]
     here = Bundle(transport, path)
+    if transport.rank == 0 and (line := describe_peft(directory)) is not None:
+        reporter.say(line)
     if transport.size == 1:
         return here
     what = "looking for the adapters"

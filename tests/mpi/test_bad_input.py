@@ -343,7 +343,7 @@ def test_metrics_of_the_last_run_stay(model: Path, data: Path, tmp_path: Path) -
 def test_adapters_of_another_model(model: Path, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "adapters.safetensors"
     mx.save_safetensors(str(path), {"model.layers.99.mlp.up_proj.lora_a": mx.zeros((2, 2))})
-    line = f"--resume-adapter-file {path} holds no weight of this model"
+    line = f"--resume-adapter-file {path}: it holds no weight of this model"
     assert refused(tmp_path, 2, "--resume-adapter-file", path) == line
 
 

@@ -33,6 +33,7 @@ from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_peft
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -354,6 +355,24 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_lora_of_peft_is_fused_as_its_formula_says(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.1.self_attn.v_proj"
+    before: Any = {}
+    for file in model.glob("*.safetensors"):
+        before |= mx.load(str(file))
+    pairs = save_peft(tmp_path / "peft", {name: before[f"{name}.weight"].shape}, use_rslora=True)
+    how = {"adapter_path": str(tmp_path / "peft"), "quantize": None}
+    command.export(options(model, tmp_path / "out", **how), Reporter())
+    assert "PEFT" in capsys.readouterr().out
+    after: Any = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    b, a = pairs[name]
+    expected = before[f"{name}.weight"] + 12 / 4**0.5 * (b @ a)
+    assert mx.allclose(after.pop(f"{name}.weight"), expected, atol=1e-4)
+    assert all(mx.array_equal(array, before[name]) for name, array in after.items())
+
+
 def test_adapters_of_another_model_and_whole_models_are_refused(
     model: Path, tmp_path: Path
 ) -> None:
@@ -366,7 +385,7 @@ def test_adapters_of_another_model_and_whole_models_are_refused(
     mx.save_safetensors(str(adapters / "adapters.safetensors"), {"lora_a": mx.ones(1)})
     (adapters / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
     message = refusal(options(model, tmp_path / "out", adapter_path=str(adapters)))
-    assert message.startswith(f"--adapter-path {adapters} holds nothing for this model: Adapter at")
+    assert message.startswith(f"--adapter-path {adapters} holds nothing for this model: lora_a ")
 
 
 @pytest.mark.parametrize(

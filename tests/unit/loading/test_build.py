@@ -401,7 +401,7 @@ def test_a_file_to_go_on_from_that_holds_something_else(
     else:
         mx.save_safetensors(str(file), {"transformer.h.0.weight": mx.ones(3)})
     assert error_of(model_dir, resume_adapter_file=str(file)) == (
-        f"--resume-adapter-file {file} holds no weight of this model"
+        f"--resume-adapter-file {file}: it holds no weight of this model"
     )
 
 
@@ -411,7 +411,7 @@ def test_a_file_to_go_on_from_that_was_made_with_another_rank(
     file = f"{adapters(tmp_path / 'adapters', model_dir, rank=8)}/adapters.safetensors"
     message = error_of(model_dir, resume_adapter_file=file)
     assert message.startswith(f"--resume-adapter-file {file}: model.layers.")
-    assert message.endswith(": use the model and lora_parameters that it was made with")
+    assert ": use the model and lora_parameters that it was made with" in message
 
 
 @pytest.mark.parametrize(
@@ -419,8 +419,8 @@ def test_a_file_to_go_on_from_that_was_made_with_another_rank(
     [
         (lambda path: (path / "adapter_config.json").unlink(), "No such file or directory"),
         (lambda path: (path / "adapter_config.json").write_text("{"), "Expecting property name"),
-        (lambda path: (path / "adapter_config.json").write_text("[]"), "must be a mapping"),
-        (lambda path: (path / "adapter_config.json").write_text("{}"), "'num_layers'"),
+        (lambda path: (path / "adapter_config.json").write_text("[]"), "no JSON object"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "num_layers is None"),
         (lambda path: (path / "adapters.safetensors").write_text("{}"), "Unable to read"),
     ],
 )
@@ -440,7 +440,7 @@ def test_adapters_to_test_of_another_model(
 ) -> None:
     path = adapters(tmp_path / "adapters", quantised_dir)
     message = error_of(model_dir, test=True, adapter_path=path)
-    assert "adapter shape (64, 4) does not match model parameter shape (96, 4)" in message
+    assert "has the shape (64, 4), in this model (96, 4)" in message
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")

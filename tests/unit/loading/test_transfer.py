@@ -30,6 +30,7 @@ from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_peft
 
 LAYERS = 4
 QUIET = Reporter(quiet=True)
@@ -419,8 +420,20 @@ def write_adapters(path: Path, model: Path) -> None:
     (path / "adapter_config.json").write_text(json.dumps(config))
 
 
-def test_adapters_that_only_rank_0_has(llama: Path, tmp_path: Path, temporary: Path) -> None:
-    write_adapters(tmp_path / "adapters", llama)
+def write_peft(path: Path, model: Path) -> None:
+    """LoRA of PEFT on the same layers, and on both ends."""
+    whole = build_to_generate(model, dtype=None, adapter_path=None, seed=0)
+    shapes = {name: array.shape for name, array in tree_flatten(whole.parameters())}
+    names = [f"model.layers.{layer}.mlp.up_proj" for layer in (1, 2, 3)]
+    names += ["model.embed_tokens", "lm_head"]
+    save_peft(path, {name: shapes[f"{name}.weight"] for name in names})
+
+
+@pytest.mark.parametrize("write", [write_adapters, write_peft])
+def test_adapters_that_only_rank_0_has(
+    write: Callable[[Path, Path], None], llama: Path, tmp_path: Path, temporary: Path
+) -> None:
+    write(tmp_path / "adapters", llama)
 
     def work(transport: LocalTransport) -> bool:
         own = str(tmp_path / "adapters") if transport.rank == 0 else str(tmp_path / "none")

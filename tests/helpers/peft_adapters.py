@@ -1,0 +1,55 @@
+"""Adapters in the form in which PEFT saves them, of random numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+CONFIG: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 12,
+    "lora_dropout": 0.1,
+    "bias": "none",
+    "init_lora_weights": True,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "loftq_config": {},
+    "target_modules": ["q_proj", "down_proj"],
+}
+
+
+def save_peft(
+    directory: Path, shapes: Mapping[str, tuple[int, int]], seed: int = 0, **config: Any
+) -> dict[str, tuple[mx.array, mx.array]]:
+    """Save LoRA of modules of such weights (out, in); return each one's (B, A).
+
+    ``rank_pattern`` has the ranks of modules by their whole names.
+    """
+    directory.mkdir(parents=True)
+    content = {**CONFIG, **config}
+    keys = iter(mx.random.split(mx.random.key(seed), 2 * len(shapes)))
+    pairs, tensors = {}, {}
+    for module, (out, width) in shapes.items():
+        rank = content["rank_pattern"].get(module, content["r"])
+        b, a = (
+            mx.random.normal((out, rank), key=next(keys)),
+            mx.random.normal((rank, width), key=next(keys)),
+        )
+        pairs[module] = b, a
+        kind = "lora_embedding_{}" if "embed" in module else "lora_{}.weight"
+        # Of an embedding PEFT counts the rows as the input.
+        first, second = (b.T, a.T) if "embed" in module else (a, b)
+        tensors[f"base_model.model.{module}.{kind.format('A')}"] = mx.contiguous(first)
+        tensors[f"base_model.model.{module}.{kind.format('B')}"] = mx.contiguous(second)
+    mx.save_safetensors(str(directory / "adapter_model.safetensors"), tensors)
+    (directory / "adapter_config.json").write_text(json.dumps(content))
+    return pairs
