@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
@@ -11,18 +13,40 @@ from mlx_lm.utils import load_tokenizer
 from shardmlx.errors import UserError, one_line
 
 
-def read_tokenizer(model_path: Path, trust_remote_code: bool, eos: Any) -> TokenizerWrapper:
-    """Read the model's tokenizer, as mlx-lm sets it up.
+def read_tokenizer(
+    model_path: Path, trust_remote_code: bool, config: Mapping[str, Any]
+) -> TokenizerWrapper:
+    """Read the model's tokenizer, as mlx-lm sets it up, with ``ends_of`` beside its own end.
 
-    ``eos`` is config.json's eos_token_id: a number, a list of them, or None. Raises ``UserError``.
+    ``config`` is the content of config.json. Raises ``UserError``.
     """
     try:
         return load_tokenizer(
             model_path,
             {"trust_remote_code": trust_remote_code},
-            eos_token_ids=eos,
+            eos_token_ids=ends_of(model_path, config) or None,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"{model_path} holds no tokenizer that transformers can read: {one_line(error)}"
         ) from None
+
+
+def ends_of(model_path: Path, config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text, as config.json and generation_config.json say.
+
+    One that cannot be read says nothing, as in mlx-lm.
+    """
+    try:
+        generation = json.loads((model_path / "generation_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        generation = None
+    ends: set[int] = set()
+    for each in (config, generation):
+        said = each.get("eos_token_id") if isinstance(each, Mapping) else None
+        ends.update(end for end in (said if isinstance(said, list) else [said]) if _is_token(end))
+    return sorted(ends)
+
+
+def _is_token(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

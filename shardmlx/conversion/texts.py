@@ -16,6 +16,8 @@ from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.tokenizer import ends_of
 
 _COPIED = (*(f"*{suffix}" for suffix in COPIED_SUFFIXES), "*.py", "*.tiktoken")
 _NOT_COPIED = (
@@ -40,7 +42,7 @@ def texts_of(
         **dict(_copies(source)),
         "README.md": model_card(repository),
         INDEX_FILE: json.dumps(index, indent=4).encode(),
-        CONFIG_FILE: _config(model),
+        CONFIG_FILE: _config(model, source),
     }
 
 
@@ -54,10 +56,14 @@ def _copies(source: Path) -> Iterator[tuple[str, bytes]]:
                 raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _config(model: LazyModel) -> bytes:
+def _config(model: LazyModel, source: Path) -> bytes:
+    config = dict(model.config)
+    # mlx-lm puts the ends of generation_config.json in the place of those of config.json.
+    if len(ends := ends_of(source, read_config(source))) > 1:
+        config["eos_token_id"] = ends
     with TemporaryDirectory() as directory:
         path = Path(directory) / CONFIG_FILE
-        save_config(dict(model.config), path, keep_vision_config=model.keeps_vision)
+        save_config(config, path, keep_vision_config=model.keeps_vision)
         return path.read_bytes()
 
 

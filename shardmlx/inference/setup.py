@@ -186,7 +186,7 @@ def _read_prompts(
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
-    tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.eos)
+    tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.config)
     for token in config.extra_eos_token:
         try:
             tokenizer.add_eos_token(token)

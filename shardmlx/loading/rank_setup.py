@@ -59,11 +59,6 @@ class OpenedModel:
         return json_digest(self.config)
 
     @property
-    def eos(self) -> Any:
-        """The eos_token_id of config.json."""
-        return self.config.get("eos_token_id")
-
-    @property
     def max_positions(self) -> int | None:
         """Tokens of a sequence at most, where the model says it."""
         return self.config.get("max_position_embeddings")

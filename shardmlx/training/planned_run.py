@@ -223,7 +223,7 @@ def _trainable(model: nn.Module) -> str:
 def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
     data = read_data(
         DataOptions.of(config),
-        read_tokenizer(opened.path, config.trust_remote_code, opened.eos),
+        read_tokenizer(opened.path, config.trust_remote_code, opened.config),
         opened.max_positions,
         reporter.track,
         vocabulary=opened.shape.vocab_size,

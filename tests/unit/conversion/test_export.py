@@ -45,7 +45,9 @@ Contents = dict[str, bytes]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two files, of three layers, with a tokenizer's files beside it."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    save_model_directory(path, tiny_config(layers=3, tied=True, torch_dtype="bfloat16"))
+    save_model_directory(
+        path, tiny_config(layers=3, tied=True, torch_dtype="bfloat16", eos_token_id=3)
+    )
     whole = mx.load(str(path / "model.safetensors"))
     assert isinstance(whole, dict)
     (path / "model.safetensors").unlink()
@@ -86,7 +88,7 @@ def test_the_directory_has_all_that_a_model_needs(model: Path, expected: Content
         "model.safetensors.index.json", "tokenizer.json",
     ]  # fmt: skip
     config = json.loads(expected["config.json"])
-    assert config["eos_token_id"] == 5
+    assert config["eos_token_id"] == [3, 5]
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -13,25 +14,48 @@ from shardmlx.errors import UserError
 from shardmlx.models.tokenizer import read_tokenizer
 
 
-def test_the_tokenizer_is_the_one_that_mlx_lm_loads(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A directory with a tokenizer whose own end is token 1."""
+    tokens = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    tokens.pre_tokenizer = Whitespace()
+    tokens.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}'
     )
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    return tmp_path
 
-    tokenizer = read_tokenizer(tmp_path, False, eos=1)
 
-    assert tokenizer.encode("a b c") == [2, 3, 0]
-    assert tokenizer.eos_token_ids == {1}
+def test_the_tokenizer_is_the_one_that_mlx_lm_loads(words: Path) -> None:
+    assert read_tokenizer(words, False, {}).encode("a b c") == [2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (None, None, {1}),
+        (3, None, {1, 3}),
+        (3, "[4, 5]", {1, 3, 4, 5}),
+        ([2, 3], "2", {1, 2, 3}),
+        (None, "0", {0, 1}),
+        (3, "null", {1, 3}),
+        (3, '"</s>"', {1, 3}),
+        (3, "}", {1, 3}),
+    ],
+)
+def test_a_text_has_the_ends_of_all_files(
+    config: Any, generation: str | None, ends: set[int], words: Path
+) -> None:
+    if generation is not None:
+        (words / "generation_config.json").write_text(f'{{"eos_token_id": {generation}}}')
+    assert read_tokenizer(words, False, {"eos_token_id": config}).eos_token_ids == ends
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError) as error:
-        read_tokenizer(tmp_path, False, eos=1)
+        read_tokenizer(tmp_path, False, {})
     assert str(error.value).startswith(
         f"{tmp_path} holds no tokenizer that transformers can read: "
     )
