@@ -21,6 +21,10 @@ class UserError(ValueError):
         super().__init__(f"{self.problem}: {self.remedy}" if remedy else self.problem)
 
 
+class PromptTooLong(UserError):
+    """A prompt of more tokens than it may have."""
+
+
 def unknown_token(where: str, token: int, vocabulary: int) -> UserError:
     """Return the error for a token id that is none of the model's: MLX would read, and in training
     write, memory that is not the model's."""

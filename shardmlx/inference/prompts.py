@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.errors import UserError, one_line, unknown_token
+from shardmlx.errors import PromptTooLong, UserError, one_line, unknown_token
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
 from shardmlx.inference.chat_forms import (
@@ -39,6 +39,13 @@ comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
 LLAMA3_WORDS = ("ipython", '"parameters": ')
 """Texts in the chat templates of Llama 3.1 and newer: the role of results, and how calls are
 written."""
+USUAL_CHARACTERS = 4
+"""Characters of a token, about. A text that has fewer for each token that it may have is not worth
+a look before it is tokenised."""
+
+PIECE = 1 << 14
+"""Characters of a piece in which the tokens of a long text are counted."""
+
 
 ChatMessage = Mapping[str, Any]
 """A message of a chat: ``role``, ``content`` and what else the model's template knows."""
@@ -50,7 +57,8 @@ class PromptReader:
 
     ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
     ``template_arguments`` go to the chat template. ``vocabulary`` is the number of tokens that the
-    model knows, where it is known.
+    model knows, where it is known. With ``most_tokens`` a text of far more is refused before all of
+    it is tokenised, which takes a hundred times its memory.
     """
 
     tokenizer: TokenizerWrapper
@@ -58,6 +66,7 @@ class PromptReader:
     prefill_response: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: int | None = None
+    most_tokens: int | None = None
 
     @property
     def has_template(self) -> bool:
@@ -69,7 +78,7 @@ class PromptReader:
 
         Raises ``UserError`` if there are none, or one that the model does not know.
         """
-        return self._some(self.tokenizer.encode(prompt))
+        return self._tokens(prompt, self.tokenizer.encode)
 
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return ``tokens``. Raises ``UserError`` for one that the model does not know."""
@@ -80,7 +89,19 @@ class PromptReader:
                     raise unknown_token("the prompt", token, vocabulary)
         return tokens
 
-    def _some(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def _tokens(self, text: str, encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
+        most = self.most_tokens
+        if most is not None and len(text) > USUAL_CHARACTERS * most:
+            count = 0
+            for start in range(0, len(text), PIECE):
+                count += len(encode(text[start : start + PIECE]))
+                # A cut makes a few tokens more, but not as many again.
+                if count > 2 * most:
+                    raise PromptTooLong(
+                        f"the prompt has more than {2 * most} tokens",
+                        f"with its answer it may have at most {most}",
+                    )
+        tokens = encode(text)
         if not tokens:
             raise UserError("the prompt has no tokens", "give a longer text")
         return tuple(self.checked(tokens))
@@ -110,6 +131,10 @@ class PromptReader:
         added = self.tokenizer.added_tokens_decoder.items()
         return {token.content: number for number, token in added if token.special}
 
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens.of(self.tokenizer)
+
     def opens_thought(self, tokens: Sequence[int]) -> bool:
         """Return whether a chat ends in the mark before a thought: some templates write it."""
         known = self.tokenizer
@@ -135,7 +160,12 @@ class PromptReader:
             raise UserError(
                 "messages need a chat template, and the model has none", "give a prompt"
             )
-        given, mark = ControlTokens.of(self.tokenizer).broken([*messages, *tools])
+        if self.most_tokens is not None and len(messages) > self.most_tokens:
+            raise PromptTooLong(
+                f"the prompt has {len(messages)} messages",
+                f"with its answer it may have at most {self.most_tokens} tokens",
+            )
+        given, mark = self._control_tokens.broken([*messages, *tools])
         chat, tools = given[: len(messages)], given[len(messages) :]
         if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
             chat.insert(0, {"role": "system", "content": self.system_prompt})
@@ -156,8 +186,8 @@ class PromptReader:
         options = {**({"tools": tools} if tools else {}), **self.template_arguments, **arguments}
         text = self._first_taken(forms, must_hold, is_begun, options)
         if mark is not None:
-            return self._some(encode_without(mark, text, self.tokenizer))
-        return self._some(self.tokenizer.encode(text, add_special_tokens=False))
+            return self._tokens(text, partial(encode_without, mark, tokenizer=self.tokenizer))
+        return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def _first_taken(
         self,

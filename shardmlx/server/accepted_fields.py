@@ -8,11 +8,17 @@ pass; one that would change it is refused by name, never ignored in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardmlx.server.openai_errors import refused, shown
+
+_Item = TypeVar("_Item")
+
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list in a body, of which the first fault is enough. Pydantic would tell a hundred thousand, and
+no other thread runs while it does: for seconds."""
 
 
 class Body(BaseModel):

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardmlx.server.accepted_fields import Body, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 
@@ -22,11 +22,11 @@ SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_
 class MessagesBody(Body):
     """The body of a request to /v1/messages, as far as it is not passed on as it is."""
 
-    messages: list[Json]
+    messages: Listed[Json]
     max_tokens: int | None = None
-    system: str | list[Json] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[Json] | None = None
+    system: str | Listed[Json] | None = None
+    stop_sequences: Listed[str] | None = None
+    tools: Listed[Json] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
 

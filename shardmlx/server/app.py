@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -53,11 +53,17 @@ from shardmlx.server.tokenizing import counted, detokenized, tokenized
 MOST_BODY_BYTES = 4 << 20
 """Bytes that the body of a request may have, where the caller says nothing else."""
 
+LONG_BODY_BYTES = 100_000
+"""Bytes of a body that is read in hundredths of a second. Longer ones have turns of their own."""
+
 SECONDS_FOR_BODY = 30.0
 """Seconds for the body of a request to come."""
 
 SECONDS_TO_RETRY = 2
 """Seconds after which a client shall ask again when the queue is full (``Retry-After``)."""
+
+
+_Read = TypeVar("_Read")
 
 
 def make_app(
@@ -146,8 +152,8 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(reader.token_text)
-        # Tokenising a long prompt takes long, and one thread for it is enough.
-        self._tokenising = asyncio.Lock()
+        # One thread is enough for long requests, and another for those that do not wait for them.
+        self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
 
     @property
     def routes(self) -> list[Route]:
@@ -218,9 +224,15 @@ class Api:
         self, request: Request, answer: Callable[[bytes, Reader, ServedModel], dict[str, Any]]
     ) -> Response:
         """Answer a request for which nothing is generated."""
+        return JSONResponse(await self._read(request, answer))
+
+    async def _read(
+        self, request: Request, read: Callable[[bytes, Reader, ServedModel], _Read]
+    ) -> _Read:
+        """Return what ``read`` makes of the body, on a thread of its own."""
         body = await read_body(request, self._max_body_bytes)
-        async with self._tokenising:
-            return JSONResponse(await asyncio.to_thread(answer, body, self._reader, self._served))
+        async with self._turns[len(body) > LONG_BODY_BYTES]:
+            return await asyncio.to_thread(read, body, self._reader, self._served)
 
     def _reply(self, kind: type[Reply]) -> Callable[[ApiRequest], Reply]:
         return lambda asked: kind(asked, self._served.names.first, self._token_text)
@@ -232,9 +244,7 @@ class Api:
         reply: Callable[[ApiRequest], AnyReply],
     ) -> Response:
         self._check_ready()
-        body = await read_body(request, self._max_body_bytes)
-        async with self._tokenising:
-            api_request = await asyncio.to_thread(read, body, self._reader, self._served)
+        api_request = await self._read(request, read)
         answers = self._submit(api_request)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
         return AnswerResponse(reply(api_request), answers, meters)

@@ -13,7 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
-from shardmlx.server.accepted_fields import Body, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
@@ -73,6 +73,13 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
         if all(isinstance(each, list) and each and all(map(_is_integer, each)) for each in lists):
             return tuple(map(tuple, lists))
     raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _plain(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (arguments or {}).items():
+        if isinstance(value, dict | list):
+            raise ValueError(f"{shown(name)}: give a text, a number, true, false or null")
+    return arguments
 
 
 # Models.
@@ -138,16 +145,16 @@ class RequestBody(SamplingBody, StructuredBody):
 class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: Listed[MessageBody] = Field(min_length=1)
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
-    tools: list[ToolBody] | None = None
+    tools: Listed[ToolBody] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     reasoning_format: str | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_plain)] = None
 
 
 class CompletionBody(RequestBody):

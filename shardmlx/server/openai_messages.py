@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardmlx.inference.answer_format import Tool
-from shardmlx.server.accepted_fields import Body
+from shardmlx.server.accepted_fields import Body, Listed
 from shardmlx.server.openai_errors import refused, shown
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -98,7 +98,7 @@ class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     name: str | None = None
-    tool_calls: list[CallBody] | None = None
+    tool_calls: Listed[CallBody] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")

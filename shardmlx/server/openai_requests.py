@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
-from shardmlx.errors import UserError
+from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.call_formats import KNOWN
 from shardmlx.inference.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     ]
     arguments = {**_effort(chat.reasoning_effort), **arguments}
     tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
-    tokens = _tokens(partial(reader.chat, messages, tools=tools, **arguments), "messages")
+    tokens = tokens_of(partial(reader.chat, messages, tools=tools, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     thought = reader.answer_format.thought
     end = thought.end if thought is not None and reader.opens_thought(tokens) else None
@@ -234,9 +234,10 @@ def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequ
     prompts = []
     for prompt in completion.prompt:
         if isinstance(prompt, str):
-            tokens = _tokens(partial(reader.text, prompt), "prompt")
+            tokens = tokens_of(partial(reader.text, prompt), "prompt")
         else:
             tokens = prompt
+            _left(len(tokens), "prompt", served)
             check_vocabulary(tokens, "prompt", served)
         prompts.append(tokens)
     structure = completion.structure()
@@ -252,9 +253,12 @@ def _effort(effort: str | None) -> dict[str, Any]:
     return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
-def _tokens(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
+def tokens_of(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
+    """Return what a reader reads, which the body calls ``param``. Raises ``ApiError``."""
     try:
         return read()
+    except PromptTooLong as error:
+        raise _too_long(str(error), param) from None
     except UserError as error:
         raise refused(str(error), param) from None
 
@@ -323,13 +327,7 @@ def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedMod
 
     The default gives way to a long prompt, but what was asked for is kept, or refused.
     """
-    left = served.most_tokens - prompt
-    if left < 1:
-        raise _too_long(
-            f"the prompt has {prompt} tokens: with its answer it may have at most "
-            f"{served.most_tokens}",
-            param,
-        )
+    left = _left(prompt, param, served)
     if asked is None:
         return min(served.defaults.max_tokens, left)
     if asked == ALL_THAT_FIT:
@@ -341,6 +339,18 @@ def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedMod
             "max_tokens",
         )
     return asked
+
+
+def _left(prompt: int, param: str, served: ServedModel) -> int:
+    """Return the tokens that are left to the answer to a prompt of so many."""
+    left = served.most_tokens - prompt
+    if left < 1:
+        raise _too_long(
+            f"the prompt has {prompt} tokens: with its answer it may have at most "
+            f"{served.most_tokens}",
+            param,
+        )
+    return left
 
 
 def _too_long(message: str, param: str) -> ApiError:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardmlx.server.accepted_fields import Body, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel, read_chat
@@ -30,10 +30,10 @@ REPEATED = (
 class ResponseBody(Body):
     """The body of a request to /v1/responses, as far as it is not passed on as it is."""
 
-    input: str | list[Json]
+    input: str | Listed[Json]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[Json] | None = None
+    tools: Listed[Json] | None = None
     tool_choice: Any = None
     text: Json | None = None
     reasoning: Json | None = None

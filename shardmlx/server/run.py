@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from socket import socket
 
 from shardmlx.common.environment import Blas
@@ -45,7 +46,8 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
             PATIENCE, new_prefix_cache(prepared) if config.prefix_cache else None, grammars
         )
         complaint = None if grammars is None else grammars.complaint
-        server = RequestServer(config, prepared, prepared.reader, first_stage, reporter, complaint)
+        reader = replace(prepared.reader, most_tokens=prepared.plan.load.context)
+        server = RequestServer(config, prepared, reader, first_stage, reporter, complaint)
         server.run(listeners[0])
         first_stage.stop()
     report_memory(prepared, reporter)

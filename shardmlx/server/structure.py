@@ -14,8 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shardmlx.server.accepted_fields import Body
+from shardmlx.server.accepted_fields import Body, Listed
 from shardmlx.server.openai_errors import refused, shown
+
+LONGEST_GRAMMAR = 100_000
+"""Characters of a grammar. All answers wait while one is made ready, and the time grows with the
+square of the length: 1 s for 3600 properties that may be left out."""
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
@@ -43,7 +47,7 @@ class StructureBody(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
 
 
@@ -54,7 +58,7 @@ class StructuredBody(Body):
     structured_outputs: StructureBody | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
 
     def structure(self) -> Structure | None:
@@ -151,6 +155,12 @@ class Structure:
             )
         # Without the thought, after which it would be too late.
         alone = self.rules[0] if self.is_whole else grammar_of(self.rules)
+        if len(alone) > LONGEST_GRAMMAR:
+            raise refused(
+                f"{param}: as a grammar it has {len(alone)} characters: at most {LONGEST_GRAMMAR} "
+                "are read",
+                param,
+            )
         if said := complaint(alone):
             raise refused(f"{param}: {shown(said)[1:-1]}", param)
         return alone if thought_end is None else grammar_of(self.rules, thought_end, special)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from shardmlx.errors import UserError
-from shardmlx.server.accepted_fields import Body, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.anthropic_requests import as_chat
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
-from shardmlx.server.openai_requests import Reader, ServedModel, check_vocabulary, read_chat
+from shardmlx.server.openai_requests import (
+    Reader,
+    ServedModel,
+    check_vocabulary,
+    read_chat,
+    tokens_of,
+)
 
 
 class _Body(Body):
@@ -27,7 +33,7 @@ class TextBody(_Body):
 class TokensBody(_Body):
     """The body of a request to /detokenize."""
 
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
@@ -47,10 +53,7 @@ def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any
                 "add_special_tokens",
                 "unsupported_parameter",
             )
-        try:
-            tokens = reader.text(asked.prompt)
-        except UserError as error:
-            raise refused(str(error), "prompt") from None
+        tokens = tokens_of(partial(reader.text, asked.prompt), "prompt")
     return {"count": len(tokens), "max_model_len": served.most_tokens, "tokens": list(tokens)}
 
 

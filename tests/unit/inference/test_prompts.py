@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from mlx_lm.tokenizer_utils import load
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import AddedToken
 
-from shardmlx.errors import UserError
+from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
 from shardmlx.inference.answer_format import HARMONY
 from shardmlx.inference.call_formats import call_format
@@ -203,3 +204,50 @@ def test_llama_3_is_told_by_its_template(small_tokenizer: Path) -> None:
 def test_a_chat_that_no_form_of_a_template_takes_is_refused(small_tokenizer: Path) -> None:
     with pytest.raises(UserError, match=r"the chat template does not take it: .*never"):
         told(small_tokenizer, "{{ raise_exception('never') }}", [TOOL])
+
+
+class Letters:
+    """A tokenizer to which a character is a token; it counts those that it has read."""
+
+    has_chat_template = True
+    chat_template = "{{ messages }}"
+    added_tokens_decoder: Mapping[int, AddedToken] = MappingProxyType({})
+    has_thinking = has_tool_calling = False
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.read += len(text)
+        return [*map(ord, text)]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "".join(each["content"] for each in messages)
+
+
+@pytest.mark.parametrize("characters", [20_000, 5_000_000])
+def test_of_a_text_that_is_far_too_long_only_a_piece_is_tokenised(characters: int) -> None:
+    letters = Letters()
+    reader = PromptReader(tokenizer=letters, most_tokens=3000)
+    with pytest.raises(PromptTooLong) as caught:
+        reader.text(characters * "a")
+    assert "3000" in caught.value.remedy
+    with pytest.raises(PromptTooLong):
+        reader.chat([{"role": "user", "content": characters * "a"}])
+    assert letters.read <= 2 * prompts.PIECE
+
+
+def test_a_chat_of_more_messages_than_tokens_reaches_no_template() -> None:
+    reader = PromptReader(tokenizer=Letters(), most_tokens=10)
+    with pytest.raises(PromptTooLong, match="11 messages"):
+        reader.chat(11 * [{"role": "user", "content": ""}])
+
+
+def test_what_may_fit_has_the_tokens_of_the_whole(tokenizer: Path) -> None:
+    reader = PromptReader(tokenizer=load(tokenizer))
+    text = 700 * "Where be the treasure, and who has hidden it? "
+    assert len(text) > prompts.PIECE
+    tokens = reader.text(text)
+    assert replace(reader, most_tokens=len(tokens) // 2 + 50).text(text) == tokens
+    with pytest.raises(PromptTooLong):
+        replace(reader, most_tokens=len(tokens) // 2 - 50).text(text)

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,11 +15,12 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.page_files import POLICY
 from shardmlx.server.request_queue import Piece, RequestQueue
-from tests.helpers.http_serving import MODEL, Agent, Parrot, Serving, Text, serving
+from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
 KEY = "sesame"
@@ -583,3 +586,23 @@ def test_two_servers_in_one_process_count_apart() -> None:
         post(one)
         assert metric(one, "shardmlx_generated_tokens_total") == 3
         assert metric(other, "shardmlx_generated_tokens_total") == 0
+
+
+def test_a_short_request_does_not_wait_for_a_long_one() -> None:
+    class Slow(Letters):
+        def __init__(self) -> None:
+            self.has_begun, self.short_is_done = threading.Event(), threading.Event()
+
+        def text(self, prompt: str) -> tuple[int, ...]:
+            if len(prompt) > LONG_BODY_BYTES:
+                self.has_begun.set()
+                assert self.short_is_done.wait(30)
+            return super().text(prompt[:5])
+
+    slow = Slow()
+    with serving(reader=slow) as server, ThreadPoolExecutor() as pool:
+        long = pool.submit(post, server, {"prompt": "hello" * 50_000, "max_tokens": 3})
+        assert slow.has_begun.wait(30)
+        assert post(server).status_code == 200
+        slow.short_is_done.set()
+        assert long.result().status_code == 200

@@ -6,9 +6,12 @@ from itertools import count
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from shardmlx.errors import PromptTooLong
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import (
     ApiRequest,
@@ -464,3 +467,37 @@ def test_prompts_count_as_texts() -> None:
 )
 def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
     refusal(lambda: read_completion(body, Letters(), terms()))
+
+
+def test_token_ids_that_cannot_fit_are_refused_before_each_is_looked_at() -> None:
+    ids = [10**9] * 600  # none of the vocabulary
+    with pytest.raises(ApiError) as caught:
+        completion(prompt=ids)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_a_reader_may_say_that_a_prompt_is_too_long() -> None:
+    class Short(Letters):
+        def text(self, prompt: str) -> tuple[int, ...]:
+            raise PromptTooLong("it has more than 10 tokens", "give 10")
+
+    with pytest.raises(ApiError) as caught:
+        read_chat(b'{"messages": [{"role": "user", "content": "hi"}]}', Short(), terms())
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", 1000 * [{}]),
+        ("messages", [{"role": "assistant", "content": "a", "tool_calls": 1000 * [{}]}]),
+        ("tools", 1000 * [{"type": "function"}]),
+        ("guided_choice", 1000 * [1]),
+        ("chat_template_kwargs", {f"a{n}": [] for n in range(1000)}),
+    ],
+)
+def test_of_many_faults_the_first_is_enough(field: str, value: Any) -> None:
+    """Each takes time in which no other thread runs."""
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], field: value})
+    assert caught.value.error_count() == 1

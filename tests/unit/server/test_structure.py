@@ -146,3 +146,9 @@ def test_a_type_that_is_none() -> None:
     param, message = refusal(response_format={"type": "xml"})
     assert param == "response_format.type"
     assert "'xml'" in message
+
+
+def test_a_grammar_that_would_keep_all_answers_waiting_is_refused() -> None:
+    assert refusal(guided_choice=20_000 * ["word"])[0] == "guided_choice"
+    optional = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(9000)}}
+    assert refusal(guided_json=optional)[0] == "guided_json"
