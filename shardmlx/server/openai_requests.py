@@ -153,12 +153,11 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     thought = reader.answer_format.thought
     end = thought.end if thought is not None and reader.opens_thought(tokens) else None
-    forced = _forced(chat, tools)
     structure = chat.structure()
-    if structure is not None and tools:
-        raise refused("response_format and tools: an answer is one of them, give one", "tools")
-    if forced:
+    if forced := _forced(chat, tools):
         structure = _call_structure(chat, forced, reader.answer_format)
+    elif structure is not None and tools:
+        structure = _structure_or_call(structure, chat, tools, reader.answer_format)
     special = reader.answer_format.special
     grammar = structure.grammar(served.complaint, end, special) if structure else None
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
@@ -202,9 +201,22 @@ def _call_structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) 
             "tool_choice",
             "unsupported_parameter",
         )
-    parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
+    parallel = chat.parallel_tool_calls is not False and not isinstance(chat.tool_choice, dict)
     rules = call_rules(tools, known.calls, known.special, parallel=parallel)
     return Structure("tool_choice", rules)
+
+
+def _structure_or_call(
+    structure: Structure, chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat
+) -> Structure:
+    """Return the structure of an answer that has one, or calls tools. Raises ``ApiError``."""
+    try:
+        return structure.or_body(_call_structure(chat, tools, known).rules)
+    except ApiError as error:
+        why = str(error).partition(": give")[0]
+        raise refused(
+            f"{structure.param} and tools in one request: {why}: give one of the two", "tools"
+        ) from None
 
 
 def _parts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -128,6 +128,18 @@ class Structure:
     param: str
     rules: Sequence[str]
     is_whole: bool = False
+
+    def or_body(self, others: Sequence[str]) -> Structure:
+        """Return the structure of an answer that has this one, or is the ``body`` of other rules.
+
+        Raises ``ApiError`` for a whole grammar."""
+        if self.is_whole:
+            raise refused(f"{self.param} is a grammar of the whole answer", self.param)
+        first, second = (
+            [rules[0].replace("body", name, 1), *rules[1:]]
+            for name, rules in (("said", self.rules), ("calls", others))
+        )
+        return replace(self, rules=["body: said | calls", *first, *second])
 
     def grammar(
         self,

@@ -17,7 +17,7 @@ from shardmlx.server.channel_parts import ChannelParts
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.structure import grammar_of
+from shardmlx.server.structure import Structure, grammar_of, json_term
 
 llguidance: Any = pytest.importorskip("llguidance", reason="needs llguidance: pip install it")
 jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install it")
@@ -55,6 +55,10 @@ NESTED = tool(
     names={"type": "array", "items": SHORT, "maxItems": 2},
 )  # fmt: skip
 BARE = tool("wait")
+WITH_NAME = {
+    "type": "object", "properties": {"name": {"enum": ["Paris", "Rome"]}}, "required": ["name"],
+    "additionalProperties": False,
+}  # fmt: skip
 TOOLS = [PLAIN, PERHAPS, NESTED, BARE]
 BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 WITHOUT_NESTED = {"function_gemma": [PLAIN, PERHAPS, BARE]}
@@ -132,6 +136,26 @@ def test_calls_are_single_where_they_may_not_be_parallel() -> None:
     for parser in ("qwen3_coder", "minimax_m2", "pythonic"):
         said = grammar(parser, TOOLS, parallel=False)
         assert len(calls_of(parser, noise(said, 0), TOOLS)) == 1
+
+
+def test_a_structure_or_a_call() -> None:
+    answer = Structure("response_format", [f"body: {json_term(WITH_NAME)}"])
+    shapes, calls = set(), set()
+    for parser in ("generic", "json_tools", "qwen3_coder"):
+        written = format_of(parser).calls
+        assert written is not None
+        said = grammar_of(answer.or_body(call_rules([PLAIN], written, {}, parallel=True)).rules)
+        for seed in range(12):
+            text = noise(said, seed)
+            if (parts := parts_of(parser, text, [PLAIN])) and isinstance(parts[0], Call):
+                calls.add(parser)
+            else:
+                jsonschema.validate(json.loads(text), WITH_NAME)
+                shapes.add(parser)
+    assert "generic" in shapes & calls
+    assert calls | shapes == {"generic", "json_tools", "qwen3_coder"}
+    with pytest.raises(ApiError, match="guided_grammar"):
+        Structure("guided_grammar", ["start: /a/"], is_whole=True).or_body([])
 
 
 def test_gpt_oss_may_think_before_it_calls() -> None:

@@ -135,6 +135,28 @@ def test_every_api_and_the_list_of_models_know_the_way(calls: CallFormat) -> Non
         ]
 
 
+def test_an_answer_has_a_structure_or_is_a_call() -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with (
+        serving(reader=Told(GENERIC_CALLS), complaint=lambda grammar: "") as server,
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
+    ):
+        for said in ('{"name": "Paris"}', LOOK):
+            asked: Any = [{"role": "user", "content": f"{said}."}]
+            choice = client.chat.completions.create(
+                model=MODEL, messages=asked, tools=TOOLS, response_format=shape
+            ).choices[0]
+            called = [
+                (each.function.name, each.function.arguments)
+                for each in choice.message.tool_calls or []
+            ]
+            assert (choice.message.content, called) == (
+                (None, [SEEN]) if said is LOOK else (said, [])
+            )
+            grammar = str(server.parrot.added[-1].sampling.grammar)
+            assert {"body: said | calls", "start: body"} <= set(grammar.split("\n"))
+
+
 def test_arguments_are_streamed_as_they_come() -> None:
     said: Any = [{"role": "user", "content": f"{LOOK}."}]
     with (
