@@ -126,10 +126,13 @@ class MPITransport(Transport):
         self._thread.start()
         everyone = self.all_gather((host, os.getpid()), "start")
         self.hosts = tuple(host for host, _ in everyone)
+        here = {rank: pid for rank, (where, pid) in enumerate(everyone) if where == host}
+        if me == 0:
+            self.shutdown.leave_before = tuple(pid for rank, pid in here.items() if rank != me)
         self._monitor = monitor_ranks(
             me,
             [self.name(rank) for rank in range(self.size)],
-            {rank: pid for rank, (where, pid) in enumerate(everyone) if where == host},
+            here,
             timeout,
             self.shutdown.launched,
         )
@@ -338,13 +341,14 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
         _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-    atexit.register(_finish, shutdown.bounded(timeout, "ending MPI"))
+    atexit.register(_finish, shutdown, shutdown.bounded(timeout, "ending MPI"))
 
 
-def _finish(deadline: Deadline) -> None:
+def _finish(shutdown: JobShutdown, deadline: Deadline) -> None:
     if not MPI.Is_finalized():
         with deadline:
             _library().MPI_Finalize()
+        shutdown.leave_last()
 
 
 def abort(code: int, shutdown: JobShutdown) -> None:

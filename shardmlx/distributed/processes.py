@@ -1,6 +1,6 @@
 """Processes of this machine: whether one lives, and which of them is the mpirun of this job.
 
-Run as a program with a process's number and start, it ends that process: see ``end_process``.
+Run as a program with the arguments of ``end_process``, it ends that process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ _DAEMON = "prted"
 
 _MPIRUN = ("prterun", "mpirun", "mpiexec")
 
-_STEPS = (
-    (0, 4.0),
-    (signal.SIGTERM, 0.2),
-    (signal.SIGTERM, 0.2),
-    (signal.SIGTERM, 0.2),
-    (signal.SIGKILL, 0.2),
-)
-"""Signals that end a process, each with the seconds that it is given afterwards. mpirun leaves at
-once after the third SIGTERM; its daemons do not."""
+SECONDS_TO_FOLLOW = 4.0
+"""Seconds for mpirun to end after a rank that has ended the job."""
+
+SIGNALS_THAT_END = (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
+"""mpirun leaves at once after the third SIGTERM; its daemons do not."""
+
+SECONDS_BETWEEN_SIGNALS = 0.2
 
 
 def process_state(pid: int) -> str | None:
@@ -86,8 +84,8 @@ class MpirunProcess:
         """Return whether it is still there. Asked all the time."""
         return os.getppid() == self.pid if self.direct else process_state(self.pid) != "gone"
 
-    def see_off(self) -> None:
-        """Leave a process behind for some seconds that ends it, if it does not end by itself.
+    def see_off(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
+        """Leave a process behind that ends it, if it does not end by itself within ``seconds``.
 
         It may wait for ever, having killed the ranks: for a host that does not answer, or for a
         rank that died while it came to them.
@@ -97,7 +95,7 @@ class MpirunProcess:
         with contextlib.suppress(OSError, psutil.Error):
             started = psutil.Process(self.pid).create_time()
             subprocess.Popen(
-                [sys.executable, "-P", __file__, str(self.pid), str(started)],
+                [sys.executable, "-P", __file__, *map(str, (self.pid, started, seconds))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -105,8 +103,8 @@ class MpirunProcess:
             )
 
 
-def end_process(pid: int, started: float) -> None:
-    """Wait for the end of a process that began at ``started``, and end it if that takes long.
+def end_process(pid: int, started: float, patience: float) -> None:
+    """Wait ``patience`` seconds for the end of a process that began at ``started``; then end it.
 
     ``started`` is in seconds since 1970, and tells the process from a later one with its number.
     """
@@ -114,7 +112,8 @@ def end_process(pid: int, started: float) -> None:
         process = psutil.Process(pid)
         if abs(process.create_time() - started) > 1:
             return
-        for number, seconds in _STEPS:
+        steps = [(number, SECONDS_BETWEEN_SIGNALS) for number in SIGNALS_THAT_END]
+        for number, seconds in [(0, patience), *steps]:
             with contextlib.suppress(psutil.TimeoutExpired):
                 process.send_signal(number)
                 process.wait(seconds)
@@ -147,4 +146,4 @@ def find_mpirun() -> MpirunProcess | None:
 
 
 if __name__ == "__main__":
-    end_process(int(sys.argv[1]), float(sys.argv[2]))
+    end_process(int(sys.argv[1]), *map(float, sys.argv[2:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare, write_to_terminal
-from shardmlx.distributed.shutdown import JobShutdown
+from shardmlx.distributed.shutdown import SECONDS_TO_AGREE, JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
@@ -87,8 +87,9 @@ def run_ranks(
 ) -> int:
     """Run ``load()(options, transport, blas)`` on this rank; return the exit status of the process.
 
-    The status is 0, 2 after bad input, 1 where all ranks found that they cannot go on, or 128 + a
-    signal that all ranks obeyed. A failure at run time ends all ranks.
+    Rank 0's is that of the job: 0, 2 after bad input, 1 where all ranks found that they cannot go
+    on, or 128 + a signal that all ranks obeyed. The others then return 0: mpirun ends what it has
+    not seen end once one has ended badly. A failure at run time ends all ranks.
 
     ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
     Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
@@ -106,9 +107,9 @@ def run_ranks(
     run = load()
     with connect(timeout(options), alike=False) as transport:
         status = _run(run, options, timeout, transport, blas, alike=alike)
-    if rank == 0 and status == 0:
-        _tell_launcher()
-    return status
+    if rank != 0:
+        return 0
+    return _end_job(status, transport.shutdown)
 
 
 def _run(
@@ -120,8 +121,8 @@ def _run(
     *,
     alike: bool,
 ) -> int:
-    """Return the exit status. What is to be said is said before the ranks leave: mpirun ends all
-    of them as soon as one has ended badly."""
+    """Return the exit status of the job, on all ranks. What is to be said is said before they
+    leave: mpirun ends all of them as soon as one has ended badly."""
     from shardmlx.distributed.agreement import AgreedError
     from shardmlx.distributed.version_check import compare_versions
 
@@ -144,11 +145,17 @@ def _run(
     return 0
 
 
-def _tell_launcher() -> None:
-    """Tell ``launch`` of a good end: mpirun's own status says little where it has lost a host."""
+def _end_job(status: int, shutdown: JobShutdown) -> int:
+    """Return the status, of which ``launch`` is told too: mpirun's own says little where it has
+    lost a host."""
     if LAUNCHED in os.environ:
         with contextlib.suppress(OSError):  # then launch takes a good end for a bad one
-            Path(os.environ[LAUNCHED]).touch()
+            Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
+    if status != 0:
+        see_off = JobShutdown.see_off_mpirun
+        atexit.unregister(see_off)  # of an earlier job in this process
+        atexit.register(see_off, shutdown, SECONDS_TO_AGREE)
+    return status
 
 
 def _refuse(error: UserError, rank: int) -> int:
@@ -163,7 +170,8 @@ def _refuse_before_mpi(error: UserError, rank: int) -> int:
     Without MPI a rank cannot know whether rank 0 has met the same fault. Most likely it has, and
     then mpirun ends this process too before the wait is over.
     """
+    shutdown = JobShutdown(rank)
     if rank == 0:
-        return _refuse(error, rank)
+        return _end_job(_refuse(error, rank), shutdown)
     time.sleep(SECONDS_FOR_RANK_0)
-    return _refuse(UserError(f"{JobShutdown(rank).name}: {error}"), 0)
+    return _refuse(UserError(f"{shutdown.name}: {error}"), 0)

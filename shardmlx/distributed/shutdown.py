@@ -14,8 +14,15 @@ import threading
 import time
 import traceback
 
+import psutil
+
 from shardmlx.common.environment import LAUNCHED
-from shardmlx.distributed.processes import MpirunProcess, find_mpirun, under_mpirun
+from shardmlx.distributed.processes import (
+    SECONDS_TO_FOLLOW,
+    MpirunProcess,
+    find_mpirun,
+    under_mpirun,
+)
 from shardmlx.errors import one_line
 
 SECONDS_OF_A_TURN = 0.2
@@ -23,6 +30,16 @@ SECONDS_OF_A_TURN = 0.2
 
 SECONDS_TO_KILL = 0.7
 """Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
+
+
+SECONDS_BETWEEN_LOOKS = 0.02
+
+SECONDS_FOR_PEERS = 5.0
+"""Seconds for the other ranks of rank 0's host to be gone before it."""
+
+SECONDS_TO_AGREE = 15.0
+"""Seconds for mpirun to end after ranks that have ended by themselves: it does in one, but where
+the cores are busy."""
 
 
 class LastLine:
@@ -68,6 +85,8 @@ class JobShutdown:
         self.rank = rank
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
         self.line: LastLine = LastLine() if earlier is None else earlier.line
+        self.leave_before: tuple[int, ...] = ()
+        """Processes that ``leave_last`` waits for."""
         # Now: after mpirun's end this process is the child of whoever adopts it.
         self.mpirun: MpirunProcess | None = find_mpirun() if earlier is None else earlier.mpirun
 
@@ -98,10 +117,20 @@ class JobShutdown:
         """Return False once the mpirun of this process, or its daemon, has ended."""
         return self.mpirun is None or self.mpirun.runs()
 
-    def see_off_mpirun(self) -> None:
-        """See to it that mpirun, or its daemon on this host, ends too."""
+    def see_off_mpirun(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
+        """See to it that mpirun, or its daemon on this host, ends too, within ``seconds``."""
         if self.mpirun is not None:
-            self.mpirun.see_off()
+            self.mpirun.see_off(seconds)
+
+    def leave_last(self) -> None:
+        """Let the other ranks of this host go before rank 0, which alone has the job's status.
+
+        At a bad status mpirun kills the ranks that it has not seen end, and while others end at
+        the same moment it may lose count of them and wait for ever.
+        """
+        end = time.monotonic() + SECONDS_FOR_PEERS
+        while any(map(psutil.pid_exists, self.leave_before)) and time.monotonic() < end:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def stop_command(self) -> str | None:
         """Return what to type on this host so that the run stops in order, if that is known."""

@@ -138,18 +138,21 @@ class Launcher:
                 job = replace(job, hostfile=str(some))
             print(job, flush=True)
             before = self._checkpoints()
-            status = self._status_of(job, directory / "all ranks have ended well")
+            status = self._status_of(job, directory / "status")
             now = self._checkpoints()
         gained = None if before is None or now is None else bool(now - before)
         return Attempt(status, tuple(hosts), gained)
 
     def _status_of(self, job: MpirunJob, mark: Path) -> int:
-        status = self.supervisor.run(job.words, mark)
+        hosts = self.launch.hosts
+        status = self.supervisor.run(job.words, mark, ranks_here=all(map(is_local, hosts)))
+        if mark.exists():
+            return int(mark.read_text(encoding="utf-8"))
         # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
         # where it runs on this host.
         # The doctor may end without MPI, where hosts cannot connect.
-        several = len(set(self.launch.hosts)) > 1 and self.launch.command != "doctor"
-        if status == 0 and several and not mark.exists() and is_local(self.launch.hosts[0]):
+        several = len(set(hosts)) > 1 and self.launch.command != "doctor"
+        if status == 0 and several and is_local(hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
             return 1
         return status

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import select
 import signal
 import subprocess
+import threading
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from shardmlx.common.environment import LAUNCHED, TERMINAL
+from shardmlx.distributed.processes import (
+    SECONDS_BETWEEN_SIGNALS,
+    SIGNALS_THAT_END,
+    process_state,
+)
 from shardmlx.errors import Stopped
 from shardmlx.hosts.restart_policy import status_of
 
@@ -25,6 +34,9 @@ with nothing to set that time by.
 
 SECONDS_TO_SAVE = 120
 """Seconds for the ranks to save and leave in order, before they are killed."""
+
+SECONDS_ALONE = 20.0
+"""Seconds in which mpirun has no rank on its host before they start, or after they have ended."""
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -60,7 +72,7 @@ class Supervisor:
         self._is_starting = False
         self._steps: Iterator[int] = iter((ASK_TO_STOP, signal.SIGTERM))
 
-    @contextmanager
+    @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals while inside; those that are ignored (nohup) stay so."""
         numbers = [n for n in _STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
@@ -72,8 +84,12 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, command: Sequence[str], mark: Path) -> int:
-        """Run a command, whose ranks are told of ``mark``; return its status as a shell counts."""
+    def run(self, command: Sequence[str], mark: Path, *, ranks_here: bool = False) -> int:
+        """Run a command, whose ranks are told of ``mark``; return its status as a shell counts.
+
+        An mpirun all of whose ``ranks_here`` were its children is ended once they are gone, if it
+        does not end by itself.
+        """
         self._is_starting = True
         # Mostly in a session of its own: a terminal sends Ctrl-C to all processes of a group, and
         # this one alone shall have it.
@@ -87,7 +103,11 @@ class Supervisor:
             self._is_starting = False
             if self.stopped_by is not None:  # while it started
                 self._signal_next()
+            ended = threading.Event()
+            if ranks_here:
+                threading.Thread(target=_end_alone, args=(process, ended), daemon=True).start()
             status = process.wait()
+            ended.set()
         self._process = None
         signal.alarm(0)
         return status_of(status)
@@ -123,6 +143,34 @@ class Supervisor:
         elif number != signal.SIGKILL:
             _say("launch: ending all ranks")
         self._process.send_signal(number)
+
+
+def _end_alone(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    """End a process that has no child that lives, and whose output is read, for too long."""
+    alone = 0
+    while alone < SECONDS_ALONE:
+        if ended.wait(1.0):
+            return
+        alone = 0 if _has_child(process.pid) or not _is_read() else alone + 1
+    _say("launch: all ranks have ended, and mpirun has not: ending it")
+    for number in SIGNALS_THAT_END:
+        process.send_signal(number)
+        if ended.wait(SECONDS_BETWEEN_SIGNALS):
+            return
+
+
+def _has_child(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(process_state(c.pid) != "gone" for c in psutil.Process(pid).children())
+    return False
+
+
+def _is_read() -> bool:
+    """Return whether this process's output, which is mpirun's too, takes more: a pager's may not,
+    and then mpirun still has what the ranks said last."""
+    with contextlib.suppress(OSError):  # one of them is closed
+        return select.select([], [1, 2], [], 0)[1] == [1, 2]
+    return True
 
 
 def _say(text: str) -> None:

@@ -98,7 +98,7 @@ def test_what_is_left_behind_ends_mpirun_and_nothing_else(child: subprocess.Pope
 
     def see_off(started: float) -> None:
         program = [sys.executable, "-P", processes.__file__]
-        subprocess.run([*program, str(child.pid), str(started)], timeout=60, check=True)
+        subprocess.run([*program, str(child.pid), str(started), "0.1"], timeout=60, check=True)
 
     see_off(started - 2)
     assert child.poll() is None
@@ -108,7 +108,7 @@ def test_what_is_left_behind_ends_mpirun_and_nothing_else(child: subprocess.Pope
 
 def test_what_ends_by_itself_is_sent_no_signal() -> None:
     with subprocess.Popen(["sleep", "0.1"]) as child:
-        processes.end_process(child.pid, psutil.Process(child.pid).create_time())
+        processes.end_process(child.pid, psutil.Process(child.pid).create_time(), 30.0)
         assert child.wait(30) == 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 
 from shardmlx.distributed.shutdown import JobShutdown
@@ -39,6 +40,17 @@ def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixtu
     threading.Timer(0.05, ending.line.hush).start()
     assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""
+
+
+def test_rank_0_leaves_when_the_others_of_its_host_are_gone() -> None:
+    ending = JobShutdown(0)
+    with subprocess.Popen(["sleep", "0.2"]) as child:
+        mpirun = threading.Thread(target=child.wait)
+        mpirun.start()
+        ending.leave_before = (child.pid,)
+        ending.leave_last()
+        assert not psutil.pid_exists(child.pid)
+        mpirun.join()
 
 
 def ends_late(program: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.errors import Stopped, UserError
+from shardmlx.hosts import supervisor
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.hosts.launcher import SECONDS_BETWEEN_LOOKS, GaveUp, Launcher
 from shardmlx.hosts.supervisor import Supervisor
@@ -43,7 +44,7 @@ shift
 exec sh -c "$*"
 """
 
-WELL = 'touch "$SHARDMLX_LAUNCHED"'
+WELL = 'printf 0 > "$SHARDMLX_LAUNCHED"'
 """All ranks come to their end."""
 
 NO_WAY = "there is no way to it: see that it is on and in the same network: cable, Wi-Fi, address"
@@ -442,6 +443,19 @@ def test_what_stops_launch_stops_the_ranks_in_order(
     assert process.returncode == status
     assert (lab.path / "signals").read_text() == heard
     assert error.startswith("launch: asked all ranks to save and stop; a second signal ends them")
+
+
+@pytest.mark.parametrize(("job", "status"), [("exec sleep 60", 143), ("sleep 2.5; exit 3", 3)])
+def test_an_mpirun_whose_ranks_are_gone_is_ended(
+    job: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "SECONDS_ALONE", 1.0)
+    assert Supervisor().run(["sh", "-c", job], tmp_path / "status", ranks_here=True) == status
+
+
+def test_the_status_that_rank_0_leaves_is_the_job_s(lab: Lab) -> None:
+    lab.ends('printf 2 > "$SHARDMLX_LAUNCHED"; exit 143')
+    assert lab.launcher().run() == 2
 
 
 def test_a_signal_between_two_starts_ends_launch() -> None:
