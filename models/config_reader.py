@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
+from shardmlx.models.rope_parameters import with_rope
 
 MOST_LAYERS = 10_000
 """Limit of ``num_hidden_layers``: a typing error beyond it would fill the memory with layers."""
@@ -124,11 +125,12 @@ def check_layout(where: str | Path, files: Container[str]) -> None:
 
 
 def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
-    """Return the content of a config.json; ``UserError`` when it is broken."""
+    """Return the content of a config.json, with the fields of rotary embeddings that mlx-lm reads;
+    ``UserError`` when it is broken."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid JSON ({error})", "copy it again") from None
     if not isinstance(config, dict):
         raise UserError(f"{where} holds no JSON object", "copy it again")
-    return config
+    return with_rope(config)

@@ -191,5 +191,5 @@ class ModelShape:
 
 
 def _has_dynamic_rope(fields: Config) -> bool:
-    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling", {})
     return "dynamic" in (scaling.get("type"), scaling.get("rope_type"))

@@ -20,6 +20,7 @@ from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
+from shardmlx.models.config_reader import parse_config
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 
@@ -172,10 +173,10 @@ def save_adapters(
 def save_model(collector: Collector, source: Path, directory: Path) -> None:
     """Write the fine-tuned model as a model directory, a shard for each pipeline rank.
 
-    Configuration and tokenizer are those of ``source``. The shards of a model that this function
-    wrote there before are replaced, once the new ones are complete; nothing else is touched. While
-    they are replaced there is no config.json: what is half of one model and half of another cannot
-    be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
+    Configuration and tokenizer are those of ``source``, with the fields that mlx-lm reads. The
+    shards of a model that this function wrote there before are replaced, once the new ones are
+    complete; nothing else is touched. While they are replaced there is no config.json: what is half
+    of one model and half of another cannot be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
     """
     sources = collector.specs(trained_only=False)
     if not collector.writes:
@@ -196,7 +197,9 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
         files.write(
             INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         )
-        files.write(CONFIG_FILE, _pieces_of(source / CONFIG_FILE))  # last: it makes it a model
+        own = source / CONFIG_FILE
+        # Last: it makes it a model.
+        files.write(CONFIG_FILE, _json(parse_config(own.read_bytes(), own), indent=2))
         stale = _shards_of(directory) - set(index.values())
         for name in (CONFIG_FILE, *stale):
             (directory / name).unlink(missing_ok=True)

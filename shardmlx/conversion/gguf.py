@@ -55,7 +55,7 @@ def _why_not(config: Mapping[str, Any], source: Path) -> str | None:
     heads = config["num_attention_heads"]
     if config.get("head_dim") not in (None, config["hidden_size"] // heads):
         return f"mlx-lm's GGUF has no head_dim, and this model has {config['head_dim']}"
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear"):
         return f"mlx-lm's GGUF has no rope_scaling of type {kind}"
@@ -128,12 +128,8 @@ class GgufFile(Shards):
 
 def plan_gguf(model: LazyModel, source: Path) -> GgufFile:
     """Return the file for a model ``as_gguf``, whose tokenizer is in ``source``."""
-    config = dict(model.config)
-    rope = config.get("rope_parameters") or {}
-    if config.get("rope_theta") is None and "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
     specs = specs_of(model.weights)
-    metadata = prepare_metadata(config, HfVocab.load(source))
+    metadata = prepare_metadata(dict(model.config), HfVocab.load(source))
     head = b"".join(_head(specs, metadata))
     head += b"\0" * (_aligned(len(head)) - len(head))
     return GgufFile({GGUF_FILE: specs}, {GGUF_FILE: 0}, head)

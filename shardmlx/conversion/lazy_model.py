@@ -22,7 +22,6 @@ from mlx_lm.utils import (
     compute_bits_per_weight,
     dequantize_model,
     get_total_parameters,
-    load_model,
     quantize_model,
 )
 
@@ -32,6 +31,7 @@ from shardmlx.conversion.experts import Experts, Stored, by_tensor, find_experts
 from shardmlx.conversion.trained import Trained
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, make_adapters, put
+from shardmlx.loading.build import load_lazily
 from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
 from shardmlx.models.config_reader import read_config
 
@@ -64,7 +64,13 @@ def build_lazily(
     """
     what = f"{path}: mlx-lm cannot build this model"
     with _refusing(what, _other_layout(path)), watch_loads() as loaded:
-        model, config = load_model(path, lazy=True)
+        model, config, passed_over = load_lazily(path)
+    if passed_over:
+        raise UserError(
+            f"config.json: mlx-lm's code of {config['model_type']} passes over rope_parameters of "
+            f"type {', '.join(passed_over)}: what is exported would be computed otherwise there",
+            "use the model with shardmlx, which does not",
+        )
     _check_floats(path, loaded.read, model)
     if trained is not None:
         _add(model, trained)

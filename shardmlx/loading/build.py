@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model
+from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_config, load_model
 
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
@@ -22,6 +22,8 @@ from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.parts import find_parts
 from shardmlx.models.registry import FAMILIES
+from shardmlx.models.rope_parameters import with_rope
+from shardmlx.models.ropes import fit_ropes
 from shardmlx.models.slice import Slice
 
 
@@ -59,7 +61,19 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
     code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
     # Some families write into their fields.
     model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
+    fit_ropes(model, config)
     return model
+
+
+def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
+    """Load a model with mlx-lm, of which nothing is read yet.
+
+    Returns with it its config.json, which says in mlx-lm's fields what transformers' say, and what
+    of that mlx-lm alone would pass over.
+    """
+    filled = with_rope(load_config(path))
+    model, config = load_model(path, lazy=True, model_config=filled)
+    return model, config, fit_ropes(model, filled)
 
 
 def build_model(
@@ -116,8 +130,8 @@ def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx
     model_type = read_config(path).get("model_type")
     check_model_files(path)
     try:
-        model, _ = load_model(path, lazy=True)
-    except (ValueError, KeyError, TypeError) as error:
+        model, _, _ = load_lazily(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
         if model_type in FAMILIES:
             raise UserError(fault) from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import mlx.nn as nn
 
@@ -21,7 +19,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.build import cut
 from shardmlx.loading.rank_setup import OpenedModel, PlanInputs
-from shardmlx.models.family import Family
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
@@ -36,7 +34,7 @@ def make_plan(
 ) -> tuple[Plan, list[Slice]]:
     """Return the plan, and all stages' slices of ``model``: unread, so that knowing them costs
     nothing. Raises ``UserError`` where the run cannot be laid out so."""
-    fault = packing_fault(opened.config, opened.shape.family)
+    fault = packing_fault(opened.shape)
     if run.batch.pack and fault is not None:
         raise UserError(f"--pack: {fault}", "train without --pack")
     try:
@@ -67,15 +65,14 @@ def of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def packing_fault(model_config: Mapping[str, Any], family: Family) -> str | None:
+def packing_fault(shape: ModelShape) -> str | None:
     """Return why packed rows would not have the same loss, None where they have."""
-    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    if "dynamic" in (rope.get("type"), rope.get("rope_type")):
+    if shape.has_dynamic_rope:
         return (
             "the model's rotary embeddings are of type dynamic, and change with the length of the "
             "row"
         )
-    if not family.takes_packed:
+    if not shape.family.takes_packed:
         return "the model's layers take a position in the row for one in the sequence"
     return None
 
@@ -97,7 +94,7 @@ def choose_plan(
         cluster=inputs.cluster,
         budgets=inputs.budgets,
         lengths=lengths,
-        can_pack=packing_fault(opened.config, opened.shape.family) is None,
+        can_pack=packing_fault(opened.shape) is None,
     )
     choice = choose(run, facts)
     if choice is None:

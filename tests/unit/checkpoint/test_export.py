@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,7 +52,7 @@ def adapters(directory: Path, seed: int = 0, copy_as: str | None = None) -> None
 def model(directory: Path, seed: int = 0) -> None:
     source = directory.parent / "source"
     source.mkdir(exist_ok=True)
-    (source / "config.json").write_text("{}")
+    (source / "config.json").write_text('{"rope_parameters": {"rope_theta": 5.0}}')
     (source / "tokenizer.json").write_text(f"of {seed}")
     on_two_ranks(directory, seed, lambda each: save_model(each, source, directory))
 
@@ -103,6 +104,7 @@ def test_a_model_is_what_all_ranks_have(tmp_path: Path) -> None:
         "model.safetensors.index.json",
         "tokenizer.json",
     ]
+    assert json.loads(content(out)["config.json"])["rope_theta"] == 5.0
 
 
 FULL = (

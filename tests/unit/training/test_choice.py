@@ -19,7 +19,7 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.workload import Workload
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.training.choice import (
     Choice,
@@ -99,12 +99,12 @@ def test_rows_are_packed_where_that_saves_padding(model: str) -> None:
 
 
 def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
-    family = FAMILIES["llama"]
-    assert packing_fault({}, family) is None
-    dynamic = packing_fault({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, family)
+    shape = ModelShape.from_config(tiny_config())
+    assert packing_fault(shape) is None
+    dynamic = packing_fault(replace(shape, has_dynamic_rope=True))
     assert dynamic is not None
     assert "of type dynamic" in dynamic
-    assert packing_fault({}, replace(family, takes_packed=False)) == (
+    assert packing_fault(ModelShape.from_config(tiny_config("internlm3"))) == (
         "the model's layers take a position in the row for one in the sequence"
     )
 

@@ -1,0 +1,203 @@
+"""Put what transformers 5 says of rotary embeddings where mlx-lm reads it. No MLX, no MPI.
+
+transformers 5 writes base, scaling and rotated share into ``rope_parameters``, once, or once for
+each type of layers; the code of most families of mlx-lm reads ``rope_theta``, ``rope_scaling`` and
+``partial_rotary_factor`` at the top, and takes defaults where these are missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardmlx.errors import UserError
+
+SAID = "rope_parameters"
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Types of layers that ``rope_parameters`` may tell apart."""
+
+_TEXT = "text_config"
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "mrope": (),
+    "proportional": (),
+    "su": ("long_factor",),
+    "longrope": ("long_factor",),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "deepseek_yarn": ("factor",),
+    "telechat3-yarn": ("factor",),
+}
+"""The types that mlx-lm knows, and the numbers that each cannot do without."""
+_OF_TRAINING = "original_max_position_embeddings"
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "mimo_v2_flash": {"rope_local_base_freq": "swa_rope_theta"},
+    "plamo3": {"rope_local_base_freq": "rope_local_theta"},
+}
+_BY_DIMENSIONS = ("minimax", "minimax_m2")
+_BY_PERIOD = ("gemma3_text",)
+"""Families whose code of mlx-lm knows the type of a layer by its number alone."""
+
+
+def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose fields say what ``rope_parameters`` does, of its text model too.
+
+    Where both speak, that one counts which transformers takes. Raises ``UserError`` for what is
+    none of the types that mlx-lm knows, or lacks a number.
+    """
+    fields = _with_older(config)
+    if isinstance(fields.get(_TEXT), Mapping):
+        fields[_TEXT] = with_rope(fields[_TEXT])
+    of_full, of_windowed = rope_of(fields, FULL), rope_of(fields, WINDOWED)
+    if of_full is None and of_windowed is None:
+        return fields
+    found: dict[str, Any] = {}
+    shares = {part.get("partial_rotary_factor") for part in (of_full, of_windowed) if part}
+    if len(shares) == 1 and None not in shares:
+        found["partial_rotary_factor"] = shares.pop()
+    if of_windowed and of_windowed is not of_full and "rope_theta" in of_windowed:
+        found["rope_local_base_freq"] = _positive(of_windowed, "rope_theta")
+    if of_full is not None:
+        found |= _of_full(fields, of_full)
+    if fields.get("model_type") in _BY_DIMENSIONS and "partial_rotary_factor" in found:
+        found.setdefault("rotary_dim", rotated(fields, found.pop("partial_rotary_factor")))
+    if fields.get("model_type") in _BY_PERIOD and fields.get("layer_types"):
+        found["sliding_window_pattern"] = _period(fields["layer_types"])
+    names = _OTHER_NAMES.get(str(fields.get("model_type")), {})
+    return fields | {names.get(key, key): value for key, value in found.items()}
+
+
+def rope_of(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any] | None:
+    """Return what ``rope_parameters`` says of layers of a type; None where it says nothing."""
+    said = fields.get(SAID)
+    if said is None:
+        return None
+    if not isinstance(said, Mapping):
+        raise _refused(f"{SAID} is {said!r}", "it must be an object")
+    of_types = [key for key, value in said.items() if isinstance(value, Mapping)]
+    for key in of_types:
+        if key not in (FULL, WINDOWED):
+            raise _refused(f"{SAID} names {key!r} layers", f"only {FULL} and {WINDOWED} are known")
+    if of_types or said.keys() & {FULL, WINDOWED}:
+        said = said.get(layer_type)
+    return said or None
+
+
+def type_of(rope: Mapping[str, Any]) -> str:
+    """Return the type of scaling."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def rotated(fields: Mapping[str, Any], share: float) -> int:
+    """Return how many elements of a head are rotated, of this share of them."""
+    width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return int(width * share)
+
+
+def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``rope_scaling`` of mlx-lm with which it computes what transformers does; None
+    without any."""
+    kind = type_of(rope)
+    if kind not in _NEEDED:
+        raise _refused(f"{SAID} is of type {kind!r}", f"known are {', '.join(_NEEDED)}")
+    if kind == "default":
+        return None
+    scaling = {key: value for key, value in rope.items() if value is not None}
+    longest = fields.get("max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope", "su") and _OF_TRAINING not in scaling:
+        if (trained := fields.get(_OF_TRAINING, longest)) is None:
+            raise _refused(f"{SAID} of type {kind} has no {_OF_TRAINING}", "add it")
+        scaling[_OF_TRAINING] = trained
+    if kind == "yarn" and "factor" not in scaling and longest is not None:
+        scaling["factor"] = longest / scaling[_OF_TRAINING]
+    for key in _NEEDED[kind]:
+        if key not in scaling:
+            raise _refused(f"{SAID} of type {kind} has no {key}", "add it")
+    if "factor" in scaling:
+        scaling["factor"] = float(_positive(scaling, "factor"))
+    if kind == "yarn":
+        scaling |= _attention_of_yarn(scaling)
+        if scaling.get("truncate") is False and fields.get("model_type") != "gpt_oss":
+            raise _refused(f"{SAID} has truncate false", "mlx-lm's yarn always rounds")
+    elif kind in ("longrope", "su") and "attention_factor" in scaling:
+        factor = scaling["attention_factor"]
+        raise _refused(f"{SAID} has attention_factor {factor!r}", f"mlx-lm's {kind} takes none")
+    scaling = {key: value for key, value in scaling.items() if key not in _NOT_SCALING}
+    share = {key: rope[key] for key in ("partial_rotary_factor",) if kind == "proportional"}
+    # Some families of mlx-lm read one name of the type, some the other.
+    return {"rope_type": kind, "type": kind, **scaling, **share}
+
+
+def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for layers that see all."""
+    found: dict[str, Any] = {"rope_scaling": scaling_of(fields, rope)}
+    if "rope_theta" in rope:
+        found["rope_theta"] = _positive(rope, "rope_theta")
+    elif fields.get("rope_theta") is None:
+        raise _refused(f"{SAID} has no rope_theta", "add it")
+    if (trained := rope.get(_OF_TRAINING)) is not None and fields.get(_OF_TRAINING) is None:
+        found[_OF_TRAINING] = trained
+    return found
+
+
+def _period(kinds: list[str]) -> int:
+    """Return how many layers there are to one that sees all."""
+    period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    if kinds != [WINDOWED if (i + 1) % period else FULL for i in range(len(kinds))]:
+        raise _refused(f"layer_types are {kinds}", f"mlx-lm needs every nth to be {FULL}")
+    return period
+
+
+def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with ``rope_scaling`` in ``rope_parameters``, whose place it takes in
+    transformers where both are there."""
+    said, old = fields.get(SAID), fields.get("rope_scaling")
+    if not isinstance(said, Mapping) or not isinstance(old, Mapping) or not old:
+        return dict(fields)
+    if said.keys() & {FULL, WINDOWED}:
+        full = said.get(FULL) or {}
+        kept = {key: value for key, value in full.items() if key not in ("rope_type", "type")}
+        return {**fields, SAID: {**said, FULL: {**kept, **old}}}
+    share = {key: fields.get(key, said.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    kept = {key: value for key, value in share.items() if value is not None}
+    return {**fields, SAID: {**kept, **old}}
+
+
+def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ``mscale`` with which mlx-lm's yarn weights attention as transformers' does.
+
+    transformers: ``attention_factor``, else the ratio where both scales are there, else that of 1.
+    mlx-lm: the ratio, of 1 and 0 where they are missing.
+    """
+    factor = scaling["factor"]
+
+    def weight(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    above, below = scaling.get("mscale", 1), scaling.get("mscale_all_dim", 0)
+    both = scaling.get("mscale") and below
+    wanted = scaling.get("attention_factor", weight(above) / weight(below) if both else weight(1))
+    if math.isclose(wanted, weight(above) / weight(below)):
+        return {}
+    if factor <= 1:
+        raise _refused(
+            f"{SAID} has attention_factor {wanted!r} and factor {factor}",
+            "mlx-lm's yarn has none for a factor that is not above 1",
+        )
+    return {"mscale": (wanted * weight(below) - 1) / (0.1 * math.log(factor))}
+
+
+def _positive(rope: Mapping[str, Any], key: str) -> float:
+    value = rope[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise _refused(f"{key} of {SAID} is {value!r}", "it must be a number above 0")
+    return value
+
+
+def _refused(problem: str, remedy: str) -> UserError:
+    return UserError(f"config.json: {problem}", remedy)

@@ -1,0 +1,153 @@
+"""Rotary embeddings as transformers 5 writes them: the fields of mlx-lm, and the same logits.
+
+``tests/helpers/rope_logits.json`` has logits of transformers itself (scripts/rope_logits.py).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardmlx.config.export import ExportOptions
+from shardmlx.conversion.lazy_model import build_lazily
+from shardmlx.errors import UserError
+from shardmlx.loading.build import build_to_generate, check_can_be_cut
+from shardmlx.models.rope_parameters import with_rope
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.tensors import expected_tensors, modules
+from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
+
+REFERENCE = Path(__file__).parents[2] / "helpers" / "rope_logits.json"
+CASES = json.loads(REFERENCE.read_text())["cases"]
+
+
+def write(directory: Path, config: dict[str, Any]) -> None:
+    family = modules(ModelShape.from_config(with_rope(config)), separate_experts=True)
+    shapes = expected_tensors(family, lambda *_: None)
+    save_file(
+        {name: seeded_weight(name, sides) for name, sides in shapes.items()},
+        directory / "model.safetensors",
+    )
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def logits_of(directory: Path) -> np.ndarray:
+    model = build_to_generate(directory, dtype=None, adapter_path=None, seed=None)
+    return np.array(model(mx.array([TOKENS]))[0, list(SHOWN)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['config']['model_type']}-{c['form']}")
+def test_logits_are_those_of_transformers(case: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, case["config"])
+    np.testing.assert_allclose(logits_of(tmp_path), case["logits"], atol=1e-4)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2}
+
+
+def case_of(family: str, form: str) -> dict[str, Any]:
+    return next(c for c in CASES if (c["config"]["model_type"], c["form"]) == (family, form))
+
+
+def filled(**fields: Any) -> dict[str, Any]:
+    return with_rope({"model_type": "llama", "max_position_embeddings": 64, **fields})
+
+
+def test_an_exported_config_says_it_in_the_fields_of_mlx_lm(tmp_path: Path) -> None:
+    write(tmp_path, case_of("llama", "linear")["config"])
+    config = build_lazily(tmp_path, None, ExportOptions(model="m", output_dir="o")).config
+    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 2.0}
+
+
+def test_what_mlx_lm_passes_over_is_computed_here_and_not_exported(tmp_path: Path) -> None:
+    write(tmp_path, case_of("mixtral", "yarn")["config"])
+    with pytest.raises(UserError) as error:
+        build_lazily(tmp_path, None, ExportOptions(model="m", output_dir="o"))
+    assert "mixtral" in error.value.problem
+    assert "yarn" in error.value.problem
+
+
+def test_fields_of_the_text_model_inside_are_filled() -> None:
+    config = filled(text_config={"model_type": "mistral", "rope_parameters": {"rope_theta": 5.0}})
+    assert config["text_config"]["rope_theta"] == 5.0
+    assert "rope_theta" not in config
+
+
+def test_each_type_of_layers_has_its_own_base() -> None:
+    said = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = filled(model_type="gemma3_text", rope_parameters=said, layer_types=kinds)
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 1e4)
+    assert config["rope_scaling"]["factor"] == 8.0
+    assert config["sliding_window_pattern"] == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("phi", "partial_rotary_factor", 0.25),
+        ("gpt_neox", "rotary_pct", 0.25),
+        ("minimax_m2", "rotary_dim", 4),
+    ],
+)
+def test_the_rotated_share_goes_where_the_family_reads_it(
+    family: str, field: str, value: float
+) -> None:
+    said = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert filled(model_type=family, head_dim=16, rope_parameters=said)[field] == value
+
+
+def test_it_counts_more_than_an_old_base_and_less_than_an_old_scaling_as_in_transformers() -> None:
+    assert filled(rope_theta=1e4, rope_parameters={"rope_theta": 5.0})["rope_theta"] == 5.0
+    old = {"type": "linear", "factor": 4.0}
+    both = filled(rope_theta=1e4, rope_scaling=old, rope_parameters={"rope_theta": 5.0, **LINEAR})
+    assert (both["rope_theta"], both["rope_scaling"]["factor"]) == (1e4, 4.0)
+
+
+def test_filling_a_second_time_changes_nothing() -> None:
+    for case in CASES:
+        once = with_rope(case["config"])
+        assert with_rope(once)["rope_scaling"] == once["rope_scaling"]
+        assert with_rope(once)["rope_theta"] == once["rope_theta"]
+
+
+def test_a_config_without_it_stays_as_it_is() -> None:
+    old = {"model_type": "llama", "rope_theta": 5.0, "rope_scaling": {"type": "linear"}}
+    assert with_rope(old) == old
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("default", "'default'"),
+        ({"rope_theta": "1e4"}, "'1e4'"),
+        ({"rope_theta": 0}, "0"),
+        ({"rope_type": "default"}, "rope_theta"),
+        ({"rope_theta": 1e4, "rope_type": "spiral"}, "'spiral'"),
+        ({"rope_theta": 1e4, "rope_type": "linear"}, "factor"),
+        ({"rope_theta": 1e4, "rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
+        ({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate"),
+        ({"some_attention": {"rope_theta": 1e4}}, "'some_attention'"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(said: Any, named: str) -> None:
+    with pytest.raises(UserError) as error:
+        filled(rope_parameters=said)
+    assert named in error.value.problem
+    assert error.value.remedy
+
+
+def test_phi3_has_no_scaling_of_this_type(tmp_path: Path) -> None:
+    config = case_of("phi3", "default")["config"]
+    write(tmp_path, {**config, "rope_parameters": {"rope_theta": 1e4, **LINEAR}})
+    with pytest.raises(UserError, match="rope_scaling"):
+        logits_of(tmp_path)
+    check_can_be_cut(config)
