@@ -176,7 +176,8 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
     Configuration and tokenizer are those of ``source``, with the fields that mlx-lm reads. The
     shards of a model that this function wrote there before are replaced, once the new ones are
     complete; nothing else is touched. While they are replaced there is no config.json: what is half
-    of one model and half of another cannot be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
+    of one model and half of another cannot be loaded. All ranks must call it. Raises ``SaveError``
+    on rank 0.
     """
     sources = collector.specs(trained_only=False)
     if not collector.writes:

@@ -22,6 +22,7 @@ from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.command import export
 from shardmlx.conversion.shards import divide
 from shardmlx.modelfiles.safetensors_header import read_header
+from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
@@ -43,7 +44,8 @@ def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """The bytes of each tensor, with type and shape; config.json and the index."""
+    """The bytes of each tensor, with type and shape; the index, and config.json with the fields
+    that say what ``rope_parameters`` does."""
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")):
         header, data = read_header(path), path.read_bytes()
@@ -52,6 +54,11 @@ def contents(directory: Path) -> dict[str, Any]:
             found[name] = (path.name, info.dtype, info.shape, data[start:end])
     for name in ("config.json", "model.safetensors.index.json"):
         found[name] = (directory / name).read_bytes()
+    config = json.loads(found["config.json"])
+    if with_rope(config) != config:
+        found["config.json"] = json.dumps(
+            dict(sorted(with_rope(config).items())), indent=4
+        ).encode()
     return found
 
 
