@@ -51,6 +51,8 @@ class Family:
     """False where a position in the row is more to a layer than the order of tokens."""
     takes_batches: bool = True
     """False where mlx-lm's layers generate with one sequence at a time."""
+    rounds_yarn: bool = False
+    """True where mlx-lm rounds the limits of yarn although its models say ``truncate`` false."""
     has_gguf: bool = False
     """True if mlx-lm can write it as GGUF."""
     text: str | None = None

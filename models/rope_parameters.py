@@ -39,9 +39,6 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "mimo_v2_flash": {"rope_local_base_freq": "swa_rope_theta"},
     "plamo3": {"rope_local_base_freq": "rope_local_theta"},
 }
-_BY_DIMENSIONS = ("minimax", "minimax_m2")
-_BY_PERIOD = ("gemma3_text",)
-"""Families whose code of mlx-lm knows the type of a layer by its number alone."""
 
 
 def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,14 +57,14 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     shares = {part.get("partial_rotary_factor") for part in (of_full, of_windowed) if part}
     if len(shares) == 1 and None not in shares:
         found["partial_rotary_factor"] = shares.pop()
-    if of_windowed and of_windowed is not of_full and "rope_theta" in of_windowed:
-        found["rope_local_base_freq"] = _positive(of_windowed, "rope_theta")
+        found["rotary_dim"] = rotated(fields, found["partial_rotary_factor"])
+    if of_windowed is not of_full:
+        # mlx-lm's code of Gemma 3 knows the type of a layer by its number alone.
+        found |= _period(fields.get("layer_types") or [])
+        if of_windowed and "rope_theta" in of_windowed:
+            found["rope_local_base_freq"] = _positive(of_windowed, "rope_theta")
     if of_full is not None:
         found |= _of_full(fields, of_full)
-    if fields.get("model_type") in _BY_DIMENSIONS and "partial_rotary_factor" in found:
-        found.setdefault("rotary_dim", rotated(fields, found.pop("partial_rotary_factor")))
-    if fields.get("model_type") in _BY_PERIOD and fields.get("layer_types"):
-        found["sliding_window_pattern"] = _period(fields["layer_types"])
     names = _OTHER_NAMES.get(str(fields.get("model_type")), {})
     return fields | {names.get(key, key): value for key, value in found.items()}
 
@@ -122,8 +119,6 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
         scaling["factor"] = float(_positive(scaling, "factor"))
     if kind == "yarn":
         scaling |= _attention_of_yarn(scaling)
-        if scaling.get("truncate") is False and fields.get("model_type") != "gpt_oss":
-            raise _refused(f"{SAID} has truncate false", "mlx-lm's yarn always rounds")
     elif kind in ("longrope", "su") and "attention_factor" in scaling:
         factor = scaling["attention_factor"]
         raise _refused(f"{SAID} has attention_factor {factor!r}", f"mlx-lm's {kind} takes none")
@@ -145,12 +140,11 @@ def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _period(kinds: list[str]) -> int:
-    """Return how many layers there are to one that sees all."""
+def _period(kinds: list[str]) -> dict[str, int]:
+    """Return how many layers there are to one that sees all, where there are always as many."""
     period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
-    if kinds != [WINDOWED if (i + 1) % period else FULL for i in range(len(kinds))]:
-        raise _refused(f"layer_types are {kinds}", f"mlx-lm needs every nth to be {FULL}")
-    return period
+    is_regular = kinds == [FULL if (i + 1) % period == 0 else WINDOWED for i in range(len(kinds))]
+    return {"sliding_window_pattern": period} if kinds and is_regular else {}
 
 
 def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardmlx.errors import UserError
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import LayerShape
@@ -59,6 +60,10 @@ class ModelShape:
         tied = family.tied
         if family.is_tied_by_config:
             tied = fields.switch("tie_word_embeddings", outer.tied)
+        if fields.get("rope_scaling", {}).get("truncate") is False and not family.rounds_yarn:
+            raise UserError(
+                "config.json: truncate is false", "mlx-lm's yarn always rounds: leave it out"
+            )
         layers = family.layers(fields)
         kinds = tuple(dict.fromkeys(layers))
         return cls(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
 
@@ -91,13 +91,12 @@ def case(family: str, fields: dict[str, Any], rope: dict[str, Any]) -> dict[str,
         said = dict(zip(KINDS, (local, said), strict=True))
     config = AutoConfig.for_model(family, rope_parameters=said, **fields)
     with tempfile.TemporaryDirectory() as directory:
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        auto: Any = transformers.AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(directory)
         file = Path(directory) / "model.safetensors"
         tensors = {name: seeded_weight(name, each.shape) for name, each in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
+        model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             logits = model(torch.tensor([TOKENS])).logits[0].numpy()
         written = json.loads((Path(directory) / "config.json").read_text())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from shardmlx.errors import UserError
 from shardmlx.models.config_reader import Config
 from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import (
+    FULL,
     GELU_APPROX,
     LayerShape,
     every_nth_full,
@@ -29,6 +31,13 @@ def layers(config: Config) -> list[LayerShape]:
     )
     mlp = swiglu(hidden, config.count("intermediate_size"))
     seen = every_nth_full(config, config.count("sliding_window_pattern"))
+    kinds = config.each_layer("layer_types") or []
+    if any((kind == FULL) != (window is None) for kind, window in zip(kinds, seen, strict=False)):
+        raise UserError(
+            f"config.json: layer_types is {kinds}, and sliding_window_pattern "
+            f"{config.fields['sliding_window_pattern']}",
+            f"mlx-lm needs every nth to be {FULL}, and n as sliding_window_pattern",
+        )
     return [
         layer_of(hidden, attention, mlp, norms=NORMS, window=window, activation=GELU_APPROX)
         for window in seen

@@ -60,5 +60,6 @@ FAMILY = Family(
     tied=False,
     is_tied_by_config=False,
     chooses_caches=True,
+    rounds_yarn=True,
     stored_otherwise=r"\.experts\.gate_up_proj",
 )

@@ -19,6 +19,7 @@ from shardmlx.loading.build import build_to_generate, check_can_be_cut
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import expected_tensors, modules
+from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
 
 REFERENCE = Path(__file__).parents[2] / "helpers" / "rope_logits.json"
@@ -134,7 +135,6 @@ def test_a_config_without_it_stays_as_it_is() -> None:
         ({"rope_theta": 1e4, "rope_type": "spiral"}, "'spiral'"),
         ({"rope_theta": 1e4, "rope_type": "linear"}, "factor"),
         ({"rope_theta": 1e4, "rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
-        ({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate"),
         ({"some_attention": {"rope_theta": 1e4}}, "'some_attention'"),
     ],
 )
@@ -143,6 +143,20 @@ def test_what_cannot_be_expressed_is_refused_by_name(said: Any, named: str) -> N
         filled(rope_parameters=said)
     assert named in error.value.problem
     assert error.value.remedy
+
+
+def test_limits_of_yarn_that_are_not_rounded_are_refused() -> None:
+    said = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "truncate": False}
+    with pytest.raises(UserError, match="truncate"):
+        ModelShape.from_config({**tiny_config(), **filled(rope_parameters=said)})
+
+
+def test_gemma_whose_layers_have_no_period_is_refused() -> None:
+    config = case_of("gemma3_text", "default")["config"]
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    own = {"layer_types": kinds, "num_hidden_layers": 3, "sliding_window_pattern": 2}
+    with pytest.raises(UserError, match="layer_types"):
+        ModelShape.from_config(with_rope(config | own))
 
 
 def test_phi3_has_no_scaling_of_this_type(tmp_path: Path) -> None:
