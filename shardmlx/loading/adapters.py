@@ -63,9 +63,11 @@ def check_keys(model: nn.Module, keys: list[str] | None) -> None:
     whole = {name for name, _ in model.named_modules()}
     for key in keys or ():
         if key not in in_layers and key not in whole:
+            ends = sorted(name for name in in_layers if name.endswith(f".{key}"))
+            remedy = did_you_mean(ends[0] if ends else key, sorted(in_layers))
             raise UserError(
                 f"lora_parameters: no module of this model is called {key!r}",
-                did_you_mean(key, sorted(in_layers)) or f"there are {', '.join(sorted(in_layers))}",
+                remedy or f"there are {', '.join(sorted(in_layers)[:40])}",
             )
 
 

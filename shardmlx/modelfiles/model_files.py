@@ -97,7 +97,7 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
 
 def find_source(name: str, revision: str | None = None) -> Source:
     """Find the files of a model; raise ``UserError`` when it is neither here nor on the hub."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.exists():
         if revision is not None:
             raise UserError(f"--revision {revision} of {name}, which is here", "leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -140,7 +141,7 @@ class StageMap:
     def check_model(self, model: str, num_layers: int) -> None:
         """Raise ``UserError`` unless the map is for that model, of that many layers."""
         self.check_layers(num_layers)
-        if self.model not in (None, model):
+        if self.model is not None and os.path.expanduser(self.model) != model:
             raise UserError(
                 f"{self} is for the model {self.model}, not for {model}",
                 "use a map of your model, or take the line out",

@@ -17,6 +17,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.adapter_files import describe_peft
 from shardmlx.loading.build import build_model, build_to_generate
+from shardmlx.loading.peft import convert
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import CONFIG, save_peft
 
@@ -172,6 +173,28 @@ def test_tensors_that_are_no_lora_of_this_model_are_refused(
     assert "adapter_model.bin" in error_of(lambda: generated(model, file.parent)).problem
 
 
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [
+        ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.language_model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("transformer.h.0.attn.c_attn", "model.h.0.attn.c_attn"),
+        ("lm_head", "language_model.lm_head"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["weight", "default.weight"])
+def test_a_module_is_found_where_transformers_calls_it_otherwise(
+    path: str, module: str, suffix: str
+) -> None:
+    pair = {"A": mx.ones((2, 8)), "B": mx.ones((4, 2))}
+    tensors = {f"base_model.model.{path}.lora_{part}.{suffix}": pair[part] for part in pair}
+    made = convert(CONFIG, tensors, [module, "vision_tower.layers.0.mlp.up_proj"])
+    assert made.parameters == {"rank": 2, "scale": 6.0, "dropout": 0.0, "keys": [module]}
+    assert made.weights[f"{module}.lora_a"].shape == (8, 2)
+    assert made.weights[f"{module}.lora_b"].shape == (2, 4)
+
+
 def test_a_tied_embedding_of_peft_is_refused(tmp_path: Path) -> None:
     """There PEFT changes the embedding alone, and mlx-lm would change the head too."""
     save_model_directory(tmp_path / "tied", tiny_config(layers=1, tied=True))
@@ -209,11 +232,14 @@ def test_a_run_that_trains_less_than_its_file_has_is_refused(
     assert "--lora-keys" in error.remedy
 
 
-def test_a_module_that_is_not_there_is_refused_beside_others_that_are(model: Path) -> None:
-    parameters = {**LORA, "keys": ["self_attn.q_proj", "mlp.dwn_proj"]}
+@pytest.mark.parametrize("wrong", ["mlp.dwn_proj", "down_proj"])
+def test_a_module_that_is_not_there_is_refused_beside_others_that_are(
+    wrong: str, model: Path
+) -> None:
+    parameters = {**LORA, "keys": ["self_attn.q_proj", wrong]}
     config = TrainConfig(num_layers=-1, lora_parameters=parameters)
     error = error_of(lambda: build_model(model, FineTune.of(config), 0, None))
-    assert "mlp.dwn_proj" in error.problem
+    assert repr(wrong) in error.problem
     assert "mlp.down_proj" in error.remedy
     whole = {**LORA, "keys": ["mlp.down_proj", "lm_head"]}
     config = TrainConfig(num_layers=-1, lora_parameters=whole)
