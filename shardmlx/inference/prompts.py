@@ -98,7 +98,7 @@ class PromptReader:
                 # A cut makes a few tokens more, but not as many again.
                 if count > 2 * most:
                     raise PromptTooLong(
-                        f"the prompt has more than {2 * most} tokens",
+                        f"the prompt is too long: more than {2 * most} tokens",
                         f"with its answer it may have at most {most}",
                     )
         tokens = encode(text)
@@ -162,7 +162,7 @@ class PromptReader:
             )
         if self.most_tokens is not None and len(messages) > self.most_tokens:
             raise PromptTooLong(
-                f"the prompt has {len(messages)} messages",
+                f"the prompt is too long: {len(messages)} messages",
                 f"with its answer it may have at most {self.most_tokens} tokens",
             )
         given, mark = self._control_tokens.broken([*messages, *tools])

@@ -5,18 +5,46 @@ What the two have in common is read and checked once, by ``openai_requests``.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.openai_bodies import validated
-from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_bodies import SAMPLING, validated
+from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel
+from shardmlx.server.structure import SchemaBody
+from shardmlx.server.translated_chat import TranslatedChat
 
 Json = dict[str, Any]
 
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
+SAME = frozenset({"model", "stream", "chat_template_kwargs", *SAMPLING})
 """Fields that mean the same in both APIs."""
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Anthropic's names for other fields of a chat."""
+
+BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
+"""What Claude Code writes before a system prompt. It says nothing to a model, and differs in every
+request: no prefix could be found again."""
+
+
+class FormatBody(SchemaBody):
+    """The form of an answer: JSON of a schema."""
+
+    type: Literal["json_schema"]
+
+
+class OutputBody(Body):
+    """The ``output_config`` of a request."""
+
+    effort: str | None = None
+    format: FormatBody | None = None
+    task_budget: Any = None  # of a whole task, of which this is one request
 
 
 class MessagesBody(Body):
@@ -29,82 +57,101 @@ class MessagesBody(Body):
     tools: Listed[Json] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
+    output_config: OutputBody | None = None
+    output_format: FormatBody | None = None  # its name before there was an output_config
 
 
-def as_chat(body: bytes, *, counts: bool = False) -> bytes:
-    """Return the body of a chat of OpenAI's API that asks for the same.
-
-    One that only ``counts`` tokens names no ``max_tokens``. Raises ``ApiError``.
-    """
+def read_message(
+    body: bytes, reader: Reader, served: ServedModel, *, counts: bool = False
+) -> ApiRequest:
+    """Read the body of a request to /v1/messages; one that only ``counts`` tokens names no
+    ``max_tokens``. Raises ``ApiError``."""
     asked = validated(MessagesBody, body)
     if asked.max_tokens is None and not counts:
         raise refused("max_tokens is missing", "max_tokens")
+    return as_chat(asked).read(reader, served)
+
+
+def as_chat(asked: MessagesBody) -> TranslatedChat:
+    """Return the chat that asks for the same. Raises ``ApiError``."""
     extra = asked.model_extra or {}
-    chat: Json = {name: extra[name] for name in SAME if name in extra}
+    output = asked.output_config or OutputBody()
     refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
-    chat["max_tokens"] = asked.max_tokens
-    chat["stop"] = asked.stop_sequences or None
-    chat["messages"] = list(_messages(asked))
-    if asked.tools:
-        chat["tools"] = [_tool(tool, f"tools.{at}") for at, tool in enumerate(asked.tools)]
-    chat |= _choice(asked.tool_choice or {})
-    if (asked.thinking or {}).get("type") == "disabled":
-        chat["reasoning_effort"] = "none"
-    return json.dumps(chat).encode()
-
-
-def _messages(asked: MessagesBody) -> Iterator[Json]:
-    if asked.system:
-        yield {"role": "system", "content": _text(asked.system, "system")}
+    refuse_unknown(output.model_extra, "output_config.")
+    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
+    thinks = (asked.thinking or {}).get("type") != "disabled"
+    chat.body |= {
+        "max_tokens": asked.max_tokens,
+        "stop": asked.stop_sequences,
+        "reasoning_effort": output.effort if thinks else "none",
+        **_choice(asked.tool_choice or {}),
+    }
+    if (form := output.format or asked.output_format) is not None:
+        schema = {"schema": form.json_schema}
+        chat.body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    _add_system(chat, "system", asked.system or "")
     for at, message in enumerate(asked.messages):
-        where = f"messages.{at}"
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise refused(f"{where}.role is {shown(role)}: give user or assistant", f"{where}.role")
-        if isinstance(content, str):
-            yield {"role": role, "content": content}
-        elif isinstance(content, list):
-            yield from (_answered if role == "assistant" else _asked)(content, where)
-        else:
-            raise refused(f"{where}.content: give a text, or a list of blocks", f"{where}.content")
+        _add_message(chat, f"messages.{at}", message)
+    for at, tool in enumerate(asked.tools or ()):
+        _add_tool(chat, f"tools.{at}", tool)
+    return chat
 
 
-def _asked(blocks: list[Any], where: str) -> Iterator[Json]:
-    """Yield what a user's blocks say: results of tools, each a message of its own, and text."""
+def _add_message(chat: TranslatedChat, where: str, message: Json) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refused(f"{where}.role is {shown(role)}: give user or assistant", f"{where}.role")
+    if not isinstance(content, str | list):
+        raise refused(f"{where}.content: give a text, or a list of blocks", f"{where}.content")
+    if role == "system":
+        _add_system(chat, f"{where}.content", content)
+    elif isinstance(content, str):
+        chat.add(where, {"role": role, "content": content})
+    elif role == "assistant":
+        _add_answered(chat, where, content)
+    else:
+        _add_asked(chat, where, content)
+
+
+def _add_system(chat: TranslatedChat, where: str, content: str | list[Json]) -> None:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [BILLING.sub("", _said(block, f"{where}.{at}")) for at, block in enumerate(blocks)]
+    if text := "\n".join(filter(None, texts)):
+        chat.add(where.removesuffix(".content"), {"role": "system", "content": text})
+
+
+def _add_asked(chat: TranslatedChat, where: str, blocks: list[Any]) -> None:
+    """Add what a user's blocks say: results of tools, each a message of its own, and text."""
     texts = []
     for at, block in enumerate(blocks):
         place = f"{where}.content.{at}"
         if _kind(block, ("text", "tool_result"), place) == "text":
-            texts.append(block)
+            texts.append(_said(block, place))
             continue
-        result = _text(block.get("content") or "", place)
+        result = _text(block.get("content") or "", f"{place}.content")
         if block.get("is_error"):
             result = f"Error: {result}"
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": result}
+        message = {"tool_call_id": block.get("tool_use_id", ""), "content": result}
+        chat.add(place, {"role": "tool", **message})
     if texts:
-        yield {"role": "user", "content": _text(texts, where)}
+        chat.add(where, {"role": "user", "content": "\n".join(texts)})
 
 
-def _answered(blocks: list[Any], where: str) -> Iterator[Json]:
-    """Yield the message that an assistant's blocks are."""
+def _add_answered(chat: TranslatedChat, where: str, blocks: list[Any]) -> None:
+    """Add the message that an assistant's blocks are."""
     kinds = ("text", "thinking", "redacted_thinking", "tool_use")
     message: Json = {"role": "assistant", "content": ""}
-    calls = []
+    chat.add(where, message)
     for at, block in enumerate(blocks):
-        match _kind(block, kinds, f"{where}.content.{at}"):
+        place = f"{where}.content.{at}"
+        match _kind(block, kinds, place):
             case "text":
-                message["content"] += _text([block], f"{where}.content.{at}")
+                message["content"] += _said(block, place)
             case "thinking":
                 message["reasoning_content"] = block.get("thinking")
             case "tool_use":
-                function = {
-                    "name": block.get("name"),
-                    "arguments": json.dumps(block.get("input") or {}),
-                }
-                calls.append({"id": block.get("id", ""), "type": "function", "function": function})
-    if calls:
-        message["tool_calls"] = calls
-    yield message
+                called = (block.get("id"), block.get("name"), block.get("input"))
+                chat.add_call(place, "input", *called)
 
 
 def _kind(block: Any, known: tuple[str, ...], where: str) -> str:
@@ -116,54 +163,50 @@ def _kind(block: Any, known: tuple[str, ...], where: str) -> str:
     return str(kind)
 
 
+def _said(block: Any, where: str) -> str:
+    """Return what a block of text says."""
+    _kind(block, ("text",), where)
+    if not isinstance(block.get("text"), str):
+        raise refused(f"{where}.text: give a text", f"{where}.text")
+    return str(block["text"])
+
+
 def _text(content: Any, where: str) -> str:
     """Return a text, or that of a list of blocks of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise refused(f"{where}: give a text, or a list of blocks", where)
-    texts = []
-    for at, block in enumerate(content):
-        _kind(block, ("text",), f"{where}.{at}")
-        if not isinstance(block.get("text"), str):
-            raise refused(f"{where}.{at}.text: give a text", f"{where}.{at}.text")
-        texts.append(block["text"])
-    return "\n".join(texts)
+    return "\n".join(_said(block, f"{where}.{at}") for at, block in enumerate(content))
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> Json:
-    if tool.get("type") not in (None, "custom"):
+def _add_tool(chat: TranslatedChat, where: str, tool: Mapping[str, Any]) -> None:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        runs_there = str(kind).startswith(ON_THE_SERVER)
+        which = "run on Anthropic's own servers" if runs_there else "are known to its models alone"
+        remedy = "leave it out" if runs_there else "give its name and an input_schema, and no type"
         raise refused(
-            f"{where}: tools of type {shown(tool['type'])} run on Anthropic's own servers",
+            f"{where}: tools of type {shown(kind)} {which}: {remedy}",
             f"{where}.type",
         )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-    }
-    return {"type": "function", "function": function}
+    function = {name: tool.get(name) for name in ("name", "description")}
+    chat.add_tool(where, "input_schema", {**function, "parameters": tool.get("input_schema")})
+
+
+ON_THE_SERVER = ("web_", "code_execution", "tool_search", "mcp", "advisor")
+"""Beginnings of the types of tools that run on Anthropic's servers; the client runs the others."""
 
 
 def _choice(choice: Mapping[str, Any]) -> Json:
     function = {"type": "function", "function": {"name": choice.get("name")}}
     names = {"auto": "auto", "none": "none", "any": "required", "tool": function}
-    kind = choice.get("type")
-    chat: Json = {"tool_choice": names.get(str(kind), kind)}
+    kind = str(choice.get("type", "auto"))
+    if kind not in names:
+        raise refused(
+            f"tool_choice.type is {shown(kind)}: give auto, any, tool or none", "tool_choice.type"
+        )
+    chat: Json = {"tool_choice": names[kind]}
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     return chat
-
-
-def error_body(error: ApiError) -> Json:
-    """Return an error as Anthropic's API tells it."""
-    kinds = {
-        401: "authentication_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-    }
-    usual = "api_error" if error.status >= 500 else "invalid_request_error"
-    said = {"type": kinds.get(error.status, usual), "message": str(error)}
-    return {"type": "error", "error": said}

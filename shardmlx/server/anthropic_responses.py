@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
-from shardmlx.server.anthropic_requests import error_body
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
@@ -20,6 +19,7 @@ class MessageReply:
     """The reply to one request to /v1/messages, whole or as events."""
 
     done: ClassVar[bytes] = b""
+    sign_of_life: ClassVar[bytes] = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, request: ApiRequest, model: str) -> None:
         self.request = request
@@ -40,7 +40,7 @@ class MessageReply:
     @staticmethod
     def failure(error: ApiError) -> Body:
         """Return the body of an error."""
-        return error_body(error)
+        return error.anthropics
 
     def opening(self) -> Iterator[Body]:
         """Yield the events that come before all others."""

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shardmlx.server.anthropic_requests import as_chat, error_body
+from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
 from shardmlx.server.metrics import (
@@ -192,12 +192,8 @@ class Api:
 
     async def messages(self, request: Request) -> Response:
         """Generate the next message of a chat, as Anthropic's API has it."""
-
-        def read(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
-            return read_chat(as_chat(body), reader, served)
-
         name = self._served.names.first
-        return await self._generate(request, read, lambda asked: MessageReply(asked, name))
+        return await self._generate(request, read_message, lambda asked: MessageReply(asked, name))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a chat, as Anthropic's API has it."""
@@ -346,9 +342,7 @@ def _not_taken(error: QueueFull | ServiceEnded) -> ApiError:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    if request.url.path.startswith("/v1/messages"):
-        return JSONResponse(error_body(error), error.status, error.headers)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -359,7 +353,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{where} is not possible: the method is wrong",
     }
     message = said.get(error.status_code, error.detail)
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    refusal = ApiError(error.status_code, message, headers=error.headers)
+    return error_response(refusal, request.url.path)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -367,4 +362,5 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "a fault of the server: its log has more"))
+    fault = ApiError(500, "a fault of the server: its log has more")
+    return error_response(fault, request.url.path)

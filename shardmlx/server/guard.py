@@ -17,9 +17,11 @@ OPEN = frozenset({"/", "/health"})
 """Paths that need no key, beside the parts of the page."""
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """Return the HTTP response that tells an error."""
-    return JSONResponse(error.body, error.status, error.headers)
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """Return the HTTP response that tells an error, in the form of the API of the ``path``."""
+    is_anthropics = f"{path}/".startswith("/v1/messages/")
+    body = error.anthropics if is_anthropics else error.body
+    return JSONResponse(body, error.status, error.headers)
 
 
 class Guard:
@@ -54,7 +56,7 @@ class Guard:
             if scope["path"] not in OPEN and not scope["path"].startswith(PAGE_PARTS):
                 self._check_key(headers.get("authorization", ""), headers.get("x-api-key"))
         except ApiError as error:
-            await error_response(error)(scope, receive, answer)
+            await error_response(error, scope["path"])(scope, receive, answer)
             return
         await self._app(scope, receive, answer)
 
@@ -79,7 +81,7 @@ class Guard:
             what = "the API key is wrong" if given else "this server needs an API key"
             raise ApiError(
                 401,
-                f"{what}: send it as 'Authorization: Bearer KEY'",
+                f"{what}: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -131,6 +131,10 @@ class SamplingBody(Body):
         return {name: value for name, value in values.items() if value is not None}
 
 
+SAMPLING = tuple(each.alias or name for name, each in SamplingBody.model_fields.items())
+"""Names of all parameters of sampling, which every API takes."""
+
+
 class RequestBody(SamplingBody, StructuredBody):
     """The parameters that chats and completions share."""
 

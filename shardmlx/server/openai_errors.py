@@ -1,7 +1,8 @@
-"""Errors as OpenAI's API has them. No MLX, no MPI."""
+"""Errors as OpenAI's API has them, and Anthropic's. No MLX, no MPI."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -39,6 +40,35 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    @property
+    def anthropics(self) -> dict[str, Any]:
+        """The same as Anthropic's API has it."""
+        usual = "api_error" if self.status >= 500 else "invalid_request_error"
+        said = {"type": ANTHROPICS_TYPES.get(self.status, usual), "message": str(self)}
+        return {"type": "error", "error": said}
+
+    def called(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error for an API that has other ``names`` for fields and what is within."""
+        path = (self.param or "").split(".")
+        prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
+        known = next((prefix for prefix in prefixes if prefix in names), None)
+        if self.param is None or known is None:
+            return self
+        param = names[known] + self.param.removeprefix(known)
+        # Where a message names its field: not within the words of a template.
+        field = rf"(?:^|(?<=`)){re.escape(self.param)}(?!\w)"
+        message = re.sub(field, lambda _: param, str(self), count=1)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+
+ANTHROPICS_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def _type(status: int) -> str:

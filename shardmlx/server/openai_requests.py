@@ -176,7 +176,7 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
         return []
     if choice == "required":
         if not tools:
-            raise refused("tool_choice is 'required', and there are no tools", param)
+            raise refused("tool_choice asks for a call, and there are no tools", param)
         return list(tools)
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict) or choice.get("type") != "function":
@@ -337,7 +337,8 @@ def _api_request(
 def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedModel) -> int:
     """Return the tokens that an answer may have at most.
 
-    The default gives way to a long prompt, but what was asked for is kept, or refused.
+    The default gives way to a long prompt, but what was asked for is kept, or refused: in the words
+    by which agents know that they must ask for less, or shorten their history.
     """
     left = _left(prompt, param, served)
     if asked is None:
@@ -346,8 +347,8 @@ def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedMod
         return left
     if asked > left:
         raise _too_long(
-            f"the prompt has {prompt} tokens and max_tokens is {asked}: together at most "
-            f"{served.most_tokens} are served",
+            f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > "
+            f"{served.most_tokens}: ask for {left}, or -1 for as many as fit",
             "max_tokens",
         )
     return asked
@@ -358,8 +359,7 @@ def _left(prompt: int, param: str, served: ServedModel) -> int:
     left = served.most_tokens - prompt
     if left < 1:
         raise _too_long(
-            f"the prompt has {prompt} tokens: with its answer it may have at most "
-            f"{served.most_tokens}",
+            f"the prompt is too long: {prompt} tokens > {served.most_tokens - 1} maximum",
             param,
         )
     return left

@@ -47,6 +47,7 @@ class Reply(ABC):
     head: Body = field(init=False)
 
     done: ClassVar[bytes] = b"data: [DONE]\n\n"
+    sign_of_life: ClassVar[bytes] = b": still here\n\n"
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]

@@ -43,6 +43,14 @@ class ResponseReply:
         self._events += 1
         return f"event: {body['type']}\ndata: {json.dumps(numbered)}\n\n".encode()
 
+    @property
+    def sign_of_life(self) -> bytes:
+        """An event that tells nothing new: Codex counts no comments, and some clients refuse events
+        that they do not know."""
+        return self.event(
+            {"type": "response.in_progress", "response": {**self.whole, "output": []}}
+        )
+
     def failure(self, error: ApiError) -> Body:
         """Return the body of an error: an event, if the reply is a stream."""
         if not self.request.stream:

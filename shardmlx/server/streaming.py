@@ -17,9 +17,7 @@ from shardmlx.server.openai_responses import Body
 from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
 
 SECONDS_OF_SILENCE = 15.0
-"""Seconds after which a silent stream sends a comment, so that no proxy closes it."""
-
-SIGN_OF_LIFE = b": still here\n\n"
+"""Seconds after which a silent stream gives a sign of life, so that nobody closes it."""
 
 SECONDS_TO_RESTART = 10
 """Seconds after which a client may ask again (``Retry-After``): ``launch`` restarts a server."""
@@ -29,6 +27,10 @@ class AnyReply(Protocol):
     """The reply to one request of an API: ``openai_responses.Reply`` or Anthropic's."""
 
     done: ClassVar[bytes]
+
+    @property
+    def sign_of_life(self) -> bytes:
+        """What a stream sends in silence: of what proxies and clients of the API count as life."""
 
     @property
     def request(self) -> ApiRequest:
@@ -111,7 +113,11 @@ class AnswerResponse(Response):
         try:
             async with aclosing(merged(self._answers)) as pieces:
                 async for each in pieces:
-                    events = SIGN_OF_LIFE if each is None else self._events(self._take(*each))
+                    events = (
+                        self._reply.sign_of_life
+                        if each is None
+                        else self._events(self._take(*each))
+                    )
                     await _send(send, events)
         except (ApiError, ServiceEnded) as error:
             last = self._events([self._reply.failure(self._failed(error))])

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shardmlx.errors import UserError
 from shardmlx.server.accepted_fields import Body, Listed
-from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.openai_errors import refused
 
 LONGEST_GRAMMAR = 100_000
 """Characters of a grammar. All answers wait while one is made ready, and the time grows with the
@@ -174,7 +175,7 @@ class Structure:
                 param,
             )
         if said := complaint(alone):
-            raise refused(f"{param}: {shown(said)[1:-1]}", param)
+            raise refused(f"{param}: {UserError(said)}", param)
         return alone if thought_end is None else grammar_of(self.rules, thought_end, special)
 
 

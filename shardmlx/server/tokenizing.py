@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.anthropic_requests import as_chat
+from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import (
@@ -68,5 +68,5 @@ def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, A
 
 def counted(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
-    (request,) = read_chat(as_chat(body, counts=True), reader, served).requests
+    (request,) = read_message(body, reader, served, counts=True).requests
     return {"input_tokens": len(request.tokens)}

@@ -236,7 +236,7 @@ def test_clients_that_vanish_leave_room_for_others(served: Served) -> None:
 def test_what_it_refuses(served: Served) -> None:
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="together at most"):
+    with pytest.raises(openai.BadRequestError, match="exceed context limit"):
         served.ask("Hello", tokens=10**6)
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         served.client.chat.completions.create(

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from shardmlx.server.anthropic_requests import as_chat
+from shardmlx.server import streaming
+from shardmlx.server.anthropic_requests import MessagesBody, as_chat
 from shardmlx.server.openai_errors import ApiError
-from tests.helpers.http_serving import KEY, MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import KEY, MODEL, Agent, Parrot, Serving, serving
 
 LOOK = {
     "name": "look",
@@ -26,6 +27,11 @@ def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Respo
     body = {"model": MODEL, "max_tokens": 200, "messages": messages, **more}
     headers = {"x-api-key": KEY}
     return httpx.post(f"{served.address}/v1/messages{path}", json=body, headers=headers)
+
+
+def translated(**asked: Any) -> dict[str, Any]:
+    """The fields of a chat that asks for the same."""
+    return as_chat(MessagesBody.model_validate({"messages": [], **asked})).body
 
 
 def test_a_message(served: Serving) -> None:
@@ -119,8 +125,7 @@ def test_tokens_are_counted(served: Serving) -> None:
 
 def test_stop_sequences(served: Serving) -> None:
     """Which of several it was is not known."""
-    asked = json.loads(as_chat(b'{"messages": [], "max_tokens": 1, "stop_sequences": ["a"]}'))
-    assert asked["stop"] == ["a"]
+    assert translated(stop_sequences=["a"])["stop"] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -133,10 +138,27 @@ def test_stop_sequences(served: Serving) -> None:
          "invalid_request_error", "messages.0.content.0: a block of type 'image' is not underst"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400,
          "invalid_request_error", "messages.0.role is 'tool': give user or assistant"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
+         "invalid_request_error", "tools.0: tools of type 'web_search_20250305' run on Anth"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400,
-         "invalid_request_error", "tools.0: tools of type 'bash_20250124' run on Anthropic's own"),
+         "invalid_request_error", "tools.0: tools of type 'bash_20250124' are known to its models"),
         ({"tool_choice": {"type": "any"}}, 400,
-         "invalid_request_error", "tool_choice is 'required', and there are no tools"),
+         "invalid_request_error", "tool_choice asks for a call, and there are no tools"),
+        ({"tool_choice": {"type": "must"}}, 400,
+         "invalid_request_error", "tool_choice.type is 'must'"),
+        ({"output_config": {"a": 1}}, 400, "invalid_request_error", "output_config.a is not"),
+        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not"),
+        ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
+        ({"stop_sequences": 17 * ["a"]}, 400, "invalid_request_error", "stop_sequences: at most"),
+        ({"tools": [{"name": "?"}]}, 400, "invalid_request_error", "tools.0.name: "),
+        ({"tools": [{**LOOK, "input_schema": 5}]}, 400,
+         "invalid_request_error", "tools.0.input_schema: "),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]}, 400,
+         "invalid_request_error", "messages.0.content.0.name"),
+        ({"max_tokens": 2000}, 400, "invalid_request_error",
+         "input length and `max_tokens` exceed context limit: 6 + 2000 > 1000"),
+        ({"messages": [{"role": "user", "content": 1000 * "a"}]}, 400,
+         "invalid_request_error", "the prompt is too long: 1000 tokens > 999 maximum"),
     ],
 )  # fmt: skip
 def test_errors_are_anthropics(
@@ -147,6 +169,27 @@ def test_errors_are_anthropics(
     said = answer.json()
     assert (said["type"], said["error"]["type"]) == ("error", kind)
     assert said["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "given", "status", "kind"),
+    [
+        ("POST", "", {}, 401, "authentication_error"),
+        ("POST", "/count_tokens", {"x-api-key": "no"}, 401, "authentication_error"),
+        ("GET", "", {"x-api-key": KEY}, 405, "invalid_request_error"),
+        ("POST", "/batches", {"x-api-key": KEY}, 404, "not_found_error"),
+        ("POST", "/", {"x-api-key": KEY}, 404, "not_found_error"),
+        ("POST", "", {"x-api-key": KEY}, 415, "invalid_request_error"),
+        ("POST", "", {"x-api-key": KEY, "host": "evil.example"}, 421, "invalid_request_error"),
+    ],
+)
+def test_so_are_those_of_the_layers_before_it(
+    served: Serving, method: str, path: str, given: dict[str, str], status: int, kind: str
+) -> None:
+    answer = httpx.request(method, f"{served.address}/v1/messages{path}", headers=given)
+    said = answer.json()
+    assert (answer.status_code, said["type"], said["error"]["type"]) == (status, "error", kind)
+    assert status != 401 or "x-api-key: KEY" in said["error"]["message"]
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
@@ -172,10 +215,88 @@ def test_a_stream_that_fails_says_so() -> None:
 
 
 def test_thinking_can_be_turned_off() -> None:
-    off = as_chat(b'{"messages": [], "max_tokens": 1, "thinking": {"type": "disabled"}}')
-    assert json.loads(off)["reasoning_effort"] == "none"
-    with pytest.raises(ApiError, match=r"^system\.0\.text: give a text"):
-        as_chat(b'{"messages": [], "max_tokens": 1, "system": [{"type": "text"}]}')
+    assert translated(thinking={"type": "disabled"})["reasoning_effort"] == "none"
+    assert translated(thinking={"type": "adaptive"})["reasoning_effort"] is None
+    with pytest.raises(ApiError) as caught:
+        translated(system=[{"type": "text"}])
+    assert caught.value.param == "system.0.text"
+
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 200,
+    "stream": True,
+    "metadata": {"user_id": "user_8f0e_account__session_3b1c"},
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.177.01c; cch=36ee5;"},
+        {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello."}]},
+    ],
+    "tools": [{**LOOK, "eager_input_streaming": True, "cache_control": {"type": "ephemeral"}}],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 9000}},
+    "betas": ["claude-code-20250219", "context-management-2025-06-27"],
+    "speed": "fast",
+    "mcp_servers": [],
+    "temperature": 1,
+}
+"""The body of Claude Code 2.1's first request, shortened."""
+
+
+@pytest.mark.parametrize("path", ["", "/count_tokens"])
+def test_a_request_of_claude_code(served: Serving, agent: Agent, path: str) -> None:
+    headers = {"authorization": f"Bearer {KEY}", "anthropic-beta": "claude-code-20250219"}
+    for nonce in ("36ee5", "0aaa9"):
+        body = json.loads(json.dumps(CLAUDE_CODE).replace("36ee5", nonce))
+        url = f"{served.address}/v1/messages{path}?beta=true"
+        assert httpx.post(url, json=body, headers=headers).status_code == 200
+        assert agent.messages == [
+            {"role": "system", "content": "You are Claude Code.\nBe brief."},
+            {"role": "user", "content": "hello."},
+        ]
+    assert translated(output_config={"effort": "high"})["reasoning_effort"] == "high"
+
+
+@pytest.mark.parametrize(
+    ("system", "told"),
+    [
+        ("x-anthropic-billing-header: cch=1;\nBe brief.", ["Be brief."]),
+        ("x-anthropic-billing-header: cch=1;", []),
+        ("Of x-anthropic-billing-header: x", ["Of x-anthropic-billing-header: x"]),
+    ],
+)
+def test_a_line_for_billing_is_left_out(system: str, told: list[str]) -> None:
+    late = {"role": "system", "content": system}
+    body = MessagesBody.model_validate({"messages": [late], "system": system})
+    assert [message["content"] for message in as_chat(body).messages] == 2 * told
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_structure_may_be_asked_for(served: Serving, field: str) -> None:
+    properties = {"depth": {"type": "integer"}}
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": properties}}
+    more: Any = {field: {"format": form} if field == "output_config" else form}
+    assert post(served, "?.", **more).status_code == 200
+    assert '"depth"' in str(served.parrot.added[-1].sampling.grammar)
+
+
+def test_in_silence_a_stream_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients count no comments."""
+    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
+    with serving(reader=Agent(), api_key=KEY, parrot=Parrot(steps=2)) as server:
+        body = {"max_tokens": 9, "messages": [{"role": "user", "content": "ab."}], "stream": True}
+        headers = {"x-api-key": KEY}
+        url = f"{server.address}/v1/messages"
+        with httpx.stream("POST", url, json=body, headers=headers) as response:
+            lines = response.iter_lines()
+            assert 'data: {"type": "ping"}' in lines
+            server.parrot.steps = None
+            server.parrot.goes_on.set()
+            assert list(lines)[-2] == 'data: {"type": "message_stop"}'
 
 
 def test_by_anthropics_own_package(served: Serving) -> None:

@@ -235,12 +235,13 @@ def test_the_default_gives_way_to_a_long_prompt_but_not_what_was_asked_for() -> 
 def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
     assert refusal(completion, prompt=600 * "a") == (
         "prompt",
-        "the prompt has 600 tokens: with its answer it may have at most 600",
+        "the prompt is too long: 600 tokens > 599 maximum",
     )
     assert refusal(chat, messages=[{"role": "user", "content": 700 * "a"}])[0] == "messages"
     assert refusal(completion, prompt=500 * "a", max_tokens=101) == (
         "max_tokens",
-        "the prompt has 500 tokens and max_tokens is 101: together at most 600 are served",
+        "input length and `max_tokens` exceed context limit: 500 + 101 > 600: ask for 100, or -1 "
+        "for as many as fit",
     )
     with pytest.raises(ApiError) as caught:
         completion(prompt=600 * "a")
