@@ -29,8 +29,8 @@ NAMES = {
 """Anthropic's names for other fields of a chat."""
 
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
-"""What Claude Code writes before a system prompt. It says nothing to a model, and differs in every
-request: no prefix could be found again."""
+"""A line that Claude Code writes before a system prompt. It says nothing to a model, and differs in
+every request: no prefix could be found again."""
 
 
 class FormatBody(SchemaBody):

@@ -30,7 +30,7 @@ class AnyReply(Protocol):
 
     @property
     def sign_of_life(self) -> bytes:
-        """What a stream sends in silence: of what proxies and clients of the API count as life."""
+        """The bytes that a stream sends in silence, which clients of the API count as life."""
 
     @property
     def request(self) -> ApiRequest:
