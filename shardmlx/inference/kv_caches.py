@@ -152,14 +152,16 @@ class KVCaches:
         return self._quantised(group.caches)
 
     def update(self, item: Item) -> None:
-        """Keep, copy and drop caches as an item says of the sequences that have ended."""
-        ended = {*item.kept, *item.dropped}
+        """Keep, copy and drop caches as an item says of the sequences that have left."""
+        ended = {*item.kept, *item.dropped, *item.put_back}
         for number, group in list(self._groups.items()):
             self._alone |= group.remove(ended, item.kept)
             if not group.sequences:
                 del self._groups[number]
         for sequence in item.kept:
             self._quantised(self._alone[sequence])
+        for sequence in item.put_back:
+            self._alone.pop(sequence, None)
         if item.prefix is not None:
             self._copy_prefix(item.sequences[0], item.prefix)
         for sequence in item.dropped:

@@ -148,9 +148,8 @@ class FirstStage(InferenceStage):
         """End a sequence: to be called when ``step`` has returned its last token."""
         known = self._sequences.pop(sequence)
         keep = self._prefix_cache is not None and known.position > 0
-        if self._prefix_cache is not None and keep:
+        if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
             self._prefix_cache.keep(sequence, known.tokens[: known.position])
-        self._scheduler.finish(sequence, keep=keep)
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
@@ -189,6 +188,7 @@ class FirstStage(InferenceStage):
     def _step(self) -> list[tuple[int, SampledToken]]:
         if came := self._take():
             return came
+        self._make_room()
         item = self._scheduler.next()
         if item is not None:
             self._issue(item)
@@ -211,9 +211,14 @@ class FirstStage(InferenceStage):
     def _issue(self, item: Item) -> None:
         self._begin(item)
         self._close_ended(item)
+        for number in item.put_back:
+            if number in self._sequences:
+                self._sequences[number].position = 0
         if item.prefix is not None:
             sequence = self._sequences[item.sequences[0]]
-            sequence.position = sequence.cached = item.prefix.length
+            sequence.position = item.prefix.length
+            if item.params is not None:
+                sequence.cached = item.prefix.length
         if self._stage < self._last:
             self._announce(item)
             if item.samples:
@@ -282,14 +287,19 @@ class FirstStage(InferenceStage):
 
     def _find_prefix(self, number: int) -> CachedPrefix | None:
         """Look up a prompt in the prefix cache, and make room for the sequence."""
-        prefix_cache, capacity = self._prefix_cache, self._scheduler.capacity
-        assert prefix_cache is not None
-        prefix = prefix_cache.take(self._sequences[number].tokens)
+        assert self._prefix_cache is not None
+        prefix = self._prefix_cache.take(self._sequences[number].tokens)
         if prefix is not None and prefix.is_whole:
             self._scheduler.forget([prefix.sequence])
-        if capacity is not None:
-            self._scheduler.forget(prefix_cache.shrink(capacity - self._scheduler.reserved))
+        self._make_room()
         return prefix
+
+    def _make_room(self) -> None:
+        """Forget what was kept, as far as the sequences under way need the room."""
+        capacity = self._scheduler.capacity
+        if self._prefix_cache is not None and capacity is not None:
+            gone = self._prefix_cache.shrink(capacity - self._scheduler.reserved)
+            self._scheduler.forget(gone)
 
 
 class LaterStage(InferenceStage):

@@ -97,10 +97,10 @@ class PrefixCache:
     def shrink(self, most: int) -> list[int]:
         """Forget the least recently used sequences until ``tokens`` is at most ``most``, and return
         their numbers."""
-        gone = []
-        while self._kept and self.tokens > most:
+        gone, tokens = [], self.tokens
+        while self._kept and tokens > most:
             oldest = next(iter(self._kept))
-            del self._kept[oldest]
+            tokens -= held(len(self._kept.pop(oldest)))
             gone.append(oldest)
         return gone
 

@@ -11,6 +11,10 @@ A chunk of a prompt needs only the chunk before it on the same stage, so that ch
 other through the stages. A token of a sequence needs the one before, which the last stage samples:
 with as many groups of sequences as there are stages, which take turns, no stage waits. Here group B
 is in stage 0 while group A is in stage 1.
+
+Sequences take room in the KV caches as they grow, not for all that they may become. Where there is
+no more, the one that began last is put back: its caches are dropped, and when there is room again
+its tokens so far are computed again, as a prompt. It goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from enum import Enum
 from typing import Any
 
 from shardmlx.inference.prefix_cache import CachedPrefix
-from shardmlx.models.kv_cache import held
+from shardmlx.models.kv_cache import STEP, held
 
 
 class ItemKind(Enum):
@@ -47,8 +51,9 @@ class Item:
 
     ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
     prefill has one. The first chunk of a prompt brings the sequence's sampling ``params``, and the
-    ``prefix`` with which its caches begin. Of the sequences that have ended, each stage first moves
-    the ``kept`` out of their group, then copies the prefix, then forgets the ``dropped``.
+    ``prefix`` with which its caches begin. Each stage first moves the ``kept``, sequences that have
+    ended, out of their group and drops the caches of those ``put_back``, then copies the prefix,
+    then forgets the ``dropped``, which have ended too.
     """
 
     kind: ItemKind
@@ -58,6 +63,7 @@ class Item:
     group: int | None = None
     kept: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
+    put_back: tuple[int, ...] = ()
     prefix: CachedPrefix | None = None
     params: Any = None
 
@@ -79,7 +85,8 @@ def _listed(sequences: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class _Prefill:
-    """A prompt of which ``left`` tokens are still to enter."""
+    """A prompt of which ``left`` tokens are still to enter. It is that of a sequence that was put
+    back if it ``goes_on``."""
 
     sequence: int
     left: int
@@ -87,6 +94,23 @@ class _Prefill:
     params: Any
     prefix: CachedPrefix | None = None
     is_begun: bool = False
+    goes_on: bool = False
+
+
+@dataclass(slots=True)
+class _Open:
+    """A sequence under way: its tokens so far, and how many it may become. It ``awaits`` a token
+    that is under way."""
+
+    tokens: int
+    context: int
+    awaits: bool = False
+
+    @property
+    def room(self) -> int:
+        """Tokens for which its caches may have room with the next one: mlx-lm's grow by a step from
+        where they are."""
+        return min(held(self.tokens) + STEP, held(self.context))
 
 
 @dataclass(slots=True)
@@ -112,9 +136,10 @@ class Scheduler:
     """The order of items for sequences that come and go (continuous batching).
 
     At most ``most`` sequences are under way at a time; with ``capacity``, a number of tokens, only
-    as many as have room in it, each counted as long as the longest may become. Others wait in
-    order. Prefill goes first, in chunks of ``chunk`` tokens, so that groups are full when they take
-    their turns; with ``patience`` at most so many chunks come between two decode steps.
+    as many as have room in it, each counted as long as the longest is. Others wait in order, those
+    that were put back before all others. Prefill goes first, in chunks of ``chunk`` tokens, so that
+    groups are full when they take their turns; with ``patience`` at most so many chunks come
+    between two decode steps.
 
     ``find_prefix`` is called when a sequence's turn has come, and returns what the prefix cache
     holds of its prompt. Raises ``ValueError`` for numbers below 1.
@@ -140,9 +165,10 @@ class Scheduler:
         self._turns = deque(range(groups))
         self._waiting: deque[_Prefill] = deque()
         self._current: _Prefill | None = None
-        self._open: dict[int, int] = {}
+        self._open: dict[int, _Open] = {}
         self._kept: list[int] = []
         self._dropped: list[int] = []
+        self._put_back: list[int] = []
 
     @property
     def is_idle(self) -> bool:
@@ -151,9 +177,9 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Tokens of cache that are taken: each sequence counts as long as the longest may become,
-        since those of a group are padded."""
-        return len(self._open) * held(max(self._open.values(), default=0))
+        """Tokens of cache that are taken with the next token of each: a sequence counts as long as
+        the longest, since those of a group are padded."""
+        return len(self._open) * max((each.room for each in self._open.values()), default=0)
 
     def add(self, sequence: int, tokens: int, params: Any = None, context: int = 0) -> None:
         """Queue a prompt of so many tokens, which may become a sequence of ``context`` tokens.
@@ -168,6 +194,8 @@ class Scheduler:
 
     def next(self) -> Item | None:
         """Return what the pipeline computes next; None while that depends on items under way."""
+        if not self._make_room():
+            return None
         prompt = self._next_prompt()
         ready = next((g for g in self._turns if self._groups[g].is_ready), None)
         patient = self._patience is None or self._chunks_since < self._patience
@@ -183,15 +211,13 @@ class Scheduler:
         group.sequences += group.joining
         group.joining = []
         group.in_flight = True
-        kept, dropped = self._take_ended()
-        return Item(
-            ItemKind.DECODE, tuple(group.sequences), group=ready, kept=kept, dropped=dropped
-        )
+        for sequence in group.sequences:
+            self._open[sequence].awaits = True
+        return Item(ItemKind.DECODE, tuple(group.sequences), group=ready, **self._take_ended())
 
     def rest(self) -> Item:
         """Return an item without work, to be issued while there is none."""
-        kept, dropped = self._take_ended()
-        return Item(ItemKind.IDLE, kept=kept, dropped=dropped)
+        return Item(ItemKind.IDLE, **self._take_ended())
 
     def foreseen(self) -> Item | None:
         """Guess the next item where ``next`` has none: the decode step of the group that has been
@@ -209,44 +235,69 @@ class Scheduler:
     def returned(self, item: Item) -> None:
         """Note that the tokens of an item have been sampled. Its sequences go on, unless ``finish``
         is called."""
+        for sequence in item.sequences:
+            self._open[sequence].tokens += 1
+            self._open[sequence].awaits = False
         if item.kind is ItemKind.DECODE and item.group is not None:
             self._groups[item.group].in_flight = False
         elif item.kind is ItemKind.PREFILL and item.samples:
             self._join(item.sequences[0])
 
-    def finish(self, sequence: int, *, keep: bool = False) -> None:
+    def finish(self, sequence: int, *, keep: bool = False) -> bool:
         """End a sequence of which no token is under way, even before its prefill has begun. The
-        stages keep or drop its caches."""
-        for group in self._groups:
-            for sequences in (group.sequences, group.joining):
-                if sequence in sequences:
-                    sequences.remove(sequence)
-        if self._open.pop(sequence, None) is None:
-            self._waiting = deque(prompt for prompt in self._waiting if prompt.sequence != sequence)
-            return
-        if self._current is not None and self._current.sequence == sequence:
-            self._current = None
+        stages drop its caches, or ``keep`` them. Return whether they keep any."""
+        waiting = next((each for each in self._waiting if each.sequence == sequence), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+            if waiting.goes_on:
+                self._dropped.append(sequence)  # its sampling state
+            return False
+        self._take_out(sequence)
         if keep:
             self._kept.append(sequence)
         else:
             self._dropped.append(sequence)
+        return keep
 
     def forget(self, sequences: Sequence[int]) -> None:
         """Have the stages drop the caches of sequences that were kept."""
         self._dropped += sequences
 
-    def _next_prompt(self) -> _Prefill | None:
-        if self._current is None and self._waiting and self._has_room(self._waiting[0]):
-            prompt = self._current = self._waiting.popleft()
-            self._open[prompt.sequence] = prompt.context
-        return self._current
+    def _make_room(self) -> bool:
+        """Put back the sequences for which there is no more room. Return False where the token of
+        one is to be awaited first."""
+        while self.capacity is not None and self.reserved > self.capacity:
+            # Never the first: it has room for all that it may become.
+            last = next(reversed(self._open))
+            if self._open[last].awaits:
+                return False
+            current = self._current
+            params = None if current is None or current.sequence != last else current.params
+            known = self._take_out(last)
+            goes_on = params is None
+            prompt = _Prefill(last, known.tokens, known.context, params, goes_on=goes_on)
+            self._waiting.appendleft(prompt)
+            self._put_back.append(last)
+        return True
 
-    def _has_room(self, prompt: _Prefill) -> bool:
-        sequences = len(self._open) + 1
-        longest = max(prompt.context, *self._open.values(), 0)
-        return sequences <= self._most and (
-            self.capacity is None or sequences * held(longest) <= self.capacity
-        )
+    def _take_out(self, sequence: int) -> _Open:
+        for group in self._groups:
+            for sequences in (group.sequences, group.joining):
+                if sequence in sequences:
+                    sequences.remove(sequence)
+        if self._current is not None and self._current.sequence == sequence:
+            self._current = None
+        return self._open.pop(sequence)
+
+    def _next_prompt(self) -> _Prefill | None:
+        if self._current is None and self._waiting and len(self._open) < self._most:
+            prompt = self._waiting[0]
+            self._open[prompt.sequence] = _Open(prompt.left, prompt.context)
+            if self.capacity is None or self.reserved <= self.capacity:
+                self._current = self._waiting.popleft()
+            else:
+                del self._open[prompt.sequence]
+        return self._current
 
     def _chunk_of(self, prompt: _Prefill) -> Item:
         if not prompt.is_begun:
@@ -259,17 +310,16 @@ class Scheduler:
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)
-        kept, dropped = self._take_ended()
         item = Item(
             ItemKind.PREFILL,
             (prompt.sequence,),
             length,
             samples=is_last,
-            kept=kept,
-            dropped=dropped,
             prefix=prompt.prefix,
             params=prompt.params,
+            **self._take_ended(),
         )
+        self._open[prompt.sequence].awaits = is_last
         prompt.left -= length
         prompt.params = prompt.prefix = None
         if prompt.left <= 1:
@@ -282,7 +332,8 @@ class Scheduler:
         smallest = min(self._groups, key=lambda group: (group.size, group.in_flight))
         smallest.joining.append(sequence)
 
-    def _take_ended(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        ended = tuple(self._kept), tuple(self._dropped)
-        self._kept, self._dropped = [], []
-        return ended
+    def _take_ended(self) -> dict[str, Any]:
+        """Return what an item says of sequences that have left, and forget it."""
+        left = {"kept": self._kept, "dropped": self._dropped, "put_back": self._put_back}
+        self._kept, self._dropped, self._put_back = [], [], []
+        return {name: tuple(sequences) for name, sequences in left.items()}

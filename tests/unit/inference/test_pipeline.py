@@ -385,6 +385,79 @@ def test_kept_texts_make_room_for_new_ones() -> None:
     assert serve("llama", [3, 3], work, capacity=768) == [256, 512, 768, 768]
 
 
+def test_texts_without_a_limit_leave_what_is_kept_until_they_need_its_room() -> None:
+    """Two conversations by turns, each of which may fill all there is."""
+    first = [prompt(20, seed=i) for i in range(2)]
+
+    def work(first_stage: FirstStage) -> list[int]:
+        for number, tokens in enumerate(first):
+            first_stage.add(number, tokens, SamplingParams(), context=1024)
+            finish_all(first_stage, {number: 3})
+        cached = []
+        for number, tokens in enumerate(first, start=2):
+            first_stage.add(number, [*tokens, *prompt(9)], SamplingParams(), context=1024)
+            while not first_stage.is_idle:
+                for _ in first_stage.step():
+                    cached.append(first_stage.cached(number))
+                    first_stage.finish(number)
+        first_stage.add(9, prompt(250, seed=9), SamplingParams(), context=1024)
+        finish_all(first_stage, {9: 2})
+        assert first_stage.kept_tokens == 768
+        first_stage.add(10, prompt(250, seed=8), SamplingParams(), context=1024)
+        finish_all(first_stage, {10: 20})
+        assert first_stage.kept_tokens == 512 + 256
+        return cached
+
+    assert serve("llama", [6], work, capacity=1024) == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("variant", "cut"), [("llama", [2, 3, 1]), ("llama with windows", [6])], ids=str
+)
+def test_a_text_that_is_put_back_goes_on_as_if_nothing_had_been(
+    variant: str, cut: list[int]
+) -> None:
+    prompts = {number: prompt(250 + number, seed=number) for number in range(3)}
+    how = {
+        0: SamplingParams(),
+        1: SamplingParams(temp=1.0, seed=5, repetition_penalty=1.3),
+        2: SamplingParams(temp=0.7, seed=6, logprobs=2),
+    }
+
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
+        for number, tokens in prompts.items():
+            first_stage.add(number, tokens, how[number], context=900)
+        return finish_all(first_stage, {0: 20, 1: 12, 2: 12})
+
+    plenty = serve(variant, cut, work, trimmable=WINDOW)
+    assert plenty[0] == expected(variant, prompts[0], 20)
+    # Room for all three prompts, and with the 257th token for two or one.
+    assert serve(variant, cut, work, trimmable=WINDOW, capacity=3 * 512) == plenty
+    assert serve(variant, cut, work, trimmable=WINDOW, capacity=2 * 512) == plenty
+
+
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_a_text_that_is_put_back_may_be_cancelled(cut: list[int]) -> None:
+    prompts = [prompt(250, seed=number) for number in range(3)]
+
+    def work(first_stage: FirstStage) -> tuple[dict[int, list[int]], int]:
+        for number in (0, 1):
+            first_stage.add(number, prompts[number], SamplingParams(), context=700)
+        texts: dict[int, list[int]] = {0: [], 1: []}
+        while len(texts[0]) < 20:
+            for number, sampled in first_stage.step():
+                texts[number].append(sampled.token)
+        assert len(texts[1]) < 10
+        first_stage.cancel(1)
+        first_stage.finish(0)
+        first_stage.add(2, prompts[1], SamplingParams(), context=700)
+        return finish_all(first_stage, {2: 9}), first_stage.kept_tokens
+
+    texts, kept = serve("llama", cut, work, capacity=1024)
+    assert texts[2] == expected("llama", prompts[1], 9)
+    assert kept == 512
+
+
 @pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
 def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
     """Before it begins, in its prompt, and while a token of it is under way: the others go on, and

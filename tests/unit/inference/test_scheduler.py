@@ -163,3 +163,23 @@ def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt()
     assert second == Item(ItemKind.PREFILL, (2,), 1, samples=True, kept=(0,))
     scheduler.forget([0])
     assert scheduler.rest() == Item(ItemKind.IDLE, dropped=(0,))
+
+
+def test_a_sequence_takes_room_as_it_grows_and_the_last_gives_way() -> None:
+    scheduler = Scheduler(groups=1, most=8, chunk=1000, capacity=1280)
+    scheduler.add(0, 255, context=1280)
+    scheduler.add(1, 9, context=1280)
+    scheduler.add(2, 9, context=1280)  # three times 512 have no room
+    played = play(scheduler, 9, lengths={0: 4})
+    # Of 257 tokens the first may take 768: the second, of three tokens more, is computed again.
+    assert " ".join(played) == "a254 b8 AB AB A A b10 c8 BC"
+    assert scheduler.reserved == 2 * 512
+
+
+def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
+    scheduler = Scheduler(groups=2, most=8, chunk=100, patience=1, capacity=1024)
+    scheduler.add(0, 255, context=1024)
+    scheduler.add(1, 250, "params", context=1024)
+    assert " ".join(play(scheduler, 7)) == "a100 a100 a54 A b100 A A"
+    scheduler.finish(1)
+    assert scheduler.rest() == Item(ItemKind.IDLE, dropped=(1,))
