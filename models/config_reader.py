@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Container, Mapping
 from pathlib import Path
@@ -111,7 +112,8 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
             "point --model at a directory in the Hugging Face layout",
         ) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        what = error.strerror or error
+        raise UserError(f"cannot read {path}: {what}", "copy it again, or chmod it") from None
 
 
 def check_layout(where: str | Path, files: Container[str]) -> None:
@@ -124,9 +126,18 @@ def check_layout(where: str | Path, files: Container[str]) -> None:
         )
 
 
+def check_pointer(text: bytes, where: str | Path) -> None:
+    """Refuse what git leaves in the place of a large file that it was not asked for."""
+    if text.startswith(b"version https://git-lfs"):
+        raise UserError(f"{where} is a git-lfs pointer, not the file", "run git lfs pull")
+
+
 def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
     """Return the content of a config.json, with the fields of rotary embeddings that mlx-lm reads;
     ``UserError`` when it is broken."""
+    check_pointer(text, where)
+    if text.startswith(codecs.BOM_UTF8):
+        raise UserError(f"{where} begins with a byte order mark", "save it as UTF-8 without one")
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:

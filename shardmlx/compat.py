@@ -211,6 +211,18 @@ def sources_of(outputs: Sequence[mx.array], leaves: Sequence[mx.array]) -> list[
     return found
 
 
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's class of a model, and that of its arguments.
+
+    mlx-lm 0.32.2: what ``load_model`` calls if it is given nothing else. When it breaks: import the
+    module of ``mlx_lm.models`` by ``MODEL_REMAPPING``.
+    """
+    from mlx_lm.utils import _get_classes
+
+    kind, args = _get_classes(config)
+    return kind, args
+
+
 def cache_state(cache: Any) -> dict[str, Any]:
     """Return the live attributes of one layer's KV cache of mlx-lm: change them to change it.
 

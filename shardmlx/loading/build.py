@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_config, load_model
 
+from shardmlx.compat import model_classes
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
@@ -72,8 +73,31 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
     of that mlx-lm alone would pass over.
     """
     filled = with_rope(load_config(path))
-    model, config = load_model(path, lazy=True, model_config=filled)
+    model, config = load_model(
+        path, lazy=True, model_config=filled, get_model_classes=_without_spare_head
+    )
     return model, config, fit_ropes(model, filled)
+
+
+def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's classes of a model, which pass over the lm_head of one whose embedding is it.
+
+    The code of some families does so by itself, that of others refuses to load such a file.
+    """
+    kind, args = model_classes(config)
+    text = config.get("text_config") or {}
+    if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
+        return kind, args
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            weights = super().sanitize(weights) if hasattr(kind, "sanitize") else weights
+            if any("lm_head" in name for name, _ in self.named_modules()):
+                return weights
+            return {name: each for name, each in weights.items() if "lm_head." not in name}
+
+    Model.__module__ = kind.__module__
+    return Model, args
 
 
 def build_model(

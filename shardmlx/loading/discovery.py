@@ -31,7 +31,7 @@ from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
-from shardmlx.modelfiles.safetensors_header import MODEL_FILES
+from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
 
@@ -150,6 +150,7 @@ def _open(model: str, revision: str | None) -> Repository | None:
         return None
     check_layout(repository.name, repository.files)
     if _CONFIG in repository.files:
+        check_weights(repository.name, repository.files)
         check_can_be_cut(read_config(repository.fetch(_CONFIG).parent))
     return repository
 

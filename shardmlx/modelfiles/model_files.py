@@ -21,6 +21,8 @@ from shardmlx.modelfiles.safetensors_header import (
     Header,
     Index,
     find_tensors,
+    lack_of,
+    missing_files,
     parse_index,
 )
 from shardmlx.modelfiles.sources import (
@@ -128,9 +130,12 @@ def read_model(source: Source) -> ModelFiles:
             f"{source.name} is no model: it has no {CONFIG_FILE} and no {SUFFIX} file: name the "
             "directory or repository that has them"
         )
+    named_files = index.files if index else {}
+    other = lack_of(source.files, named_files) if INDEX_FILE in source.paths else ""
+    remedy = other if INDEX_FILE in other else source.missing
     faults = [
-        f"{source.where(file)} is missing, but the index names it: {source.missing}"
-        for file in sorted(set(index.files.values()) - present if index else ())
+        f"{source.where(file)} is missing, but the index names it: {remedy}"
+        for file in missing_files(named_files, source.files)
     ]
     headers: dict[str, Header] = {}
     for file, header in zip(files, source.headers(files, index), strict=True):

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
+from shardmlx.models.config_reader import check_pointer
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
@@ -36,6 +38,7 @@ LENGTH_BYTES = 8
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _AGAIN = "copy or download it again"
+_OF_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
 
 def parse_index(text: bytes, where: str | Path) -> Index:
     """Read a ``model.safetensors.index.json``; ``UserError`` when it is none."""
+    check_pointer(text, where)
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
         files = content["weight_map"]
@@ -170,6 +174,36 @@ def find_tensors(
     return files, faults
 
 
+def check_weights(where: str | Path, files: Sequence[str]) -> None:
+    """Refuse a model of these files that has no weights which mlx-lm loads."""
+    if any(fnmatchcase(file, MODEL_FILES) for file in files):
+        return
+    problem, remedy = f"{where} has no {MODEL_FILES}", "copy or download the weights too"
+    others = [file for file in files if file.endswith((*_OF_TORCH, ".gguf", ".safetensors"))]
+    if others:
+        problem += f", but {others[0]}"
+        remedy = "use the same model in the Hugging Face layout, with its weights in safetensors"
+    if any(file.endswith(_OF_TORCH) for file in others):
+        remedy = (
+            "where torch is, write them as safetensors: python -c 'from transformers import "
+            f'AutoModelForCausalLM as M; M.from_pretrained("{where}").save_pretrained("NEW")\''
+        )
+    raise UserError(problem, remedy)
+
+
+def missing_files(index: Mapping[str, str], present: Sequence[str]) -> list[str]:
+    """Return the files that an index names and that are not there."""
+    return sorted(set(index.values()).difference(present))
+
+
+def lack_of(present: Sequence[str], index: Mapping[str, str]) -> str:
+    """Return the remedy for files that are not there: an index may be that of other files."""
+    others = {file for file in present if fnmatchcase(file, MODEL_FILES)} - set(index.values())
+    if others:
+        return f"remove {INDEX_FILE}: it is of other files than {', '.join(sorted(others))}"
+    return "copy it too"
+
+
 def check_model_files(model_dir: str | Path) -> dict[str, Path]:
     """Return the file of each tensor in a directory's ``model*.safetensors``; check the headers.
 
@@ -180,15 +214,13 @@ def check_model_files(model_dir: str | Path) -> dict[str, Path]:
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist: check --model")
     index = _read_index(directory / INDEX_FILE)
-    for name in sorted(set(index.values())):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory / name} is missing, but the index names it: copy it too")
-    paths = sorted(directory.glob(MODEL_FILES))
-    if not paths:
+    present = sorted(path.name for path in directory.iterdir() if path.is_file())
+    check_weights(directory, present)
+    for name in missing_files(index, present):
         raise UserError(
-            f"model directory {directory} has no {MODEL_FILES}: "
-            "convert the model with mlx_lm.convert"
+            f"{directory / name} is missing, but the index names it", lack_of(present, index)
         )
+    paths = sorted(directory.glob(MODEL_FILES))
     headers = {path.name: read_header(path) for path in paths}
     files, faults = find_tensors(headers, index, directory)
     if faults:

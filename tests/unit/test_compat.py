@@ -211,6 +211,12 @@ def test_mlx_lm_reads_a_model_with_load(tmp_path: Path) -> None:
         assert mx.load is load
 
 
+def test_mlx_lm_tells_the_classes_of_a_model() -> None:
+    with contract(compat.model_classes, "mlx-lm"):
+        kind, args = compat.model_classes({"model_type": "mistral"})
+        assert kind.__module__ == args.__module__ == "mlx_lm.models.llama"
+
+
 def test_threads_that_watch_loads_leave_mlx_as_it_was() -> None:
     load, inside = mx.load, threading.Event()
 

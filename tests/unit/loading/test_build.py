@@ -18,6 +18,7 @@ from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 LAYERS = 4
@@ -325,10 +326,27 @@ def test_a_model_without_config(model_dir: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\xef\xbb\xbf{}", "UTF-8"),
+        (b"", "copy it again"),
+        (b"\xff\xfe", "copy it again"),
+        (b"[]", "copy it again"),
+    ],
+)
+def test_a_config_that_is_none(
+    content: bytes, remedy: str, model_dir: Path, tmp_path: Path
+) -> None:
+    message = error_of(broken(model_dir, tmp_path, config=content))
+    assert str(tmp_path / "config.json") in message
+    assert remedy in message
+
+
 def test_a_model_without_weights(model_dir: Path, tmp_path: Path) -> None:
-    assert error_of(broken(model_dir, tmp_path, model=None)) == (
-        f"model directory {tmp_path} has no model*.safetensors: convert the model with "
-        "mlx_lm.convert"
+    assert f"{tmp_path} has no model*.safetensors" in error_of(
+        broken(model_dir, tmp_path, model=None)
     )
 
 
@@ -452,3 +470,22 @@ def test_experts_that_a_cpu_cannot_compute_with_are_refused_before_they_are_read
         "the experts of this model are in bfloat16, with which MLX cannot compute on a CPU: "
         "use --dtype float32"
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "cohere", "olmo2"])
+def test_a_spare_lm_head_is_passed_over_by_every_family(family: str, tmp_path: Path) -> None:
+    config = {**CONFIGS[family], "tie_word_embeddings": True}
+    model = save_model_directory(tmp_path, config)
+    weights = dict(tree_flatten(model.parameters()))
+    spare = {"lm_head.weight": mx.ones((config["vocab_size"], config["hidden_size"]))}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | spare)
+    assert "lm_head.weight" not in dict(tree_flatten(build(tmp_path).parameters()))
+
+
+def test_a_head_that_config_json_does_not_tie_is_not_passed_over(tmp_path: Path) -> None:
+    model = save_model_directory(tmp_path, CONFIGS["gemma"] | {"tie_word_embeddings": False})
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"), weights | {"lm_head.weight": mx.ones(3)}
+    )
+    assert "lm_head.weight" in error_of(tmp_path)

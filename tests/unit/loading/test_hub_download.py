@@ -103,13 +103,18 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
         name: {"config.json": text_file(config), "model.safetensors": weights}
         for name, config in configs.items()
     }
+    repositories["me/torch"] = {
+        "config.json": text_file({"model_type": "llama"}),
+        "pytorch_model.bin": weights,
+    }
     messages = ["mlx-lm has no model of type 'none_such': use a", "cannot be cut into stages"]
+    messages.append("has no model.*safetensors, but pytorch_model.bin")
     with serve(Hub(repositories)) as hub:
         template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        for name, message in zip(configs, messages, strict=True):
+        for name, message in zip(repositories, messages, strict=True):
 
             def look(transport: Transport, name: str = name) -> None:
                 quiet = Reporter(quiet=True)
@@ -118,4 +123,4 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
             with pytest.raises(UserError, match=message):
                 LocalNetwork(ranks).run(look)
     assert any("config.json" in request for request in hub.requests)
-    assert not any("safetensors" in request for request in hub.requests)
+    assert not any("safetensors" in request or ".bin" in request for request in hub.requests)

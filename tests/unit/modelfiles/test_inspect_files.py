@@ -410,7 +410,7 @@ def header(content: Any, data: int) -> File:
         (
             "model.safetensors.index.json",
             text_file({"weight_map": {"a": "model-7.safetensors"}}),
-            "model-7.safetensors is missing, but the index names it: copy it too",
+            "model-7.safetensors is missing, but the index names it: remove",
         ),
         (
             "model.safetensors.index.json",

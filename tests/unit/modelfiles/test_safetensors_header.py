@@ -162,9 +162,34 @@ def test_every_tensor_has_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "remedy"),
+    [("pytorch_model.bin", "save_pretrained"), ("x.gguf", "safetensors")],
+)
+def test_weights_of_other_programs_are_named(file: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(UserError) as error:
+        check_model_files(tmp_path)
+    assert file in error.value.problem
+    assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_no_file(file: str, tmp_path: Path) -> None:
+    model(tmp_path, {"model.safetensors": {"a": A}}, None)
+    (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(UserError, match="run git lfs pull"):
+        check_model_files(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("files", "index", "message"),
     [
-        ({}, None, "has no model*.safetensors: convert the model with mlx_lm.convert"),
+        ({}, None, "has no model*.safetensors: copy or download the weights too"),
+        (
+            {"model.safetensors": {"a": A}},
+            {"a": FIRST},
+            f"{FIRST} is missing, but the index names it: remove model.safetensors.index.json",
+        ),
         (
             {FIRST: {"a": A}},
             {"a": FIRST, "c": SECOND},
