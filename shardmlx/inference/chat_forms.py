@@ -61,6 +61,13 @@ def with_tools_as_text(chat: Sequence[Mapping[str, Any]], tools: Sequence[Tool])
     return told
 
 
+def with_one_system(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return a chat that begins with all that its system messages say, and has no other one."""
+    said = [message["content"] for message in chat if message["role"] == "system"]
+    others = [dict(message) for message in chat if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, said))}, *others]
+
+
 def without_system(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return a chat whose first user message begins with what its system message says."""
     system, *rest = map(dict, chat)

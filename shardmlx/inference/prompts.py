@@ -19,6 +19,7 @@ from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
 from shardmlx.inference.chat_forms import (
     description,
+    with_one_system,
     with_single_calls,
     with_tools_as_text,
     without_system,
@@ -151,8 +152,9 @@ class PromptReader:
         """Return the tokens of a chat, after which its next message is to be generated.
 
         The template tells the model of ``tools``, or a message does, as ``answer_format`` says. A
-        template that refuses a system message gets it within the first of the user. Control tokens
-        that a message or a tool spells are text; only the template writes real ones.
+        template that refuses several system messages, or leaves one out, gets a single one at the
+        beginning; if it refuses that too, within the first message of the user. Control tokens that
+        a message or a tool spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
         """
@@ -181,6 +183,9 @@ class PromptReader:
             chat, must_hold, tools = told, description(tools) if tools else "", ()
         if way == "llama3":
             forms.append(with_single_calls(chat))
+        if any(message.get("role") == "system" for message in chat[1:]):
+            chat = with_one_system(chat)
+            forms.append(chat)
         if chat and chat[0].get("role") == "system":
             forms.append(without_system(chat))
         options = {**({"tools": tools} if tools else {}), **self.template_arguments, **arguments}
@@ -196,9 +201,13 @@ class PromptReader:
         is_begun: bool,
         options: Mapping[str, Any],
     ) -> str:
-        """Return what the template makes of the first of these chats that it takes, and of which
-        the text that it ``must_hold`` is not left out. Raises ``UserError``."""
-        refusal = ""
+        """Return what the template makes of the first of these chats that it takes and of which it
+        leaves out no system message; else of the first that it takes: it may write them otherwise.
+
+        The text that it ``must_hold`` is never left out. Raises ``UserError``.
+        """
+        refusal, otherwise = "", None
+        systems = [each["content"].strip() for each in forms[0] if each.get("role") == "system"]
         for chat in forms:
             try:
                 text: str = self.tokenizer.apply_chat_template(
@@ -211,9 +220,14 @@ class PromptReader:
             except Exception as error:  # a template may raise whatever it likes
                 refusal = refusal or one_line(error)
             else:
-                if must_hold in text:
+                if must_hold not in text:
+                    refusal = refusal or "it leaves out the system message"
+                elif all(system in text for system in systems):
                     return text
-                refusal = refusal or "it leaves out the system message"
+                else:
+                    otherwise = otherwise or text
+        if otherwise is not None:
+            return otherwise
         raise UserError(f"the chat template does not take it: {refusal}")
 
     def token_text(self, token: int) -> str:

@@ -187,6 +187,35 @@ def test_a_template_without_a_system_message(small_tokenizer: Path, template: st
     assert "What is there?\n[assistant]" in text
 
 
+FIRST = "{{ messages[0].content if messages[0].role == 'system' }}"
+ONE_SYSTEM = FIRST + (
+    "{% for turn in messages %}{% if turn.role != 'system' %}[{{ turn.role }}] {{ turn.content }}\n"
+    "{% elif not loop.first %}{{ OTHERS }}{% endif %}{% endfor %}"
+)
+REFUSES = "raise_exception('at the beginning')"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (TURNS, "[system] A.\n[system] B.\n[user] x\n[system] C.\n[user] y\n"),
+        (ONE_SYSTEM.replace("OTHERS", REFUSES), "A.\n\nB.\n\nC.[user] x\n[user] y\n"),
+        (ONE_SYSTEM.replace("OTHERS", "''"), "A.\n\nB.\n\nC.[user] x\n[user] y\n"),
+        (NO_SYSTEM + TURNS, "[user] A.\n\nB.\n\nC.\n\nx\n[user] y\n"),
+    ],
+    ids=["taken", "refused", "left out", "no system"],
+)
+def test_several_system_messages_as_the_template_takes_them(
+    small_tokenizer: Path, template: str, text: str
+) -> None:
+    tokenizer = load(small_tokenizer)
+    tokenizer.chat_template = template
+    reader = PromptReader(tokenizer=tokenizer)
+    said = [("system", "A."), ("system", "B."), ("user", "x"), ("system", "C."), ("user", "y")]
+    chat = [{"role": role, "content": content} for role, content in said]
+    assert reader.chat(chat) == reader.text(text)[-len(reader.chat(chat)) :]
+
+
 def test_llama_3_is_told_by_its_template(small_tokenizer: Path) -> None:
     """One call in a message is all that it takes."""
     way, text = told(small_tokenizer, LLAMA, [TOOL])
