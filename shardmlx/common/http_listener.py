@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardmlx.errors import UserError, one_line
@@ -40,8 +41,32 @@ def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
         raise UserError(
             f"{prefix}host {host}: {one_line(error)}", "give an address of this machine"
         ) from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    try:
+        return _listening(found[0][0], found[0][4])
+    except OSError as error:
+        raise _explained(host, port, prefix, error) from None
+
+
+def bind_both(host: str, port: int, prefix: str = "--") -> list[socket.socket]:
+    """Return the socket of ``bind``, and with 127.0.0.1 one at ::1, unless there is no IPv6: Node,
+    and others, take localhost for that alone. Raises as ``bind``."""
+    first = bind("127.0.0.1" if host == "localhost" else host, port, prefix)
+    address, taken = first.getsockname()[:2]
+    if address != "127.0.0.1":
+        return [first]
+    try:
+        return [first, _listening(socket.AF_INET6, ("::1", taken))]
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return [first]
+        first.close()
+        if port == 0:
+            return bind_both(host, port, prefix)
+        raise _explained("::1", port, prefix, error) from None
+
+
+def _listening(family: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit both: a client that vanished or reads nothing is noticed.
@@ -50,9 +75,9 @@ def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, MILLISECONDS_STALLED)
         listener.bind(address)
         listener.listen(1024)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise _explained(host, port, prefix, error) from None
+        raise
     return listener
 
 

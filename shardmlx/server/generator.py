@@ -129,7 +129,7 @@ class RequestServer:
         self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._look_up)
         self._http_error: BaseException | None = None
 
-    def run(self, listener: socket) -> None:
+    def run(self, listeners: Sequence[socket]) -> None:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
         config, queue = self._config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
@@ -147,7 +147,7 @@ class RequestServer:
                     temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
                 ),
             ),
-            hosts=trusted_hosts(listener, config.extra_hosts),
+            hosts=trusted_hosts(listeners[0], config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
             trouble=self._trouble,
@@ -156,7 +156,7 @@ class RequestServer:
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory
             ),
         )
-        server = HttpServer(app, listener, access_log=config.access_log, on_end=self._http_ended)
+        server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:
             self._reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from socket import socket
 
 from shardmlx.common.environment import Blas
-from shardmlx.common.http_listener import bind
+from shardmlx.common.http_listener import bind_both
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
@@ -31,7 +31,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
 
     def read(reader: PromptReader, most_positions: int | None) -> Load:
         load = typical_load(config, config.batch_size, config.cache_tokens, most_positions)
-        listeners.append(bind(config.host, config.port))
+        listeners.extend(bind_both(config.host, config.port))
         return load
 
     prepared = prepare(config, transport, reporter, read)
@@ -48,6 +48,6 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         complaint = None if grammars is None else grammars.complaint
         reader = replace(prepared.reader, most_tokens=prepared.plan.load.context)
         server = RequestServer(config, prepared, reader, first_stage, reporter, complaint)
-        server.run(listeners[0])
+        server.run(listeners)
         first_stage.stop()
     report_memory(prepared, reporter)

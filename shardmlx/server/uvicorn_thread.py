@@ -28,7 +28,7 @@ MOST_LINES = 5
 
 
 class HttpServer:
-    """A server of ``app`` on ``listener``, which it closes at its end.
+    """A server of ``app`` on ``listeners``, which it closes at its end.
 
     ``on_end`` is called on the server's thread when that ends; its argument is the error that ended
     it, or None after ``stop``.
@@ -37,13 +37,12 @@ class HttpServer:
     def __init__(
         self,
         app: ASGIApp,
-        listener: socket.socket,
-        *,
+        *listeners: socket.socket,
         access_log: bool = False,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
-        self.address = address_of(listener)
-        self._listener = listener
+        self.address = address_of(listeners[0])
+        self._listeners = listeners
         self._on_end = on_end
         if access_log:
             _log_access()
@@ -84,11 +83,12 @@ class HttpServer:
     def _run(self) -> None:
         ended_by: BaseException | None = None
         try:
-            asyncio.run(self._server.serve([self._listener]))
+            asyncio.run(self._server.serve([*self._listeners]))
         except BaseException as error:
             ended_by = error
         finally:
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             self._server.has_started.set()
             self._on_end(ended_by)
 

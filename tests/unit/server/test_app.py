@@ -495,12 +495,14 @@ def test_sites_that_are_allowed_may() -> None:
     asked = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+        "access-control-request-private-network": "true",  # Chrome's, for a page of the internet
     }
     with serving(api_key=KEY, origins=["https://site.example"]) as server:
         path = f"{server.address}/v1/completions"
         preflight = httpx.options(path, headers={**site, **asked})
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://site.example"
+        assert preflight.headers["access-control-allow-private-network"] == "true"
         assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
         refused = httpx.post(path, headers=site)
         assert refused.status_code == 401

@@ -1,6 +1,7 @@
 """The server's connections: clients that vanish, dawdle, flood, and a server that stops."""
 
 import asyncio
+import errno
 import json
 import logging
 import socket
@@ -8,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from shardmlx.common.http_listener import LOOPBACK, address_of, bind, trusted_hosts
+from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both, trusted_hosts
 from shardmlx.config.serve import ServeConfig
 from shardmlx.errors import UserError
 from shardmlx.server import app, packages, streaming, uvicorn_thread
@@ -433,6 +435,55 @@ def test_ipv6() -> None:
     with listener:
         assert address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
         assert trusted_hosts(listener) == frozenset(LOOPBACK)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_this_machine_is_reached_by_ipv4_and_ipv6(host: str) -> None:
+    listeners = bind_both(host, 0)
+    if len(listeners) == 1:
+        pytest.skip("this machine has no IPv6")
+    addresses = [*map(address_of, listeners)]
+    port = listeners[0].getsockname()[1]
+    assert addresses == [f"http://127.0.0.1:{port}", f"http://[::1]:{port}"]
+    server = HttpServer(no_content, *listeners)
+    assert server.address == addresses[0]
+    server.start()
+    try:
+        assert [httpx.get(each).status_code for each in addresses] == [204, 204]
+    finally:
+        server.stop(5)
+    assert [each.fileno() for each in listeners] == [-1, -1]
+
+
+def test_localhost_is_not_shared_with_another_program() -> None:
+    try:
+        other = bind("::1", 0)
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    with other, pytest.raises(UserError) as caught:
+        bind_both("127.0.0.1", other.getsockname()[1])
+    assert "::1" in caught.value.problem
+
+
+@pytest.mark.parametrize("missing", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_where_there_is_no_ipv6(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the kernel, nor on the interface."""
+
+    class IPv4(socket.socket):
+        def __init__(self, family: int = -1, *how: Any, **more: Any) -> None:
+            if (family, missing) == (socket.AF_INET6, errno.EAFNOSUPPORT):
+                raise OSError(missing, "no IPv6")
+            super().__init__(family, *how, **more)
+
+        def bind(self, address: Any) -> None:
+            if self.family == socket.AF_INET6:
+                raise OSError(missing, "no IPv6")
+            super().bind(address)
+
+    monkeypatch.setattr("shardmlx.common.http_listener.socket.socket", IPv4)
+    (listener,) = bind_both("127.0.0.1", 0)
+    with listener:
+        assert listener.family == socket.AF_INET
 
 
 def test_names_are_checked_where_only_this_machine_is_meant() -> None:
