@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.inference.call_formats import CallFormat
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.structure import LITTLE_SPACE, json_term
+from shardmlx.server.structure import LITTLE_SPACE, closed, json_term
 from shardmlx.server.written_arguments import ArgumentRules, Rules
 
 
@@ -48,7 +47,7 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
         )
     before = " ".join(rules.terms(written.before.format(name)))
     after = " ".join(rules.terms(written.after))
-    schema = _closed(tool)
+    schema = closed({"type": "object", **tool["function"]["parameters"]})
     if written.arguments is None:
         sequences = [rules.add("json", json_term(schema, LITTLE_SPACE))]
     else:
@@ -61,10 +60,3 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
     if "" in sequences and written.empty is not None:
         calls.append(" ".join(rules.terms(written.empty.format(name))))
     return rules.add("call", " | ".join(calls))
-
-
-def _closed(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments: no others than it names, unless it says so."""
-    schema = tool["function"]["parameters"]
-    more = {"additionalProperties": False} if "properties" in schema else {}
-    return {"type": "object", **more, **schema}

@@ -118,7 +118,7 @@ def _body(kind: str, value: Any, param: str) -> str:
         raise refused(f"{param} is no JSON schema: it is no JSON", param) from None
     if not isinstance(schema, dict):
         raise refused(f"{param} is no JSON schema: it is no object", param)
-    return json_term(schema)
+    return json_term(closed(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,15 @@ def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
             yield f"<[{special[part]}]>"
         elif part:
             yield quoted(part)
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of objects that have no other properties than it names, unless it says so.
+
+    A small model would go on with others up to its limit. llama.cpp and vLLM do so too.
+    """
+    is_plain = "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}
+    return {**({"additionalProperties": False} if is_plain else {}), **schema}
 
 
 def json_term(schema: Mapping[str, Any], space: str = SPACE) -> str:

@@ -14,7 +14,11 @@ from shardmlx.server.openai_requests import ServedModel, read_chat, read_complet
 from shardmlx.server.structure import SPACE
 from tests.helpers.http_serving import Letters
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {
+    "additionalProperties": False,
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+}
 RULE = f"%json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_pattern': SPACE}})}"
 
 
@@ -63,6 +67,18 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "
 )
 def test_a_schema(fields: dict[str, Any]) -> None:
     assert grammar(**fields) == f"start: body\nbody: {RULE}"
+
+
+def test_an_object_has_the_properties_that_are_named_unless_its_schema_says_more() -> None:
+    named: dict[str, Any] = {"properties": {"a": {"type": "null"}}}
+    for schema, says in (
+        (named, False),
+        ({**named, "additionalProperties": True}, True),
+        ({**named, "allOf": [{"required": ["b"]}]}, None),
+        ({"type": "object"}, None),
+    ):
+        rule = str(grammar(guided_json=schema)).partition("%json ")[2]
+        assert json.loads(rule).get("additionalProperties") is says
 
 
 @pytest.mark.parametrize(
