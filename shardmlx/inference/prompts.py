@@ -116,6 +116,8 @@ class PromptReader:
         thought = Marks(known.think_start, known.think_end) if known.has_thinking else None
         template = known.chat_template
         is_told = not isinstance(template, str) or "tools" in template
+        if not self.has_template:
+            return AnswerFormat(thought, special=self._special)
         if not (known.has_tool_calling and is_told):
             writes_llamas = is_told and all(word in str(template) for word in LLAMA3_WORDS)
             ways = LLAMA3_CALLS if writes_llamas else GENERIC_CALLS

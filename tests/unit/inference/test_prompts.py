@@ -95,6 +95,7 @@ def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.Monkey
 def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
     tokenizer: Any = SimpleNamespace(
         chat_template="{{ tools }}<tool_call>{{ tool_call.name }}",
+        has_chat_template=True,
         has_thinking=False,
         has_tool_calling=True,
         tool_call_start=json_tools.tool_call_start,
@@ -158,6 +159,13 @@ def told(small_tokenizer: Path, template: str, tools: list[Any]) -> tuple[str | 
     tokenizer.chat_template = template
     reader = PromptReader(tokenizer=tokenizer)
     return reader.answer_format.way, reader.untokenized(reader.chat(HISTORY, tools))
+
+
+def test_without_a_template_there_is_no_way_to_tell_of_tools(small_tokenizer: Path) -> None:
+    tokenizer = load(small_tokenizer)
+    assert PromptReader(tokenizer=tokenizer).answer_format.way == "generic"
+    tokenizer.chat_template, tokenizer.has_chat_template = None, False
+    assert PromptReader(tokenizer=tokenizer).answer_format.way is None
 
 
 def test_a_template_that_knows_no_tools_gets_them_as_text(small_tokenizer: Path) -> None:
