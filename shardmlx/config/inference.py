@@ -231,6 +231,11 @@ class InferenceConfig:
         return CacheQuantisation(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
     @property
+    def bytes_for_requests(self) -> int:
+        """The bytes that rank 0 takes to read what clients send."""
+        return 0
+
+    @property
     def template_arguments(self) -> dict[str, Any]:
         """The arguments of the chat template."""
         arguments: dict[str, Any] = json.loads(self.chat_template_config or "{}")

@@ -28,6 +28,12 @@ _REFUSED = {
 KEY_VARIABLE = "SHARDMLX_API_KEY"
 """The environment variable that may hold the key, which a command line shows to all."""
 
+MOST_BODIES = 8
+"""Bodies of --max-body that may wait to be read."""
+
+FACTOR_OF_READING = 20
+"""Bytes that a process takes for each of a body that it reads. Measured: 18."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(InferenceConfig):
@@ -123,6 +129,11 @@ class ServeConfig(InferenceConfig):
             object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError("api_key", "is empty or not ASCII", "give letters and digits")
+
+    @property
+    def bytes_for_requests(self) -> int:
+        """The bytes that rank 0 takes to read what clients send."""
+        return (MOST_BODIES + FACTOR_OF_READING) * self.max_body
 
     @property
     def origins(self) -> list[str]:

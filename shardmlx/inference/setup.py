@@ -137,6 +137,7 @@ def _prepare(
         partial(_read_sizes, opened.path, config.dtype),
         MachineOptions.of(config),
         config.stage_map,
+        config.bytes_for_requests if transport.rank == 0 else 0,
     )
     plan = on_all_ranks(
         transport,

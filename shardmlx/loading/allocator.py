@@ -26,21 +26,23 @@ that are imported late. Measured."""
 
 
 def find_budgets(
-    transport: Transport, cluster: Cluster, limit: int | None
+    transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
 ) -> tuple[MemoryBudget, ...]:
-    """Return what each rank may use, ``limit`` being the user's; the same on all ranks.
+    """Return what each rank may use, ``limit`` being the user's; the same on all ranks. ``later``
+    are the bytes that this rank takes for requests, outside MLX.
 
     To be called when a process has all but its weights. All ranks must call it.
     """
-    mine = working_set(), process_memory()
+    mine = working_set(), process_memory(later)
     sets, processes = zip(*transport.all_gather(mine, "comparing memory"), strict=True)
     return budgets_of(cluster, limit, sets, processes)
 
 
-def process_memory() -> ProcessMemory:
-    """Return what this process takes beside MLX's arrays, and what limits it."""
+def process_memory(later: int = 0) -> ProcessMemory:
+    """Return what this process takes beside MLX's arrays, ``later`` bytes included, and what limits
+    it."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
-    return ProcessMemory(max(0, outside) + GROWTH, memory_bounds())
+    return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds())
 
 
 def working_set() -> int | None:

@@ -116,14 +116,15 @@ def gather_plan_inputs(
     read_sizes: Callable[[], Sizes],
     machines: MachineOptions,
     stage_map: str | None,
+    later: int = 0,
 ) -> PlanInputs[Sizes]:
     """Read the model's headers on every rank, and on rank 0 what the user's files say.
 
-    All ranks must call it. Raises ``AgreedError``.
+    ``later`` is that of ``find_budgets``. All ranks must call it. Raises ``AgreedError``.
     """
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
     cluster = _find_cluster(transport, machines.hostfile, machines.profile)
-    budgets = find_budgets(transport, cluster, machines.memory_limit)
+    budgets = find_budgets(transport, cluster, machines.memory_limit, later)
     if isinstance(sizes, Workload):
         # A profile of other work or other machines is found before anything is loaded.
         on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
@@ -154,6 +155,7 @@ class Api:
         self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(reader.token_text)
         # One thread is enough for long requests, and another for those that do not wait for them.
+        self._held_bytes = 0
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
 
     @property
@@ -228,8 +230,14 @@ class Api:
     ) -> _Read:
         """Return what ``read`` makes of the body, on a thread of its own."""
         body = await read_body(request, self._max_body_bytes)
-        async with self._turns[len(body) > LONG_BODY_BYTES]:
-            return await asyncio.to_thread(read, body, self._reader, self._served)
+        if self._held_bytes + len(body) > MOST_BODIES * self._max_body_bytes:
+            raise _not_taken(QueueFull("too many long requests wait to be read: try again later"))
+        self._held_bytes += len(body)
+        try:
+            async with self._turns[len(body) > LONG_BODY_BYTES]:
+                return await asyncio.to_thread(read, body, self._reader, self._served)
+        finally:
+            self._held_bytes -= len(body)
 
     def _reply(self, kind: type[Reply]) -> Callable[[ApiRequest], Reply]:
         return lambda asked: kind(asked, self._served.names.first, self._token_text)

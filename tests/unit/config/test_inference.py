@@ -83,3 +83,8 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
     )
     assert served.origins == ["https://a.org", "https://b.org"]
     assert served.template_arguments == {"x": 1}
+
+
+def test_a_server_plans_for_the_bodies_of_requests() -> None:
+    assert serve.ServeConfig(max_body=2000).bytes_for_requests == (8 + 20) * 2000
+    assert generate.GenerateConfig(prompt="a").bytes_for_requests == 0

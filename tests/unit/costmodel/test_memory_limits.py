@@ -405,5 +405,9 @@ def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.Monk
     monkeypatch.setattr(allocator, "process_memory", ProcessMemory)
     found = LocalNetwork(2).run(lambda transport: find_budgets(transport, ONE_MAC, None))
     assert found == [budgets_of(ONE_MAC, None, (11 * GIB, 11 * GIB))] * 2
+    found = LocalNetwork(2).run(
+        lambda transport: find_budgets(transport, ONE_MAC, None, later=5 * (1 - transport.rank))
+    )
+    assert [[each.outside for each in budgets] for budgets in found] == [[5, 0], [5, 0]]
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert working_set() is None

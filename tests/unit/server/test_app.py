@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
@@ -590,7 +590,7 @@ def test_two_servers_in_one_process_count_apart() -> None:
         assert metric(other, "shardmlx_generated_tokens_total") == 0
 
 
-def test_a_short_request_does_not_wait_for_a_long_one() -> None:
+def test_a_short_request_does_not_wait_for_a_long_one_and_few_long_ones_wait() -> None:
     class Slow(Letters):
         def __init__(self) -> None:
             self.has_begun, self.short_is_done = threading.Event(), threading.Event()
@@ -602,9 +602,15 @@ def test_a_short_request_does_not_wait_for_a_long_one() -> None:
             return super().text(prompt[:5])
 
     slow = Slow()
-    with serving(reader=slow) as server, ThreadPoolExecutor() as pool:
+    body = 251_000
+    with serving(reader=slow, max_body_bytes=body) as server, ThreadPoolExecutor(9) as pool:
         long = pool.submit(post, server, {"prompt": "hello" * 50_000, "max_tokens": 3})
         assert slow.has_begun.wait(30)
         assert post(server).status_code == 200
+        more = [pool.submit(post, server, {"prompt": "hello" * 50_000}) for _ in range(8)]
+        (refused,) = wait(more, return_when=FIRST_COMPLETED).done
+        assert refused.result().status_code == 429
+        assert int(refused.result().headers["retry-after"]) > 0
         slow.short_is_done.set()
         assert long.result().status_code == 200
+        assert sorted(each.result().status_code for each in more) == [200] * 7 + [429]
