@@ -15,6 +15,7 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.models.layer_shape import LayerShape, Norm
+from shardmlx.models.published_packing import Packing, published_packing
 from shardmlx.models.shape import ModelShape
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -64,21 +65,28 @@ class QuantisationConfig:
     """The ``quantization`` of a config.json: the model's, and that of single modules.
 
     A module whose entry is None is not quantised; one without an entry is, if it has scales.
+    ``published`` is how another program packed the model.
     """
 
     default: Quantisation
     modules: Mapping[str, Quantisation | None]
+    published: Packing | None = None
 
     def of(self, module: str) -> Quantisation | None:
         """Return what the config says of a module, such as ``model.layers.0.mlp.up_proj``."""
+        if self.published is not None and not self.published.packs(module):
+            return None
         return self.modules.get(module, self.default)
 
 
 def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
-    """Read the quantisation in a config.json of mlx-lm; None where MLX quantised no weights."""
+    """Read the quantisation of a config.json as mlx-lm loads it; None for plain weights."""
     entry = config.get("quantization")
     if entry is None:
-        return None
+        packing = published_packing(config)
+        if packing is None or packing.loaded is None:
+            return None
+        return QuantisationConfig(Quantisation(*packing.loaded), MappingProxyType({}), packing)
     if not isinstance(entry, dict):
         raise UserError(f"config.json: quantization is {entry!r}", _AGAIN)
     default = _quantisation(entry, "config.json: quantization")

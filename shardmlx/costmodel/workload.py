@@ -6,7 +6,7 @@ No MLX, no MPI.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
+from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import loaded_name
 from shardmlx.partitioners.costs import LayerCosts
@@ -213,12 +214,15 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
     if inspection.shape is None:
         needed_shape(files)
         raise UserError(f"{files.name} is no model that can be trained", "name one with weights")
+    check_packing(files.config, inspection.shape)
+    packing = published_packing(files.config)
+    unpacked = None if packing is None or packing.loaded is not None else dtype or "bfloat16"
     return ModelSizes(
         shape=inspection.shape,
         weight_sizes=LayerCosts(
-            tuple(_held(layer, dtype) for layer in inspection.layers),
-            _held(inspection.embedding, dtype),
-            _held(inspection.head, dtype),
+            tuple(_held(layer, dtype, unpacked) for layer in inspection.layers),
+            _held(inspection.embedding, dtype, unpacked),
+            _held(inspection.head, dtype, unpacked),
         ),
         dtype=dtype or activation_dtype(inspection),
         quantization=files.config.get("quantization"),
@@ -247,15 +251,16 @@ def activation_dtype(inspection: Inspection) -> str:
     return DTYPES[stored]
 
 
-def _held(part: Part, dtype: str | None) -> float:
-    """Return bytes in memory: a --dtype casts what is stored in a floating type."""
-    tensors: Iterable[tuple[int, str, int]] = (
-        (tensor.place.nbytes, tensor.place.dtype, math.prod(tensor.place.shape))
-        for tensor in part.tensors
-    )
-    return float(
-        sum(
-            nbytes if dtype is None or stored not in DTYPES else count * DTYPE_BYTES[dtype]
-            for nbytes, stored, count in tensors
-        )
-    )
+def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
+    """Return bytes in memory: a --dtype casts what is stored in a floating type, and what is
+    ``unpacked`` as it is loaded, from floats of 8 bits."""
+    total = 0
+    for tensor in part.tensors:
+        stored, to = tensor.place.dtype, dtype
+        if stored.startswith("F8") and unpacked is not None:
+            to = unpacked
+        elif stored not in DTYPES:
+            to = None
+        size = math.prod(tensor.place.shape)
+        total += tensor.place.nbytes if to is None else size * DTYPE_BYTES[to]
+    return float(total)

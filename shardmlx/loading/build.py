@@ -22,9 +22,11 @@ from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, r
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.parts import find_parts
+from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 
 
@@ -42,6 +44,10 @@ def check_can_be_cut(config: Mapping[str, Any]) -> None:
     Raises ``UserError`` where mlx-lm does not have it, or its layers do not stand apart.
     """
     model_type = config.get("model_type")
+    if model_type in FAMILIES:
+        check_packing(config, ModelShape.from_config(config))
+    else:
+        published_packing(config)
     # A model may bring code of its own, which is with its weights.
     if model_type in FAMILIES or "model_file" in config:
         return
@@ -151,12 +157,16 @@ def build_to_generate(
 
 def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx.array]]:
     """Build a model, and return with it its parameters as they are stored."""
-    model_type = read_config(path).get("model_type")
+    config = read_config(path)
+    model_type = config.get("model_type")
+    packing = published_packing(config)
     check_model_files(path)
     try:
         model, _, _ = load_lazily(path)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
+        if packing is not None:
+            raise UserError(fault, f"it is {packing}: take the model in 16 bits") from None
         if model_type in FAMILIES:
             raise UserError(fault) from None
         raise UserError(fault, f"use a model of type {', '.join(FAMILIES)}") from None

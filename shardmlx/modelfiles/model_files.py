@@ -29,6 +29,7 @@ from shardmlx.modelfiles.sources import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     CONFIG_FILE,
+    PACKING_FILE,
     SUFFIX,
     Directory,
     SingleFile,
@@ -119,6 +120,9 @@ def read_model(source: Source) -> ModelFiles:
     if CONFIG_FILE in present:
         # A model, even where adapters lie beside it: trained with --adapter-path MODEL.
         config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
+        if PACKING_FILE in present and not config.keys() & {"quantization", "quantization_config"}:
+            packing = parse_config(source.read(PACKING_FILE), source.where(PACKING_FILE))
+            config = {**config, "quantization_config": {"quant_method": "modelopt", **packing}}
     elif {ADAPTER_FILE, ADAPTER_CONFIG_FILE} <= present:
         text = source.read(ADAPTER_CONFIG_FILE)
         adapter = parse_config(text, source.where(ADAPTER_CONFIG_FILE))

@@ -14,6 +14,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.config_reader import MOST_LAYERS
+from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
@@ -34,6 +35,7 @@ EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 
 _LAYER = re.compile(r"(?:^|[.:])(?:layers|h|blocks)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
+_PACKED = ("U8", "I8", "I32", "U32", "F4", "F8_E4M3", "F8_E5M2")
 _FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
 
 
@@ -120,6 +122,21 @@ class Inspection:
         ends = (self.embedding.tensors, self.head.tensors, self.other.tensors)
         return Part((*ends[0], *layers, *ends[1], *ends[2]))
 
+    @cached_property
+    def packing(self) -> str:
+        """Words on how another program packed the model, and what it becomes; empty if none did."""
+        try:
+            packing = published_packing(self.files.config)
+            if self.shape is not None:
+                check_packing(self.files.config, self.shape)
+        except UserError as error:
+            return str(error)
+        if packing is None:
+            return ""
+        if not self.is_computed and not any(dtype in _PACKED for dtype in self.whole.dtypes):
+            return f"config.json says that {packing.method} packed it, but no tensor is packed"
+        return str(packing)
+
     def stage(self, start: int, stop: int) -> Part:
         """Return what the stage with layers ``start`` to ``stop`` holds."""
         is_last = stop == len(self.layers)
@@ -186,6 +203,7 @@ def needed_shape(files: ModelFiles) -> ModelShape:
     if shape is None:
         # Says by itself what is wrong with the configuration.
         return ModelShape.from_config(files.config)
+    check_packing(files.config, shape)
     return shape
 
 
@@ -261,7 +279,7 @@ def _packings(
 ) -> dict[str, Quantisation | None]:
     """Return how the weights that have scales were packed; ``columns`` are those before, where
     they are known."""
-    quantisation = read_quantisation(config)
+    quantisation = read_quantisation(config) if "quantization" in config else None
     packed: dict[str, Quantisation | None] = {}
     for name, scales in tensors.items():
         path, _, leaf = name.rpartition(".")

@@ -12,6 +12,8 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, Index, read_header
 
 CONFIG_FILE = "config.json"
+PACKING_FILE = "hf_quant_config.json"
+"""File in which NVIDIA's ModelOpt says how it packed a model, where config.json does not."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapters.safetensors"
 SUFFIX = ".safetensors"

@@ -51,6 +51,8 @@ def summary(inspection: Inspection) -> str:
         f"{len(whole.tensors)} tensors, {count(whole.parameters)} parameters, "
         f"{gibibytes(whole.nbytes)} of {dtypes(whole)}{packing}"
     )
+    if inspection.packing:
+        lines.append(inspection.packing)
     if inspection.is_computed:
         lines.append("no weights there: all sizes are computed from config.json")
     else:
@@ -215,6 +217,7 @@ def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> di
         "num_layers": len(inspection.layers),
         "tied": inspection.tied,
         "computed_from_config": inspection.is_computed,
+        "packing": inspection.packing or None,
         "adapter": dict(files.adapter) if files.adapter is not None else None,
         "header_bytes": files.header_bytes,
         "total": _part_json(inspection.whole),

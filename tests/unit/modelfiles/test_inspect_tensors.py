@@ -85,7 +85,6 @@ def test_a_module_has_the_quantisation_that_the_config_gives_it() -> None:
     assert config.of("model.layers.1.mlp.up_proj") == Quantisation(4, 64)
     assert config.of("lm_head") == Quantisation(8, 64)
     assert config.of("model.layers.0.mlp.up_proj") is None
-    assert read_quantisation({"quantization_config": {"quant_method": "gptq"}}) is None
 
 
 @pytest.mark.parametrize(

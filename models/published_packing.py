@@ -1,0 +1,131 @@
+"""Read how other programs packed a model, and what it becomes when mlx-lm loads it. No MLX, no MPI.
+
+Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` where config.json has no
+``quantization``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardmlx.errors import UserError
+from shardmlx.models.shape import ModelShape
+
+_16_BITS = "take the model in 16 bits, or as mlx-lm packs it"
+_EXCEPTIONS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
+_IN_A_LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
+_FORMATS: Mapping[str, tuple[int, int, str]] = {
+    "nvfp4-pack-quantized": (4, 16, "nvfp4"),
+    "mxfp4-pack-quantized": (4, 32, "mxfp4"),
+    "pack-quantized": (4, 32, "affine"),
+}
+
+
+class Packing(NamedTuple):
+    """A packing of another program: its ``method``, and ``loaded``, bits, group and mode in which
+    mlx-lm keeps it; None where mlx-lm unpacks it to bfloat16. ``kept`` are the modules that stay as
+    they are."""
+
+    method: str
+    loaded: tuple[int, int, str] | None
+    kept: tuple[str, ...] = ()
+
+    def packs(self, module: str) -> bool:
+        """Return whether a module of the model is packed: one of its layers, if not kept."""
+        if _IN_A_LAYER.search(f".{module}") is None:
+            return False
+        return not any(_names(each, module) for each in self.kept)
+
+    def __str__(self) -> str:
+        if self.loaded is None:
+            return f"packed by {self.method}, which mlx-lm unpacks to bfloat16 as it loads"
+        bits, group, mode = self.loaded
+        return f"packed by {self.method}, which mlx-lm keeps as {mode}, {bits}-bit, group {group}"
+
+
+def published_packing(config: Mapping[str, Any]) -> Packing | None:
+    """Return how another program packed the model of a config.json; None where none did.
+
+    Raises ``UserError``, which names the method, for what mlx-lm does not read.
+    """
+    said = config.get("quantization_config")
+    if said is None:
+        said = (config.get("text_config") or {}).get("quantization_config")
+    if not said or config.get("quantization") is not None:
+        return None
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if not isinstance(method, str) or method not in _METHODS:
+        raise UserError(f"config.json: quantization_config is of quant_method {method!r}", _16_BITS)
+    settings = said.get("quantization", said)
+    kept: list[str] = []
+    for key in _EXCEPTIONS:
+        found = settings.get(key)
+        kept += [each for each in found if isinstance(each, str)] if found else []
+    return Packing(method, _METHODS[method](said), tuple(kept))
+
+
+def check_packing(config: Mapping[str, Any], shape: ModelShape) -> None:
+    """Raise ``UserError`` for a packing that mlx-lm does not read, in this family or at all."""
+    packing = published_packing(config)
+    if packing is None or packing.method != "fp8" or packing.loaded is not None:
+        return
+    # A family that multiplies the scales in passes over them then.
+    if shape.is_declared and not shape.family.drops("weight_scale_inv"):
+        raise UserError(
+            f"config.json: mlx-lm does not unpack fp8 of type {shape.text_type}", _16_BITS
+        )
+
+
+def _names(exception: str, module: str) -> bool:
+    """Return whether an exception, a path with stars or an expression, is that of a module."""
+    if exception.startswith("re:"):
+        return re.match(exception.removeprefix("re:"), module) is not None
+    pattern = re.escape(exception).replace(r"\*", ".*")
+    return re.search(rf"(?:^|\.){pattern}(?:\.|$)", module) is not None
+
+
+def _refused(method: str, key: str, value: Any, known: Sequence[Any]) -> UserError:
+    return UserError(
+        f"config.json: quantization_config of {method} has {key} {value!r}",
+        f"mlx-lm reads {', '.join(map(str, known))} alone: {_16_BITS}",
+    )
+
+
+def _fp8(said: Mapping[str, Any]) -> tuple[int, int, str] | None:
+    blocks = said.get("weight_block_size")
+    return (8, 32, "mxfp8") if said.get("scale_fmt") == "ue8m0" and blocks == [32, 32] else None
+
+
+def _compressed(said: Mapping[str, Any]) -> tuple[int, int, str]:
+    form = str(said.get("format"))
+    if form not in _FORMATS:
+        raise _refused("compressed-tensors", "format", form, tuple(_FORMATS))
+    return _FORMATS[form]
+
+
+def _modelopt(said: Mapping[str, Any]) -> tuple[int, int, str]:
+    settings = said.get("quantization", said)
+    algorithm = settings.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise _refused("modelopt", "quant_algo", algorithm, ("NVFP4",))
+    return 4, settings.get("group_size", 16), "nvfp4"
+
+
+def _four_bits(said: Mapping[str, Any]) -> tuple[int, int, str]:
+    if said.get("bits", 4) != 4:
+        raise _refused(said["quant_method"], "bits", said["bits"], (4,))
+    return 4, said.get("group_size", 128), "affine"
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int, str] | None]] = {
+    "mxfp4": lambda said: (4, 32, "mxfp4"),
+    "mxfp8": lambda said: (8, 32, "mxfp8"),
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "awq": _four_bits,
+    "gptq": _four_bits,
+    "bitnet": lambda said: None,
+}
