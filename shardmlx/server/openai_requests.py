@@ -15,6 +15,7 @@ from shardmlx.inference.call_formats import KNOWN
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerParts
 from shardmlx.server.channel_parts import ChannelParts
+from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.model_names import ModelNames
@@ -127,6 +128,7 @@ class ApiRequest:
     parts: AnswerParts | None = None
     structure: str | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
     def new_parts(self) -> AnswerParts:
         """Return the parts of an answer of which nothing has come."""

@@ -6,9 +6,11 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
+from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
@@ -28,6 +30,7 @@ class ResponseReply:
         self._parts = request.new_parts()
         self._items: list[Body] = []
         self._status = "in_progress"
+        self._pending: tuple[ClientTool, Call] | None = None
         self._events = 0
         self._generated = self._cached = self._thought = 0
         self._head = {
@@ -107,15 +110,25 @@ class ResponseReply:
     def _take(self, part: Part) -> Iterator[Body]:
         if isinstance(part, Call):
             yield from self._end_item()
-            yield self._begin_item("function_call", call_id=part.id, name=part.name, arguments="")
+            tool = self.request.client_tools.get(part.name) or ClientTool("function", part.name)
+            if tool.kind != "function":
+                self._pending = (tool, part)
+                return
+            fields = tool.called("{}") or {}
+            yield self._begin_item("function_call", call_id=part.id, **{**fields, "arguments": ""})
         if isinstance(part, Call | MoreArguments):
             text = part.arguments if isinstance(part, Call) else part.text
+            if self._pending is not None:
+                tool, call = self._pending
+                self._pending = (tool, replace(call, arguments=call.arguments + text))
+                return
             self._items[-1]["arguments"] += text
             if text:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
             return
         kind = "message" if isinstance(part, Said) else "reasoning"
-        if not self._items or self._items[-1]["type"] != kind:
+        last = self._items[-1] if self._items and self._pending is None else {}
+        if (last.get("type"), last.get("status")) != (kind, "in_progress"):
             yield from self._end_item()
             content: Body = (
                 {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -133,7 +146,7 @@ class ResponseReply:
 
     def _begin_item(self, kind: str, **more: Any) -> Body:
         item = {
-            "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}",
+            "id": f"{PREFIXES.get(kind, 'call')}_{uuid.uuid4().hex}",
             "type": kind,
             "status": "in_progress",
             **more,
@@ -143,11 +156,18 @@ class ResponseReply:
         return {"type": "response.output_item.added", "output_index": place, "item": item}
 
     def _end_item(self) -> Iterator[Body]:
-        if not self._items:
+        if self._pending is not None:
+            tool, call = self._pending
+            self._pending = None
+            yield from self._whole_call(tool, call)
+            return
+        if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
         item["status"] = "completed"
         if item["type"] == "function_call":
+            if ClientTool("function", item["name"]).called(item["arguments"]) is None:
+                item["status"] = "incomplete"  # it was cut off
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._of_item("response.function_call_arguments.done", **done)
         for content in item.get("content", []):
@@ -157,6 +177,20 @@ class ResponseReply:
             yield self._of_content("response.content_part.done", part=dict(content))
         place = len(self._items) - 1
         yield {"type": "response.output_item.done", "output_index": place, "item": dict(item)}
+
+    def _whole_call(self, tool: ClientTool, call: Call) -> Iterator[Body]:
+        """Yield the events of a call that comes at once, as a client of its kind knows it. One that
+        was cut off is text: nobody shall run it."""
+        fields = tool.called(call.arguments)
+        if fields is None:
+            yield from self._take(Said(call.arguments))
+        else:
+            kind = "custom_tool_call" if tool.kind == "custom" else f"{tool.kind}_call"
+            yield self._begin_item(kind, call_id=call.id, **fields)
+            if tool.kind == "custom":
+                yield self._of_item(f"response.{kind}_input.delta", delta=fields["input"])
+                yield self._of_item(f"response.{kind}_input.done", input=fields["input"])
+        yield from self._end_item()
 
     def _of_item(self, kind: str, **more: Any) -> Body:
         place = len(self._items) - 1

@@ -9,7 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from shardmlx.server import streaming
+from tests.helpers.http_serving import KEY, MODEL, Agent, Parrot, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -18,6 +19,7 @@ LOOK: Any = {
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     "strict": True,
 }
+USER: Any = {"type": "message", "role": "user", "content": "?"}
 CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
 
 
@@ -99,6 +101,176 @@ def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     ]
 
 
+def function_in(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>.'
+
+
+PATCH: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
+}
+IN_NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "mcp__notes__",
+    "description": "Notes",
+    "tools": [{**LOOK, "name": "find"}],
+}
+FIND: Any = {"type": "tool_search", "execution": "client", "parameters": LOOK["parameters"]}
+
+CLIENTS_OWN = [
+    (
+        PATCH,
+        function_in("apply_patch", '{"input": "x"}'),
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "x"},
+        {"name": "apply_patch", "arguments": {"input": "x"}},
+    ),
+    (
+        {"type": "local_shell"},
+        function_in("local_shell", '{"command": ["ls"]}'),
+        {
+            "type": "local_shell_call",
+            "action": {"type": "exec", "env": {}, "command": ["ls"]},
+        },
+        {"name": "local_shell", "arguments": {"command": ["ls"]}},
+    ),
+    (
+        {"type": "shell", "environment": {"type": "local"}},
+        function_in("shell", '{"commands": ["ls"]}'),
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+        {"name": "shell", "arguments": {"commands": ["ls"]}},
+    ),
+    (
+        {"type": "apply_patch"},
+        function_in("apply_patch", '{"type": "delete_file", "path": "a"}'),
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
+    ),
+    (
+        FIND,
+        function_in("tool_search", '{"at": "sea"}'),
+        {"type": "tool_search_call", "execution": "client", "arguments": {"at": "sea"}},
+        {"name": "tool_search", "arguments": {"at": "sea"}},
+    ),
+    (
+        IN_NAMESPACE,
+        function_in("mcp__notes__find", '{"at": "sea"}'),
+        {
+            "type": "function_call",
+            "name": "find",
+            "namespace": "mcp__notes__",
+            "arguments": '{"at": "sea"}',
+        },
+        {"name": "mcp__notes__find", "arguments": {"at": "sea"}},
+    ),
+]
+"""Tools that a client runs, calls of them in an answer, as items, and as a template has them."""
+
+
+@pytest.mark.parametrize(("tool", "said", "item", "function"), CLIENTS_OWN)
+def test_tools_that_the_client_runs(
+    client: openai.OpenAI, agent: Agent, tool: Any, said: str, item: Any, function: Any
+) -> None:
+    """Their calls come as items of their kind, and go back as such."""
+    whole = client.responses.create(model=MODEL, input=said, tools=[tool])
+    with client.responses.stream(model=MODEL, input=said, tools=[tool]) as stream:
+        *_, last = stream
+    for response in (whole, last.response):
+        (call,) = response.output
+        told = call.model_dump(exclude_none=True)
+        assert {name: told.get(name) for name in item} == item
+        assert (told["status"], bool(told["call_id"])) == ("completed", True)
+    kind = item["type"]
+    output = "tool_search_output" if kind == "tool_search_call" else f"{kind}_output"
+    result = {"type": output, "call_id": told["call_id"], "output": "fog.", "tools": [LOOK]}
+    history: Any = [USER, told, result, {"role": "user", "content": "So?."}]
+    client.responses.create(model=MODEL, input=history, tools=[tool])
+    _, called, answered, _ = agent.messages
+    assert called["tool_calls"][0]["function"] == function
+    assert answered["tool_call_id"] == called["tool_calls"][0]["id"]
+    names = [each["function"]["name"] for each in agent.tools]
+    assert names == [function["name"], *(["look"] if kind == "tool_search_call" else [])]
+
+
+def test_text_before_and_after_such_a_call(client: openai.OpenAI) -> None:
+    call = function_in("apply_patch", '{"input": "x"}').removesuffix(".")
+    answer = client.responses.create(model=MODEL, input=f"A{call}B{call}.", tools=[PATCH])
+    kinds = [item.type for item in answer.output]
+    assert kinds == ["message", "custom_tool_call", "message", "custom_tool_call"]
+    assert answer.output_text == "AB"
+
+
+def test_a_call_of_such_a_tool_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
+    """Nobody shall run it."""
+    said = function_in("local_shell", '{"command": ["rm"]}')
+    for tool, kind in (({"type": "local_shell"}, "message"), (LOOK, "function_call")):
+        said = said.replace("local_shell", str(tool.get("name", "local_shell")))
+        most = said.index('"]}')
+        answer = client.responses.create(
+            model=MODEL, input=said, tools=[tool], max_output_tokens=most
+        )
+        assert (answer.status, answer.output[-1].type) == ("incomplete", kind)
+        assert kind == "message" or answer.output[-1].status == "incomplete"
+
+
+CODEX: dict[str, Any] = {
+    "model": MODEL,
+    "instructions": "You are Codex.",
+    "input": [
+        {"type": "message", "role": "developer",
+         "content": [{"type": "input_text", "text": "Sandbox: none."}]},
+        {"type": "message", "role": "user",
+         "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi."}]},
+    ],
+    "tools": [LOOK, PATCH, {"type": "local_shell"}, IN_NAMESPACE, FIND],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "service_tier": "priority",
+    "prompt_cache_key": "0199-session",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "8f0e"},
+}  # fmt: skip
+"""The body of Codex's first request, shortened."""
+
+
+def test_a_request_of_codex(served: Serving, agent: Agent) -> None:
+    url, headers = f"{served.address}/v1/responses", {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(url, json=CODEX, headers=headers)
+    assert answer.status_code == 200
+    assert '"type": "response.completed"' in answer.text
+    assert [message["content"] for message in agent.messages] == [
+        "You are Codex.",
+        "Sandbox: none.",
+        "<environment_context/>",
+        "hi.",
+    ]
+    names = [tool["function"]["name"] for tool in agent.tools]
+    assert names == ["look", "apply_patch", "local_shell", "mcp__notes__find", "tool_search"]
+    assert "start: /x/" in agent.tools[1]["function"]["description"]
+
+
+def test_in_silence_a_stream_sends_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codex counts no comments; the package collects the response as ever."""
+    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
+    with serving(reader=Agent(), api_key=KEY, parrot=Parrot(steps=2)) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0)
+        with client.responses.stream(model=MODEL, input="ab.") as stream:
+            kinds = []
+            for event in stream:
+                kinds.append(event.type)
+                if kinds.count("response.in_progress") == 3:
+                    server.parrot.steps = None
+                    server.parrot.goes_on.set()
+            assert stream.get_final_response().output_text == "ab"
+        assert kinds.count("response.in_progress") >= 3
+
+
 def test_a_structure_may_be_asked_for(client: openai.OpenAI, served: Serving) -> None:
     schema = {"type": "object", "properties": {"depth": {"type": "integer"}}}
     form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
@@ -130,9 +302,39 @@ def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice:
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported by this serv"),
         ({"background": True}, "background is not supported by this server"),
         ({"truncation": "auto"}, "truncation is not supported by this server"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0: tools of type 'web_search' run on Open"),
+        ({"tools": [{"type": "tool_search"}]}, "tools.0: tools of type 'tool_search' run on Open"),
         (
-            {"tools": [{"type": "web_search"}]},
-            "tools.0: tools of type 'web_search' run on Open",
+            {"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]},
+            "tools.0: tools of type 'shell' run on Open",
+        ),
+        ({"tools": [{"type": "teleport"}]}, "tools.0: tools of type 'teleport' are not underst"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}]},
+            "tools.0.tools.0: tools of type 'web_search' run on Open",
+        ),
+        ({"tools": [{**LOOK, "name": "?"}]}, "tools.0.name: "),
+        ({"tools": [{**LOOK, "parameters": 5}]}, "tools.0.parameters: "),
+        ({"tools": [{"type": ["x"]}]}, "tools.0: tools of type ['x'] are not understood"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": 5}]}, "tools.0.tools: give a li"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools.0.tools.0: give"),
+        ({"input": [{"type": ["x"]}]}, "input.0: an item of type ['x'] is not understood here"),
+        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools: give a list"),
+        ({"max_output_tokens": 0}, "max_output_tokens: "),
+        ({"max_output_tokens": 2000}, "input length and `max_output_tokens` exceed context lim"),
+        ({"extra_body": {"n": 2}}, "n is not supported by this server"),
+        (
+            {"input": [{"type": "function_call", "name": "look", "arguments": 5}]},
+            "input.0.arguments: ",
+        ),
+        (
+            {
+                "input": [
+                    USER,
+                    {"type": "function_call_output", "output": [{"type": "input_image"}]},
+                ]
+            },
+            "input.1.output: a part is of type 'input_image'",
         ),
         ({"input": [{"type": "image_generation_call"}]}, "input.0: an item of type 'image_genera"),
         (
