@@ -47,6 +47,12 @@ class Samples(Sequence[Sample]):
         starts: np.ndarray = self.bounds[:, 2]
         return starts
 
+    def counted(self, most: int) -> np.ndarray:
+        """Return the number of tokens that count in the loss of each, cut at ``most`` tokens."""
+        first = np.maximum(self.starts, 1)
+        counted: np.ndarray = np.maximum(np.minimum(self.lengths, most) - first, 0)
+        return counted
+
     def __len__(self) -> int:
         return len(self.bounds)
 
@@ -141,8 +147,13 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
     tokens = np.zeros((len(samples), min(padded_width(longest), max_seq_length)), np.int32)
     for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
         tokens[row, :length] = ids[:length]
+    # Of a row without a token to learn, its padding does not count either.
     spans = np.array(
-        [(start, length) for (_, start), length in zip(samples, lengths, strict=True)], np.int32
+        [
+            (start if length > max(start, 1) else max(start, length + 1), length)
+            for (_, start), length in zip(samples, lengths, strict=True)
+        ],
+        np.int32,
     )
     return Batch(tokens, spans, 0)
 

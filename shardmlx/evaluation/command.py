@@ -44,7 +44,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
             check_tasks(config)
             longest = min(config.max_seq_length, most_positions or config.max_seq_length)
             return Load(config.batch_size, longest, 1, longest)
-        texts.extend(read_texts(config, reader, most_positions))
+        texts.extend(read_texts(config, reader, most_positions, reporter.warn))
         longest = max(len(tokens) for tokens, _ in texts)
         return Load(min(config.batch_size, len(texts)), longest, 1, longest)
 

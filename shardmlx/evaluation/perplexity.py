@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,13 @@ class Perplexity:
 
 
 def read_texts(
-    config: EvaluateConfig, reader: PromptReader, max_positions: int | None
+    config: EvaluateConfig,
+    reader: PromptReader,
+    max_positions: int | None,
+    warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Read and tokenise ``--data``, and cut what is too long. Raises ``UserError``."""
+    """Read and tokenise ``--data``, and cut what is too long; ``warn`` is told of it. Raises
+    ``UserError``."""
     options = DataOptions(
         train=False,
         test=True,
@@ -52,6 +56,8 @@ def read_texts(
         batch_size=1,
     )
     data = read_data(options, reader.tokenizer, max_positions, vocabulary=reader.vocabulary)
+    for warning in data.warnings:
+        warn(warning)
     samples = list(data.test)[: config.limit]
     cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
     scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]

@@ -9,6 +9,7 @@ import codecs
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,60 @@ def find_data_file(directory: Path, name: str) -> Path:
     return found[0] if found else directory / f"{name}.jsonl"
 
 
+_OTHER_NAMES = {"valid": ("valid", "val", "dev", "eval"), "train": ("train",), "test": ("test",)}
+"""Beginnings of the names of files that are not read, and may be meant to be a set."""
+
+
+def similar_files(directory: Path, name: str) -> list[str]:
+    """Return the names of files that may be meant to be the set ``name``, and are not read."""
+    try:
+        names = sorted(path.name for path in directory.iterdir())
+    except OSError:
+        return []
+    return [
+        each
+        for each in names
+        if each.lower().startswith(_OTHER_NAMES[name])
+        and each not in {f"{name}{ending}" for ending in READERS}
+    ]
+
+
 def row_name(path: Path, i: int) -> str:
     """Return how messages call row ``i``, counted from 0: by its line where each row has one."""
     return f"{path}:{i + 1}" if path.suffix == ".jsonl" else f"{path}, row {i + 1}"
 
 
 def parse_rows(path: Path, content: bytes) -> list[Row]:
-    """Return the rows of a data file with this content; raise `UserError` if it has none."""
+    """Return the rows of a data file with this content. Raises `UserError`."""
+    for begin, what, remedy in _NO_DATA:
+        if content.startswith(begin):
+            raise UserError(f"{path} is {what}, not the data", remedy)
     return READERS[path.suffix](path, content)
 
 
 def _read_json_lines(path: Path, content: bytes) -> list[Row]:
     # In bytes: text has line ends, such as U+2028, that are none in JSON.
     lines = io.BytesIO(content.removeprefix(codecs.BOM_UTF8))
-    return [_parse(line, row_name(path, i)) for i, line in enumerate(lines)]
+    rows = []
+    for i, line in enumerate(lines):
+        where = row_name(path, i)
+        try:
+            rows.append(_parse(line, where))
+        except UserError:
+            if _takes_lines(line + lines.read()):
+                raise UserError(f"{where} begins JSON over several lines", _ONE_LINE) from None
+            raise
+    return rows
+
+
+def _takes_lines(content: bytes) -> bool:
+    """Return whether a value of JSON begins here that ends on another line."""
+    try:
+        text = content.decode().lstrip()
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in text[:end]
 
 
 def _parse(line: bytes, where: str) -> Row:
@@ -61,7 +102,7 @@ def _parse(line: bytes, where: str) -> Row:
             f"{where} cannot be read: {one_line(error)}", "mend the line, or take it out"
         ) from None
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is no JSON object", "write one object on each line")
+        raise UserError(f"{where} is {_KINDS[type(row)]}, no object", _ONE_LINE)
     return row
 
 
@@ -76,6 +117,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 def _read_csv(path: Path, content: bytes) -> list[Row]:
     text = _decoded(content.removeprefix(codecs.BOM_UTF8), str(path))
+    csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[Row] = []
     try:
@@ -103,11 +145,31 @@ def _read_parquet(path: Path, content: bytes) -> list[Row]:
             f"{path} needs the pyarrow package", "pip install '.[data]' in the repository"
         ) from None
     try:
-        rows: list[Row] = parquet.read_table(BufferReader(content)).to_pylist()
+        table = parquet.read_table(BufferReader(content))
+        rows: list[Row] = table.to_pylist(maps_as_pydicts="lossy")
     except ArrowInvalid as error:
         raise UserError(f"{path} is not Parquet: {one_line(error)}", "write it again") from None
     return rows
 
+
+_ONE_LINE = "write one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
+
+_KINDS = {
+    list: "a JSON array",
+    str: "a JSON text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+_NO_DATA = (
+    (b"version https://git-lfs.github.com/", "a pointer of git-lfs", "git lfs pull"),
+    (b"\x1f\x8b", "compressed by gzip", "gunzip it"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it by zstd -d"),
+    (b"PK\x03\x04", "a zip archive", "unzip it"),
+)
+"""Beginnings of files that stand for data, or hold them in another form."""
 
 READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {
     ".jsonl": _read_json_lines,

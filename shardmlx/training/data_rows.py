@@ -1,17 +1,25 @@
-"""Find in a row of a data set what no tokenizer can read, and name it in plain words. No MPI.
+"""Rows of data as tokens: what mlx-lm's data sets make of them, where rows are what they seem.
 
-A tokenizer that meets it says nothing that its user understands, or takes it for something else:
-many chat templates make the word "None" of a null.
+A tokenizer that meets anything else says nothing that its user understands, or takes it for
+something else: a chat template writes a null as "None", a list as Python would, and nothing where a
+key has another name. All that is refused, with the place in the row. No MPI.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from shardmlx.errors import UserError
+from jinja2 import TemplateError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.engine.batches import Sample
+from shardmlx.errors import UserError, one_line
+from shardmlx.training.chat_template import ChatTemplate, Tools
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
@@ -20,58 +28,309 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a pair: JSON can write it, and as text it stands for nothing."""
 
 _TAKE_OUT = "write text, or take the row out"
+_MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
+
+Row = Mapping[str, Any]
 
 
-def check_row(rows: Any, row: Mapping[str, Any], where: str) -> None:
-    """Raise `UserError` if a row has no text where ``rows``, mlx-lm's data set, looks for it.
+class FeatureKeys(Protocol):
+    """The keys under which rows have what is learnt."""
 
-    ``where`` names the row. Sets that are several in one are not looked into.
+    @property
+    def prompt_feature(self) -> str: ...
+    @property
+    def completion_feature(self) -> str: ...
+    @property
+    def chat_feature(self) -> str: ...
+    @property
+    def text_feature(self) -> str: ...
+
+
+class Format(Protocol):
+    """The format of the rows of a set."""
+
+    def sample(self, row: Row, where: str) -> Sample:
+        """Return a row's tokens. Raises ``UserError``, which names the row by ``where``."""
+        ...
+
+
+def find_format(
+    first: Row,
+    keys: FeatureKeys,
+    tokenizer: TokenizerWrapper,
+    where: str,
+    *,
+    mask_prompt: bool,
+    adds_nulls: bool,
+) -> Format:
+    """Return the format of the rows of which this is the first, as mlx-lm chooses it.
+
+    ``adds_nulls`` says that where they come from all rows have the keys of any, with nulls.
     """
-    for attribute, check in (
-        ("text_key", _check_plain),
-        ("prompt_key", _check_content),
-        ("completion_key", _check_content),
-        ("chat_key", _check_messages),
-    ):
-        key = getattr(rows, attribute, None)
-        if key is None:
-            continue
-        if key not in row:
-            keys = ", ".join(map(repr, row)) or "none"
+    asked = (keys.prompt_feature, keys.completion_feature)
+    if all(key in first for key in asked):
+        return _Completions(ChatTemplate(tokenizer), mask_prompt, adds_nulls, *asked)
+    if keys.chat_feature in first:
+        return _Chats(ChatTemplate(tokenizer), mask_prompt, adds_nulls, keys.chat_feature)
+    if keys.text_feature not in first:
+        raise UserError(
+            f"{where}: its first row has {_keys(first)}, and neither {keys.chat_feature!r}, "
+            f"{asked[0]!r} and {asked[1]!r}, nor {keys.text_feature!r}",
+            "rename them, or name yours by chat_feature, prompt_feature and completion_feature, "
+            "or text_feature",
+        )
+    if mask_prompt:
+        raise UserError(
+            f"{where}: --mask-prompt needs prompts, and this is plain text",
+            "drop the flag, or write prompt and completion",
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{where}: a text ends with the end token, and the model's tokenizer has none",
+            "set eos_token in its tokenizer_config.json",
+        )
+    return _Texts(tokenizer, keys.text_feature)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Rows of plain text."""
+
+    tokenizer: TokenizerWrapper
+    key: str
+
+    def sample(self, row: Row, where: str) -> Sample:
+        name = f"{where}: {self.key}"
+        text = _value(row, self.key, where)
+        if not isinstance(text, str):
+            raise _no_text(text, name)
+        _check_characters(text, name)
+        try:
+            tokens = list(self.tokenizer.encode(text))
+        except Exception as error:
+            raise _not_tokenised(error, where) from None
+        if not text.strip() and not tokens:
+            raise UserError(f"{name} is {_shown(text)}, which is no token", _TAKE_OUT)
+        if not tokens or tokens[-1] != self.tokenizer.eos_token_id:
+            tokens.append(self.tokenizer.eos_token_id)
+        return tokens, 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversations:
+    """Rows that go through the chat template."""
+
+    template: ChatTemplate
+    mask_prompt: bool
+    adds_nulls: bool
+
+    def _sample(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
+        tools = _tools(row.get("tools"), f"{where}: tools", self.adds_nulls)
+        try:
+            tokens = self.template.tokens(messages, tools)
+            self._check_written(messages, tools, where)
+            if not self.mask_prompt:
+                return tokens, 0
+            return tokens, self.template.answer_start(messages, tools, tokens, where)
+        except UserError:
+            raise
+        except Exception as error:
+            raise _not_tokenised(error, where) from None
+
+    def _check_written(self, messages: Sequence[Row], tools: Tools, where: str) -> None:
+        """Raise ``UserError`` where the template does not write contents that are no text."""
+        values = [each for each in messages if isinstance(each.get("content"), (list, Mapping))]
+        text = self.template.text(messages, tools) if values else ""
+        for each in values:
+            if not self.template.writes(_texts_alone(each["content"]), text):
+                raise UserError(
+                    f"{where}: content {_shown(each['content'])} is no text, and the model's chat "
+                    "template does not write it as JSON",
+                    "write the text that the model shall see, in quotes",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Completions(_Conversations):
+    """Rows of a prompt and a completion: conversations of two messages."""
+
+    prompt: str
+    completion: str
+
+    def sample(self, row: Row, where: str) -> Sample:
+        messages = []
+        for role, key in (("user", self.prompt), ("assistant", self.completion)):
+            name = f"{where}: {key}"
+            value = _value(row, key, where)
+            _check_characters(value, name)
+            content = _content(value, role, name, self.template)
+            if not isinstance(content, str) and not _are_text_parts(content):
+                raise _no_text(value, name)
+            messages.append({"role": role, "content": content})
+        return self._sample(messages, row, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chats(_Conversations):
+    """Rows of messages."""
+
+    key: str
+
+    def sample(self, row: Row, where: str) -> Sample:
+        name = f"{where}: {self.key}"
+        value = _value(row, self.key, where)
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
+        _check_characters(value, name)
+        messages = [self._message(each, f"{name}[{i}]") for i, each in enumerate(value)]
+        return self._sample(messages, row, where)
+
+    def _message(self, given: Any, name: str) -> Row:
+        """Return a message without the keys that hold nothing, as other formats add them."""
+        if not isinstance(given, Mapping):
+            raise UserError(f"{name} is {_shown(given)}, no message", _MESSAGES)
+        message = {key: value for key, value in given.items() if value is not None and value != []}
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            found = f"role {_shown(role)}" if "role" in given else "no role"
+            raise UserError(f"{name} has {found}, and {_keys(message)}", _MESSAGES)
+        if self.template.drops(role):
             raise UserError(
-                f"{where} has no key {key!r}, as the first row has, but {keys}",
-                "add it, or take the row out",
+                f"{name} has role {_shown(role)}, which the model's chat template leaves out",
+                'write "system", "user", "assistant" or "tool"',
             )
-        check(row[key], f"{where}: {key}")
-        _check_characters(row[key], f"{where}: {key}")
-    text = row[rows.text_key] if hasattr(rows, "text_key") else "some"
-    if not text.strip() and not rows.tokenizer.encode(text):
-        raise UserError(f"{where}: {rows.text_key} is {_shown(text)}, which is no token", _TAKE_OUT)
+        if "tool_calls" in message:
+            message["tool_calls"] = self._calls(message["tool_calls"], f"{name}.tool_calls")
+        if self.adds_nulls:
+            message = without_nulls(message)
+        if "content" in message:
+            content = _content(message["content"], role, f"{name}.content", self.template)
+            return {**message, "content": content}
+        self._check_other_words(message, given, name)
+        return message
+
+    def _check_other_words(self, message: Row, given: Row, name: str) -> None:
+        """Raise ``UserError`` unless the template writes what a message without content has."""
+        has_calls = "tool_calls" in message
+        if self.template.writes_calls if has_calls else self.template.writes_message(message):
+            return
+        what = f"content {_shown(given['content'])}" if "content" in given else "no content"
+        if has_calls:
+            raise UserError(
+                f"{name} has {what}, and the model's chat template does not write tool_calls",
+                "write the call as content, or take the row out",
+            )
+        raise UserError(f"{name} has {what}, and {_keys(message)}", _MESSAGES)
+
+    def _calls(self, calls: Any, name: str) -> list[Row]:
+        if not isinstance(calls, list) or not all(isinstance(each, Mapping) for each in calls):
+            raise UserError(
+                f"{name} is {_shown(calls)}, no list of calls",
+                'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}]',
+            )
+        return [self._call(each, f"{name}[{i}]") for i, each in enumerate(calls)]
+
+    def _call(self, given: Row, name: str) -> Row:
+        """Return a call whose arguments have the form that the template wants."""
+        call = {key: value for key, value in given.items() if value is not None}
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"], f"{name}.function")}
+        if "arguments" not in given:
+            return call
+        value = call.get("arguments", {})
+        value = without_nulls(value) if self.adds_nulls else value
+        return {**call, "arguments": self._arguments(value, f"{name}.arguments")}
+
+    def _arguments(self, value: Any, name: str) -> Any:
+        wanted = self.template.arguments
+        if wanted is str and not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        if wanted is not dict or not isinstance(value, str):
+            return value
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value or "{}")
+        if not isinstance(value, Mapping):
+            raise UserError(
+                f"{name} is {_shown(value)}, no JSON object, which the model's chat template wants",
+                'write {"NAME": VALUE, ...}',
+            )
+        return value
 
 
-def _check_plain(value: Any, name: str) -> None:
-    if not isinstance(value, str):
-        raise UserError(f"{name} is {_shown(value)}, not text", _remedy(value))
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys that hold null, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
-def _check_content(value: Any, name: str) -> None:
-    """Leave lists and objects to the chat template: some know contents of several parts."""
+def _tools(value: Any, name: str, adds_nulls: bool) -> Tools:
+    if value is None or value in ([], ""):  # CSV has no other nothing
+        return None
+    remedy = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
+    if not isinstance(value, list):
+        raise UserError(f"{name} is {_shown(value)}, no list", remedy)
+    _check_characters(value, name)
+    for i, tool in enumerate(value):
+        if not isinstance(tool, Mapping):
+            raise UserError(f"{name}[{i}] is {_shown(tool)}, no object", remedy)
+        function = tool.get("function")
+        schema = function.get("parameters") if isinstance(function, Mapping) else None
+        if isinstance(schema, str):
+            raise UserError(f"{name}[{i}].function.parameters is {_shown(schema)}, text", remedy)
+    return without_nulls(value) if adds_nulls else value
+
+
+def _content(value: Any, role: str, name: str, template: ChatTemplate) -> Any:
+    """Return a content as the template takes it: text, or parts of text as they are.
+
+    What is neither is left to be looked for in what the template writes.
+    """
     if value is None or isinstance(value, (bool, int, float)):
-        raise UserError(f"{name} is {_shown(value)}, not text", _remedy(value))
+        raise _no_text(value, name)
+    for i, part in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(part, Mapping) and "type" in part and not _are_text_parts([part]):
+            raise UserError(
+                f"{name}[{i}] is {_shown(part)}, a part of type {_shown(part['type'])}",
+                "only parts of type text can be trained: take it out, or the row",
+            )
+    if not _are_text_parts(value):
+        return value
+    parts = [{key: each for key, each in part.items() if each is not None} for part in value]
+    return parts if template.takes_parts(role) else "".join(part["text"] for part in parts)
 
 
-def _check_messages(value: Any, name: str) -> None:
-    remedy = 'write [{"role": "user", "content": "..."}, ...]'
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{name} is {_shown(value)}, no list of messages", remedy)
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise UserError(f"{name}[{i}] is {_shown(message)}, no message", remedy)
-        # A call of a tool has no content.
-        if "content" in message and (
-            message["content"] is not None or message.keys() <= {"role", "content", "name"}
-        ):
-            _check_content(message["content"], f"{name}[{i}].content")
+def _are_text_parts(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in value
+        )
+    )
+
+
+def _texts_alone(content: Any) -> Any:
+    """Return what a template writes of a content: of parts their texts."""
+    return [part["text"] for part in content] if _are_text_parts(content) else content
+
+
+def _keys(row: Row) -> str:
+    return f"the keys {', '.join(map(repr, row))}" if row else "no key"
+
+
+def _value(row: Row, key: str, where: str) -> Any:
+    if key not in row:
+        raise UserError(
+            f"{where} has no key {key!r}, as the first row has, but {_keys(row)}",
+            "add it, or take the row out",
+        )
+    return row[key]
 
 
 def _check_characters(value: Any, name: str) -> None:
@@ -96,9 +355,17 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _texts(each, f"{path}[{i}]")
 
 
-def _remedy(value: Any) -> str:
+def _no_text(value: Any, name: str) -> UserError:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f'write "{_shown(value)}" in quotes, or take the row out' if is_number else _TAKE_OUT
+    remedy = f'write "{_shown(value)}" in quotes, or take the row out' if is_number else _TAKE_OUT
+    return UserError(f"{name} is {_shown(value)}, not text", remedy)
+
+
+def _not_tokenised(error: Exception, where: str) -> UserError:
+    what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
+    if isinstance(error, TemplateError):
+        what = f"the model's chat template says: {what}"
+    return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
 
 
 def _shown(value: Any) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_dataset
 
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample, Samples
-from shardmlx.errors import UserError, one_line, unknown_token
-from shardmlx.training.data_files import find_data_file, parse_rows, row_name
-from shardmlx.training.data_rows import check_row
+from shardmlx.errors import UserError, unknown_token
+from shardmlx.training.data_files import find_data_file, parse_rows, row_name, similar_files
+from shardmlx.training.data_rows import FeatureKeys, find_format
+from shardmlx.training.hub_data import SETS, read_entry, read_from_hub
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence while showing how far it is; the text says over what."""
@@ -51,32 +51,24 @@ def read_data(
 ) -> DataSets:
     """Read and tokenise what the run needs. ``max_positions`` is the model's own limit, and
     ``vocabulary`` the number of tokens that it knows.
+
+    Raises ``UserError``, for a set of which no token counts in the loss too.
     """
     sets: dict[str, Samples] = {}
-    warnings = []
-    for name, parts in _find_sets(options, tokenizer).items():
+    found, warnings = _find_sets(options)
+    for name, parts in found.items():
         where = parts[0].where
-        tokenised = [_tokenise(name, part, progress) for part in parts]
-        for part, each in zip(parts, tokenised, strict=True):
-            _check_lengths(each, part.where, options, max_positions)
+        tokenised, orders = [], []
+        for part in parts:
+            samples, order = _tokenise(name, part, tokenizer, options.mask_prompt, progress)
+            _check_lengths(samples, part.where, options, max_positions)
             if vocabulary is not None:
-                _check_tokens(each, part.where, vocabulary, options.max_seq_length)
+                _check_tokens(samples, part.where, vocabulary, options.max_seq_length)
+            tokenised.append(samples)
+            orders.append(order)
         weights = [part.weight if name == "train" else 1 for part in parts]
-        samples = _mixed(tokenised, [_order(part.rows) for part in parts], weights)
-        too_long = int((samples.lengths > options.max_seq_length).sum())
-        if too_long:
-            warnings.append(
-                f"{where(None)}: {too_long} of {len(samples)} sequences are longer than "
-                f"--max-seq-length {options.max_seq_length} and are cut (the longest has "
-                f"{samples.lengths.max()})"
-            )
-        ends = np.minimum(samples.lengths, options.max_seq_length)
-        only_prompts = int((samples.starts >= ends).sum())
-        if only_prompts:
-            warnings.append(
-                f"{where(None)}: of {only_prompts} of {len(samples)} sequences only the prompt is "
-                f"within --max-seq-length {options.max_seq_length}: nothing is learnt from them"
-            )
+        samples = _mixed(tokenised, orders, weights)
+        warnings += _look_for_losses(samples, where(None), options.max_seq_length)
         if len(samples) < options.batch_size:
             raise UserError(
                 f"{where(None)} has {len(samples)} samples, fewer than --batch-size "
@@ -84,8 +76,6 @@ def read_data(
                 "lower the batch size or add data",
             )
         sets[name] = samples
-    if options.train and "valid" not in sets:
-        warnings.append(f"{options.data} has no validation set: training without validation")
     return DataSets(**sets, warnings=tuple(warnings))
 
 
@@ -95,50 +85,55 @@ Where = Callable[[int | None], str]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A set of the data, or a part of it: its rows, as mlx-lm's own data-set object.
+    """A set of the data, or a part of it, as rows that have what is learnt under ``keys``.
 
-    ``weight`` is how often each row comes in training.
+    ``weight`` is how often each row comes in training; ``adds_nulls`` is for ``find_format``.
+    ``others`` says what is there instead, where there are no rows.
     """
 
     where: Where
-    rows: Any = ()
+    keys: FeatureKeys
+    rows: Sequence[Mapping[str, Any]] = ()
+    adds_nulls: bool = False
     weight: float = 1
+    others: str = ""
 
 
-def _find_sets(options: DataOptions, tokenizer: TokenizerWrapper) -> dict[str, list[_Found]]:
-    """Find the data sets that the run needs and that exist; a mixture has several parts."""
+def _find_sets(options: DataOptions) -> tuple[dict[str, list[_Found]], list[str]]:
+    """Find the data sets that the run needs and that exist; a mixture has several parts. Also
+    return what is to be said of those that do not."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
     directory = Path(options.data)
     if options.hf_dataset is not None:
         given = options.hf_dataset
-        parts = [_read_mixed(each, options, tokenizer) for each in _entries(given)]
-    elif not directory.exists():
-        parts = [_read_from_hub(options.data, options, tokenizer)]
-    elif directory.is_dir():
         parts = [
-            {
-                name: _read_file(find_data_file(directory, name), options, tokenizer)
-                for name in needed
-            }
+            {name: _read_entry(each, name) for name in needed}
+            for each in ([given] if isinstance(given, Mapping) else given)
         ]
+    elif not directory.exists():
+        parts = [_read_from_hub(options)]
+    elif directory.is_dir():
+        parts = [{name: _read_file(directory, name, options) for name in needed}]
     else:
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
-    for name in set(needed) - {"valid"}:
-        for part in parts:
-            if not len(part[name].rows):
+    warnings = []
+    for name in needed:
+        for part in (each[name] for each in parts):
+            if not len(part.rows) and name != "valid":
                 raise UserError(
-                    f"{part[name].where(None)} is missing or empty",
+                    f"{part.where(None)} is missing or empty{part.others}",
                     f"--data {options.data} must hold it",
                 )
+        if not any(len(each[name].rows) for each in parts):
+            others = parts[0][name].others if parts else ""
+            warnings.append(
+                f"{options.data} has no validation set{others}: training without validation"
+            )
     found = {name: [part[name] for part in parts if len(part[name].rows)] for name in needed}
     for several in found.values():
         if len(several) > 1:  # as mlx-lm orders the rows of all of them
             several.sort(key=lambda part: len(part.rows[0]))
-    return {name: several for name, several in found.items() if several}
-
-
-def _entries(given: Mapping[str, Any] | Sequence[Any]) -> list[Mapping[str, Any]]:
-    return [given] if isinstance(given, Mapping) else list(given)
+    return {name: several for name, several in found.items() if several}, warnings
 
 
 def _row_of_file(path: Path, i: int | None) -> str:
@@ -149,81 +144,43 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
     return f"{data}, {name} set" + ("" if i is None else f", row {i}")
 
 
-def _read_file(path: Path, options: DataOptions, tokenizer: TokenizerWrapper) -> _Found:
+def _read_file(directory: Path, name: str, options: DataOptions) -> _Found:
+    path = find_data_file(directory, name)
     where = functools.partial(_row_of_file, path)
     if not path.exists():
-        return _Found(where)
+        others = similar_files(directory, name)
+        said = f", and there is {', '.join(others)}, which is not read" if others else ""
+        return _Found(where, options, others=said)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}", "give a file that you may read"
         ) from None
-    rows = parse_rows(path, content)
-    if not rows:
-        return _Found(where)
-    return _Found(where, _create(rows, str(path), options, tokenizer))
+    return _Found(where, options, parse_rows(path, content), path.suffix == ".parquet")
 
 
-def _create(rows: Any, where: str, options: DataOptions, tokenizer: TokenizerWrapper) -> Any:
-    try:
-        return create_dataset(rows, tokenizer, options)
-    except ValueError as error:
-        if options.mask_prompt and options.text_feature in rows[0]:
-            raise UserError(
-                f"{where}: --mask-prompt needs prompts, and this is plain text",
-                "drop the flag, or write prompt and completion",
-            ) from None
-        keys = ", ".join(map(repr, rows[0])) or "none"
-        raise UserError(
-            f"{where}: no format that mlx-lm knows has the keys {keys}",
-            "write messages, prompt and completion, or text",
-        ) from error
+def _read_entry(entry: Mapping[str, Any], name: str) -> _Found:
+    """Read one data set of ``hf_dataset``, alone or in a mixture. Its keys are its own."""
+    own = {f"{each}_feature": each for each in ("prompt", "completion", "text")}
+    keys = SimpleNamespace(**{**own, "chat_feature": "messages", **entry})
+    where = functools.partial(_row_of_hub, entry["path"], name)
+    rows = read_entry(entry, name)
+    return _Found(where, keys, rows, adds_nulls=True, weight=float(entry.get("weight", 1)))
 
 
-def _read_mixed(
-    entry: Mapping[str, Any], options: DataOptions, tokenizer: TokenizerWrapper
-) -> dict[str, _Found]:
-    """Read one data set of ``hf_dataset``, alone or in a mixture."""
-    alone = SimpleNamespace(
-        hf_dataset=dict(entry),
-        data=entry["path"],
-        train=options.train,
-        test=options.test,
-        mask_prompt=options.mask_prompt,
-    )
-    return _read_from_hub(entry["path"], alone, tokenizer, float(entry.get("weight", 1)))
-
-
-def _read_from_hub(
-    data: str, options: Any, tokenizer: TokenizerWrapper, weight: float = 1
-) -> dict[str, _Found]:
-    """Read the data set of mlx-lm's ``options`` with the ``datasets`` package."""
-    is_path = getattr(options, "hf_dataset", None) is None
-    try:
-        sets = load_dataset(options, tokenizer)
-    except ImportError:
-        if is_path:
-            raise UserError(
-                f"--data {data}: there is no such directory",
-                "name another, or, to read it from Hugging Face, pip install datasets",
-            ) from None
-        raise UserError(
-            f"hf_dataset {data} needs the datasets package", "pip install datasets"
-        ) from None
-    except Exception as error:
-        if is_path:
-            raise UserError(
-                f"--data {data}: there is no such directory, and Hugging Face does not give "
-                f"it: {one_line(error)}",
-                "name another",
-            ) from None
-        raise UserError(
-            f"hf_dataset {data}: {one_line(error)}", "look at its path, config and splits"
-        ) from None
+def _read_from_hub(options: DataOptions) -> dict[str, _Found]:
+    found = read_from_hub(options.data)
+    others = f", and has the splits {', '.join(found['splits'])}: name them in hf_dataset"
     return {
-        name: _Found(functools.partial(_row_of_hub, data, name), rows, weight=weight)
-        for name, rows in zip(("train", "valid", "test"), sets, strict=True)
+        name: _Found(
+            functools.partial(_row_of_hub, options.data, name),
+            options,
+            found.get(name, ()),
+            adds_nulls=True,
+            others="" if name in found else others,
+        )
+        for name in SETS
     }
 
 
@@ -247,33 +204,62 @@ def _mixed(
     )
 
 
-def _tokenise(name: str, found: _Found, progress: Progress) -> Samples:
+def _tokenise(
+    name: str, found: _Found, tokenizer: TokenizerWrapper, mask_prompt: bool, progress: Progress
+) -> tuple[Samples, np.ndarray]:
+    """Return the samples of a set, and the order in which mlx-lm cuts them into batches: it sorts
+    rows, stably, by what it takes for their length, which is the number of their keys."""
     rows, where = found.rows, found.where
+    rules = find_format(
+        rows[0],
+        found.keys,
+        tokenizer,
+        where(None),
+        mask_prompt=mask_prompt,
+        adds_nulls=found.adds_nulls,
+    )
     tokens = array("i")
-    bounds = []
+    bounds, keys = [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
         begin, row = len(tokens), rows[i]
-        check_row(rows, row, where(i))
-        try:
-            ids, start = rows.process(row)
-            tokens.extend(ids)
-        except Exception as error:
-            # Whatever a template or a tokenizer raises, the row is to blame.
-            what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
-            raise UserError(
-                f"{where(i)} cannot be tokenised: {what}", "mend the row, or take it out"
-            ) from None
+        ids, start = rules.sample(row, where(i))
+        tokens.extend(ids)
         if len(tokens) == begin:
             raise UserError(f"{where(i)} gives no token", "take the row out")
         bounds.append((begin, len(tokens), start))
-    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
+        keys.append(len(row))
+    order = np.argsort(np.array(keys), kind="stable")
+    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64)), order
 
 
-def _order(rows: Any) -> np.ndarray:
-    """Return the order in which mlx-lm cuts rows into batches. It sorts them, stably, by what it
-    takes for their length, which for rows of JSON is the number of their keys."""
-    length = CacheDataset(rows).itemlen
-    return np.array(sorted(range(len(rows)), key=length), np.int64)
+def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:
+    """Yield what is to be said of sequences that are cut at ``most`` tokens, and of those of which
+    no token counts in the loss. Raises ``UserError`` if that is so of all."""
+    is_cut = samples.lengths > most
+    if is_cut.any():
+        yield (
+            f"{where}: {is_cut.sum()} of {len(samples)} sequences are longer than "
+            f"--max-seq-length {most} and are cut (the longest has {samples.lengths.max()})"
+        )
+    counts = samples.counted(most) > 0
+    for nothing, why, remedy in (
+        (
+            ~counts & is_cut,
+            f"of {{}} of {len(samples)} sequences only the prompt is within --max-seq-length "
+            f"{most}",
+            "raise it",
+        ),
+        (
+            ~counts & ~is_cut,
+            f"{{}} of {len(samples)} sequences have no token to learn: their answers are empty, or "
+            "their texts are one token",
+            "write answers",
+        ),
+    ):
+        if nothing.any() and not counts.any():
+            raise UserError(f"{where}: {why.format(nothing.sum())}, and no other has any", remedy)
+        if nothing.any():
+            yield f"{where}: {why.format(nothing.sum())}: nothing is learnt from them"
 
 
 def _check_tokens(samples: Samples, where: Where, vocabulary: int, most: int) -> None:
@@ -291,9 +277,7 @@ def _check_tokens(samples: Samples, where: Where, vocabulary: int, most: int) ->
 def _check_lengths(
     samples: Samples, where: Where, options: DataOptions, max_positions: int | None
 ) -> None:
-    for i, (whole, start) in enumerate(
-        zip(samples.lengths.tolist(), samples.starts.tolist(), strict=True)
-    ):
+    for i, whole in enumerate(samples.lengths.tolist()):
         length = min(whole, options.max_seq_length)
         if max_positions is not None and length > max_positions:
             raise UserError(
@@ -305,10 +289,4 @@ def _check_lengths(
                 f"{where(i)} has {whole} tokens, more than --max-seq-length "
                 f"{options.max_seq_length}",
                 "raise it, split the text, or use --long-sequences cut",
-            )
-        if start >= length and options.long_sequences == "error":
-            raise UserError(
-                f"{where(i)}: the prompt alone has {start} tokens, so nothing is left to learn "
-                f"within --max-seq-length {options.max_seq_length}",
-                "raise it or take the line out",
             )

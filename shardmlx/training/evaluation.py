@@ -35,7 +35,7 @@ class Evaluation:
         )
 
     def loss(self, name: str, num_batches: int, description: str) -> float | None:
-        """Return, on rank 0, the mean loss of a token; None elsewhere, and without such data."""
+        """Return, on rank 0, the mean loss of a token; None elsewhere, and where none counts."""
         plan, config, transport = self._job.plan, self._job.config, self._job.transport
         available = self._job.sizes[name] // config.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
@@ -58,7 +58,9 @@ class Evaluation:
                 bar.advance(len(shares))
         self._set_training(True)
         totals = transport.gather(total, what=description)
-        return None if totals is None else sum(totals) / max(1, tokens)
+        if not tokens:
+            self._job.reporter.warn(f"{description}: no token of these batches counts: no loss")
+        return None if totals is None or not tokens else sum(totals) / tokens
 
     def is_finite(self, share: Share) -> bool:
         """Return, on all ranks, whether all of them find finite losses of a batch."""

@@ -33,9 +33,14 @@ class Gradients:
         """The norm of the mean gradient, over all weights, once the update is whole."""
 
     @property
+    def counted_steps(self) -> int:
+        """The number of steps of this update of which a token counts in the loss."""
+        return sum(share.valid_tokens > 0 for _, share in self._steps)
+
+    @property
     def scale(self) -> float:
         """The factor that makes the mean gradient of what the stages hold."""
-        return 1 / self._config.grad_accumulation_steps / self._loss_scale.factor
+        return 1 / max(1, self.counted_steps) / self._loss_scale.factor
 
     def add(self, step: int, share: Share) -> dict[int, float]:
         """Compute those of one step, and return its losses as ``Engine.train_step`` does."""

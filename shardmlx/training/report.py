@@ -153,6 +153,13 @@ class TrainingReport:
         if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
+        if 0 in tokens:
+            self._reporter.warn(
+                f"step {step}: {tokens.count(0)} of {len(tokens)} steps since the last report had "
+                "no token that counts in the loss: the mean is of the others"
+            )
+        if not any(tokens):
+            return
         window = _Window(
             step=step,
             loss=_mean_loss(losses, tokens),
@@ -262,13 +269,14 @@ class TrainingReport:
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:
-    """Return the mean over steps of a token's loss.
+    """Return the mean over steps of a token's loss, over those steps that have one.
 
     ``losses[rank][i]`` are the summed losses of step i by micro-batch, ``tokens[i]`` its tokens.
     """
     means = [
-        sum(sum(of_rank[i].values()) for of_rank in losses) / max(1, count)
+        sum(sum(of_rank[i].values()) for of_rank in losses) / count
         for i, count in enumerate(tokens)
+        if count
     ]
     return sum(means) / len(means)
 

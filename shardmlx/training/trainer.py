@@ -236,6 +236,9 @@ class Trainer:
         if fault is not None:
             self._pass_over(step, fault)
             return
+        if not self._gradients.counted_steps:
+            self._gradients.forget()  # the optimizer would go on by its momentum
+            return
         scale, limit = self._gradients.scale, self._config.max_grad_norm
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)

@@ -28,9 +28,14 @@ class Letters:
         tools: object = None,
         add_generation_prompt: bool = False,
         return_dict: bool = False,
-    ) -> list[int]:
-        text = "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
-        return self.encode(text + ("<a>" if add_generation_prompt else ""))
+        tokenize: bool = True,
+    ) -> Any:
+        text = self.conversation(messages, tools) + ("<a>" if add_generation_prompt else "")
+        return self.encode(text) if tokenize else text
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: object) -> str:
+        """Return the text of a conversation, without what asks for an answer."""
+        return "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
 
 
 def write(directory: Path, **sets: Sequence[Any]) -> str:

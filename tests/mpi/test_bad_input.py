@@ -156,8 +156,8 @@ def test_a_line_without_the_keys_of_the_others(model: Path, data: Path, tmp_path
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:6], '{"prompt": "Ahoy"}', *lines[6:]]) + "\n")
     assert refused(tmp_path, 1) == (
-        f"{path}:7 has no key 'messages', as the first row has, but 'prompt': add it, or take the "
-        "row out"
+        f"{path}:7 has no key 'messages', as the first row has, but the keys 'prompt': add it, or "
+        "take the row out"
     )
 
 

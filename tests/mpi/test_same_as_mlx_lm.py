@@ -193,6 +193,9 @@ def models(
     """The model of each configuration."""
     eight_layers = tmp_path_factory.mktemp("eight") / "model"
     small_directory(eight_layers, small_tokenizer, num_hidden_layers=8)
+    # Its own prompt ends in a space, which may be one token with an answer: mlx-lm masks it then.
+    settings = eight_layers / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("'a: '", "'a:'"))
     paths = {"mistral": mistral, "small": small, "eight_layers": eight_layers}
     return {name: paths[MODELS.get(name, "small")] for name in CONFIGS}
 

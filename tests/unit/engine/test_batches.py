@@ -72,6 +72,12 @@ def same(ours: Batch, theirs: tuple[mx.array, mx.array]) -> bool:
     )
 
 
+def test_of_rows_without_a_token_to_learn_the_padding_does_not_count() -> None:
+    """mlx-lm counts one."""
+    samples = [([1, 2, 3], 3), ([1], 0), ([1, 2, 3], 2), ([1, 2, 3, 4], 9)]
+    assert make_batch(samples, 64).counts.sum(axis=1).tolist() == [0, 0, 2, 0]
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("max_seq_length", [2048, 40, 33, 20])
 def test_the_batches_of_one_pass_are_those_of_mlx_lm(batch_size: int, max_seq_length: int) -> None:

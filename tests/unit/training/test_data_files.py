@@ -45,17 +45,12 @@ def decoded(samples: Sequence[Any]) -> list[str]:
 class Template(Letters):
     """A tokenizer whose template knows tools and their calls."""
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: object = None,
-        add_generation_prompt: bool = False,
-        return_dict: bool = False,
-    ) -> list[int]:
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: object) -> str:
         parts = [json.dumps(tools)] if tools else []
         for each in messages:
-            parts.append(f"<{each['role']}>{each['content']}{json.dumps(each.get('tool_calls'))};")
-        return self.encode("".join(parts) + ("<assistant>" if add_generation_prompt else ""))
+            calls = json.dumps(each.get("tool_calls"))
+            parts.append(f"<{each['role'][0]}>{each['content']}{calls};")
+        return "".join(parts)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +159,10 @@ def test_a_row_of_a_mixture_is_named(local_sets: Path) -> None:
 
 def test_a_data_set_that_is_not_there_is_named(local_sets: Path) -> None:
     given = {"path": "csv", "config": {"data_files": "none.csv"}}
-    with pytest.raises(UserError, match=r"^hf_dataset csv: .*: look at its path, config and spl"):
+    with pytest.raises(
+        UserError,
+        match=r"^hf_dataset csv, train_split .*none.csv.*: look at path, config and train_split",
+    ):
         read(local_sets, hf_dataset=given)
 
 
@@ -213,3 +211,42 @@ def test_two_files_of_one_set_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "train.jsonl", tmp_path / "train.csv")
     with pytest.raises(UserError, match=r"has train\.jsonl and train\.csv: keep one of them"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        (b"\x1f\x8b\x08\x00", "gunzip"),
+        (b"PK\x03\x04", "unzip"),
+    ],
+)
+def test_what_stands_for_data_is_named(ending: str, content: bytes, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_rows(Path(f"train.{ending}"), content)
+    assert f"train.{ending}" in error.value.problem
+    assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'[{"text": "a"}]', "array"),
+        (b'[\n{"text": "a"}\n]', "several lines"),
+        (b'[{"text": "a"},\n{"text": "b"}]', "several lines"),
+        (b'{"text":\n"a"}\n', "several lines"),
+        (b'{\n  "text": "a"\n}\n{\n  "text": "b"\n}\n', "several lines"),
+    ],
+)
+def test_json_that_is_not_in_lines_is_named(content: bytes, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_rows(Path("train.jsonl"), content)
+    assert "train.jsonl:1" in error.value.problem
+    assert problem in error.value.problem
+    assert "one object on each line" in error.value.remedy
+
+
+def test_a_cell_may_be_a_whole_document() -> None:
+    text = "a" * 200_000
+    assert parse_rows(Path("train.csv"), f"text\n{text}\n".encode()) == [{"text": text}]

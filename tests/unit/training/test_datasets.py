@@ -2,7 +2,8 @@
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from mlx_lm.tuner.datasets import CacheDataset
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
-import shardmlx.training.datasets
 from shardmlx.config.specs import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Batches
@@ -150,14 +150,15 @@ WRITE = "write text, or take the row out"
     [
         ('{"text": "ab', f" is not JSON: Unterminated string starting at column 10: {MEND}"),
         ("", f" is not JSON: Expecting value at column 1: {MEND}"),
-        ('["text"]', " is no JSON object: write one object on each line"),
-        ('"text"', " is no JSON object: write one object on each line"),
+        ('["text"]', " is a JSON array, no object: write one object on each line"),
+        ('"text"', " is a JSON text, no object: write one object on each line"),
+        ('["a",\n"b"]', " begins JSON over several lines: write one object on each line"),
         ("\udcff", " is not UTF-8 text: invalid start byte at byte 0: save it as UTF-8"),
         (
             '{"txt": "abc"}',
-            " has no key 'text', as the first row has, but 'txt': add it, or take the row out",
+            " has no key 'text', as the first row has, but the keys 'txt': add it, or take the",
         ),
-        ("{}", " has no key 'text', as the first row has, but none: add it, or take the row out"),
+        ("{}", " has no key 'text', as the first row has, but no key: add it, or take the row out"),
         ('{"text": ""}', f': text is "", which is no token: {WRITE}'),
         ('{"text": null}', f": text is null, not text: {WRITE}"),
         ('{"text": true}', f": text is true, not text: {WRITE}"),
@@ -172,7 +173,7 @@ WRITE = "write text, or take the row out"
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     directory = write(tmp_path, train=[{"text": "abc"}, line, {"text": "abc"}])
-    assert error_of(directory) == f"{tmp_path}/train.jsonl:2{complaint}"
+    assert error_of(directory).startswith(f"{tmp_path}/train.jsonl:2{complaint}")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,10 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> No
     [
         ({"prompt": None, "completion": "ho"}, f"prompt is null, not text: {WRITE}"),
         ({"prompt": "hi", "completion": 4.5}, "completion is 4.5, not text: "),
-        ({"prompt": "hi"}, "has no key 'completion', as the first row has, but 'prompt': "),
+        (
+            {"prompt": "hi"},
+            "has no key 'completion', as the first row has, but the keys 'prompt': ",
+        ),
         ({"prompt": "hi", "completion": "a\udc00"}, r'completion has "\udc00" at character 2'),
     ],
 )
@@ -200,7 +204,10 @@ def test_prompts_and_completions_are_text(
         ([], "messages is [], no list of messages: write [{"),
         ("hi", 'messages is "hi", no list of messages: write [{'),
         (["hi"], 'messages[0] is "hi", no message: write [{'),
-        ([*CHAT, {"role": "user", "content": None}], "messages[2].content is null, not text: "),
+        (
+            [*CHAT, {"role": "user", "content": None}],
+            "messages[2] has content null, and the keys 'ro",
+        ),
         ([{"role": "user", "content": 7}], "messages[0].content is 7, not text: "),
         ([*CHAT[:1], {"role": "assistant", "content": "\ud800"}], r'messages[1].content has "\ud8'),
     ],
@@ -208,19 +215,6 @@ def test_prompts_and_completions_are_text(
 def test_messages_have_contents_of_text(tmp_path: Path, messages: Any, complaint: str) -> None:
     directory = write(tmp_path, train=[{"messages": CHAT}, {"messages": messages}])
     assert error_of(directory).startswith(f"{tmp_path}/train.jsonl:2: {complaint}")
-
-
-def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert len(read(write(tmp_path, train=[{"messages": [*CHAT, call]}])).train) == 1
-
-
-def test_what_a_chat_template_refuses_is_named(tmp_path: Path) -> None:
-    directory = write(tmp_path, train=[{"messages": CHAT}, {"messages": [{"content": "hi"}]}])
-    assert error_of(directory) == (
-        f"{tmp_path}/train.jsonl:2 cannot be tokenised: it has no key 'role': mend the row, or "
-        "take it out"
-    )
 
 
 def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
@@ -271,6 +265,22 @@ def test_a_broken_line_of_the_validation_set_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["train.json", "train.jsonl.gz", "Train.jsonl", "train-00000-of-00001.parquet"]
+)
+def test_a_file_of_almost_the_right_name_is_said(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert name in error_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["val.jsonl", "validation.jsonl", "dev.csv", "valid.json"])
+def test_a_validation_set_of_another_name_is_said(tmp_path: Path, name: str) -> None:
+    directory = write(tmp_path, train=[{"text": "abc"}])
+    (tmp_path / name).touch()
+    (warning,) = read(directory).warnings
+    assert name in warning
+
+
 @pytest.mark.parametrize("rows", [None, []], ids=["missing", "empty"])
 def test_training_data_must_be_there(tmp_path: Path, rows: list[Any] | None) -> None:
     directory = write(tmp_path, **({} if rows is None else {"train": rows}))
@@ -302,8 +312,9 @@ def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
 def test_rows_of_no_known_format(tmp_path: Path) -> None:
     directory = write(tmp_path, train=[{"question": "a", "answer": "b"}])
     assert error_of(directory) == (
-        f"{tmp_path}/train.jsonl: no format that mlx-lm knows has the keys 'question', 'answer': "
-        "write messages, prompt and completion, or text"
+        f"{tmp_path}/train.jsonl: its first row has the keys 'question', 'answer', and neither "
+        "'messages', 'prompt' and 'completion', nor 'text': rename them, or name yours by "
+        "chat_feature, prompt_feature and completion_feature, or text_feature"
     )
 
 
@@ -340,33 +351,69 @@ def test_a_sequence_longer_than_the_limit_where_none_shall_be_cut(tmp_path: Path
     )
 
 
-def test_a_prompt_that_leaves_nothing_to_learn_is_counted_or_refused(tmp_path: Path) -> None:
-    rows = [{"prompt": "hi", "completion": "ho"}, {"prompt": "abcdefgh", "completion": "ho"}]
-    directory = write(tmp_path, train=rows)
-    data = read(directory, mask_prompt=True, max_seq_length=12)
-    assert (
-        f"{tmp_path}/train.jsonl: of 1 of 2 sequences only the prompt is within "
-        "--max-seq-length 12: nothing is learnt from them"
-    ) in data.warnings
-    how: dict[str, Any] = {"mask_prompt": True, "long_sequences": "error"}
-    assert error_of(directory, max_seq_length=17, **how).startswith(
-        f"{tmp_path}/train.jsonl:2 has 18 tokens, more than --max-seq-length 17"
+class Open(Letters):
+    """A tokenizer whose template writes nothing after a message."""
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: object) -> str:
+        return super().conversation(messages, tools).replace(";", "")
+
+
+LONG = {"prompt": "abcdefgh", "completion": "ho"}
+EMPTY = {"prompt": "hi", "completion": ""}
+GOOD = {"prompt": "hi", "completion": "ho"}
+
+
+def test_rows_of_which_nothing_is_learnt_are_counted_with_the_cause(tmp_path: Path) -> None:
+    config = TrainConfig(
+        data=write(tmp_path, train=[GOOD, LONG, EMPTY, EMPTY]),
+        batch_size=1,
+        mask_prompt=True,
+        max_seq_length=10,
     )
+    _, _, only_prompt, empty = read_data(DataOptions.of(config), Open(), None).warnings
+    assert "of 1 of 4 sequences" in only_prompt
+    assert "--max-seq-length 10" in only_prompt
+    assert "2 of 4 sequences" in empty
+    assert "--max-seq-length" not in empty
+
+
+@pytest.mark.parametrize("name", ["train", "valid", "test"])
+@pytest.mark.parametrize(("row", "cause"), [(LONG, "--max-seq-length 10"), (EMPTY, "empty")])
+def test_a_set_of_which_nothing_is_learnt_is_refused_with_the_cause(
+    tmp_path: Path, name: str, row: dict[str, str], cause: str
+) -> None:
+    rows: dict[str, Any] = {"train": [GOOD], "valid": [GOOD], "test": [GOOD], name: [row] * 3}
+    config = TrainConfig(
+        data=write(tmp_path, **rows),
+        batch_size=1,
+        mask_prompt=True,
+        max_seq_length=10,
+        train=True,
+        test=True,
+    )
+    with pytest.raises(UserError) as error:
+        read_data(DataOptions.of(config), Open(), None)
+    assert f"{name}.jsonl" in error.value.problem
+    assert cause in error.value.problem
+
+
+def test_texts_of_one_token_are_refused(tmp_path: Path) -> None:
+    class Nothing(Letters):
+        def encode(self, text: str) -> list[int]:
+            return [EOS]
+
+    config = TrainConfig(data=write(tmp_path, train=[{"text": "a"}] * 2), batch_size=1)
+    with pytest.raises(UserError) as error:
+        read_data(DataOptions.of(config), Nothing(), None)
+    assert "one token" in error.value.problem
 
 
 # Data sets of the Hugging Face hub.
 
 
 def hub_gives(monkeypatch: pytest.MonkeyPatch, **sets: list[dict[str, str]]) -> None:
-    def load(config: DataOptions, tokenizer: Letters) -> tuple[Any, ...]:
-        return tuple(
-            shardmlx.training.datasets._create(sets[name], name, config, tokenizer)
-            if name in sets
-            else []
-            for name in ("train", "valid", "test")
-        )
-
-    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", load)
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: sets)
 
 
 def test_a_hub_data_set_may_have_more_sets_than_the_run_needs(
@@ -377,19 +424,26 @@ def test_a_hub_data_set_may_have_more_sets_than_the_run_needs(
     assert read("someone/something").sizes() == {"train": 1, "valid": 1, "test": 0}
 
 
+def test_splits_of_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "abc"}]
+    hub_gives(monkeypatch, train=rows, validation=rows)
+    (warning,) = read("someone/something").warnings
+    assert "train, validation" in warning
+    assert "train, validation" in error_of("someone/something", test=True)
+
+
 def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hub_gives(monkeypatch, train=[{"text": "abc"}, {"words": "abc"}])
-    assert error_of("someone/something") == (
-        "someone/something, train set, row 1 has no key 'text', as the first row has, but "
-        "'words': add it, or take the row out"
-    )
+    message = error_of("someone/something")
+    assert message.startswith("someone/something, train set, row 1 has no key 'text'")
+    assert "'words'" in message
 
 
 def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: DataOptions, tokenizer: Letters) -> None:
+    def fail(name: str) -> None:
         raise ValueError("Not found\nHugging Face dataset")
 
-    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", fail)
     assert error_of("someone/something") == (
         "--data someone/something: there is no such directory, and Hugging Face does not give "
         "it: Not found Hugging Face dataset: name another"
@@ -397,10 +451,7 @@ def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: DataOptions, tokenizer: Letters) -> None:
-        raise ImportError("No module named 'datasets'")
-
-    monkeypatch.setattr(shardmlx.training.datasets, "load_dataset", fail)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     assert error_of("no/such/directory") == (
         "--data no/such/directory: there is no such directory: name another, or, to read it from "
         "Hugging Face, pip install datasets"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from shardmlx.checkpoint.store import Store
@@ -16,6 +18,7 @@ from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure
 from shardmlx.loading import allocator
 from shardmlx.training.trainer import train_model
+from tests.helpers.letters import write
 
 STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}
 FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}
@@ -95,3 +98,58 @@ def test_a_finished_run_replaces_only_what_is_older_than_its_checkpoint(
     shutil.rmtree(tmp_path / "out")
     run(options)
     assert path.read_bytes() == trained
+
+
+SHORT = {"prompt": "hi", "completion": "ho"}
+ONLY_PROMPT = {"prompt": "hello " * 50, "completion": "ho"}
+
+
+def losses(options: dict[str, Any], kind: str, **more: Any) -> list[float]:
+    found: list[float] = []
+
+    def listen(name: str, values: Mapping[str, Any]) -> None:
+        found.extend([values["loss"]] if name == kind else [])
+
+    config = TrainConfig(**{**options, **more})
+    LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
+    return found
+
+
+def test_what_has_no_token_to_learn_is_no_part_of_a_loss(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    options |= {"mask_prompt": True, "max_seq_length": 60, "batch_size": 1, "val_batches": -1}
+    options |= {"checkpoint_dir": None}
+    rows = [SHORT, ONLY_PROMPT]
+    alone = {"data": write(tmp_path / "alone", train=[SHORT], valid=[SHORT]), "iters": 1}
+    mixed = {"data": write(tmp_path / "mixed", train=rows, valid=rows), "steps_per_report": 2}
+    expected = losses(options, "train", **alone)
+    assert losses(options, "train", **mixed) == pytest.approx(expected)
+    # As one update of two steps: its gradient is that of the one that counts.
+    weights = adapters(tmp_path / "out" / "adapters.safetensors")
+    losses(options, "train", **mixed, grad_accumulation_steps=2)
+    for name, array in adapters(tmp_path / "out" / "adapters.safetensors").items():
+        assert mx.allclose(array, weights[name], atol=1e-6).item(), name
+    first, *_ = losses(options, "val", **mixed)
+    assert first == pytest.approx(losses(options, "val", **alone)[0])
+
+
+def test_a_run_of_steps_without_a_token_to_learn_saves_nothing(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    data = write(tmp_path / "rows", train=[SHORT, ONLY_PROMPT])
+    options |= {"mask_prompt": True, "max_seq_length": 60, "batch_size": 1, "iters": 1}
+    options |= {"data": data, "save_every": 1, "optimizer": "adamw"}
+    outcomes = []
+    for seed in range(6):
+        is_counted = np.random.RandomState(seed).permutation(2)[0] == 0
+        out = tmp_path / f"out-{seed}"
+        more = {"seed": seed, "adapter_path": str(out), "checkpoint_dir": str(out / "run")}
+        if is_counted:
+            run(options | more)
+        else:
+            with pytest.raises(AgreedFailure, match="no update was made"):
+                run(options | more)
+        assert (out / "adapters.safetensors").exists() == is_counted
+        outcomes.append(is_counted)
+    assert {*outcomes} == {True, False}

@@ -1,0 +1,251 @@
+"""Chat templates: the forms of messages that one takes, and the place where an answer begins in the
+text that it writes. No MPI.
+
+Templates are programs: a form that one of them does not know becomes a Python value in the text,
+or nothing, without an error. So each is tried once, with a conversation of known words.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.errors import UserError, one_line
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+
+_KEY, _WORD = "wxkey", "yzword"
+_USER = {"role": "user", "content": "a"}
+_ALWAYS_KNOWN = ("system", "user", "assistant", "tool")
+"""Roles that are not tried by themselves: a template may want them in an order."""
+
+_STRUCTURE = ("role", "type", "id")
+"""Keys of a message whose values say how to write it."""
+
+_PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
+"""The marks, words and other characters of which templates make what they write."""
+
+_LEAST = 4
+"""Characters of the beginning of an answer by which it is known, where not all of it is there."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. Raises ``UserError`` if there is none, or none that can be
+    compiled."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self.takes_parts = functools.cache(self._takes_parts)
+        """Return whether the template takes the content of a role as a list of parts."""
+        self.drops = functools.cache(self._drops)
+        """Return whether the template leaves out messages of a role."""
+        if not getattr(tokenizer, "has_chat_template", True):
+            raise UserError(
+                "the model has no chat template, and conversations need one",
+                "use an Instruct model, or write rows of text",
+            )
+        try:
+            self.text([_USER])
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the model's chat template cannot be compiled: {one_line(error)} in line "
+                f"{error.lineno}",
+                "mend it: chat_template.jinja beside the model, or in tokenizer_config.json",
+            ) from None
+        except Exception:
+            pass  # it may want other conversations
+
+    def tokens(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> list[int]:
+        """Return the tokens of a conversation, as mlx-lm makes them. Raises what a template may."""
+        tokens: list[int] = self._tokenizer.apply_chat_template(
+            messages, tools=tools, return_dict=False, **how
+        )
+        return tokens
+
+    def text(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> str:
+        """Return the text of a conversation. Raises what a template may."""
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, **how
+        )
+        return text
+
+    # What it takes.
+
+    def _takes_parts(self, role: str) -> bool:
+        text = self._try(role, content=[{"type": "text", "text": _WORD}])
+        return _WORD in text and "'text'" not in text and '"text"' not in text
+
+    def _drops(self, role: str) -> bool:
+        if role in _ALWAYS_KNOWN:
+            return False
+        message = {"role": role, "content": _WORD}
+        found = [*map(self._text_or_none, ([message, _USER], [_USER, message]))]
+        return any(found) and not any(_WORD in (each or "") for each in found)
+
+    @functools.cached_property
+    def writes_calls(self) -> bool:
+        """True if the template writes the calls of tools."""
+        return _WORD in self._call(_WORD, {})
+
+    @functools.cached_property
+    def arguments(self) -> type | None:
+        """The form in which the template wants the arguments of calls: ``dict``, or ``str`` for
+        JSON text; None if it does not matter."""
+        value = {_KEY: _WORD}
+        as_text, as_object = self._call("f", json.dumps(value)), self._call("f", value)
+        takes_text = json.dumps(value) in as_text
+        takes_object = _KEY in as_object and _WORD in as_object and str(value) not in as_object
+        if takes_object and not (takes_text and as_text == as_object):
+            return dict
+        return str if takes_text and not takes_object else None
+
+    def writes_message(self, message: Message) -> bool:
+        """Return whether the template writes a message that has no content, but other keys."""
+        others = [each for key, each in message.items() if key not in _STRUCTURE]
+        text = self._try(**{"content": "", **message}) or self._try(**message)
+        return bool(others) and self.writes(others, text)
+
+    def writes(self, value: Any, text: str) -> bool:
+        """Return whether ``text`` of a conversation holds a value of JSON: all its words, and
+        nowhere as Python would write it."""
+        for each in _nodes(value):
+            if isinstance(each, (Mapping, list)):
+                if str(each) != json.dumps(each, ensure_ascii=False) and str(each) in text:
+                    return False
+            elif isinstance(each, str) and not any(
+                form in text
+                for form in (
+                    each.strip(),
+                    *(json.dumps(each, ensure_ascii=a)[1:-1] for a in (False, True)),
+                )
+            ):
+                return False
+        return True
+
+    def _call(self, name: str, arguments: Any) -> str:
+        call = _call_of(name, arguments)
+        return self._try("assistant", tool_calls=call) or self._try(
+            "assistant", content="", tool_calls=call
+        )
+
+    def _try(self, role: str, **message: Any) -> str:
+        """Return the text of a conversation with such a message; "" if the template refuses it."""
+        own = {"role": role, **message}
+        messages = [own] if role == "user" else [own, _USER] if role == "system" else [_USER, own]
+        return self._text_or_none(messages) or ""
+
+    def _text_or_none(self, *conversation: Any, **how: Any) -> str | None:
+        try:
+            return self.text(*conversation, **how)
+        except Exception:  # a template may raise whatever it likes
+            return None
+
+    # Where the answer begins.
+
+    def answer_start(
+        self, messages: Sequence[Message], tools: Tools, tokens: Sequence[int], where: str
+    ) -> int:
+        """Return the number of the first of ``tokens`` that belongs to the last message.
+
+        As in mlx-lm that of an assistant begins after what the template writes to ask for it. Some
+        templates write there what the conversation does not have, such as the mark of a thought,
+        or write earlier messages otherwise when one more follows: then it is looked for in the
+        text. Raises ``UserError``, which names the row by ``where``, if it is not found.
+        """
+        opens = messages[-1]["role"] == "assistant"
+        try:
+            prompt = self.tokens(messages[:-1], tools, add_generation_prompt=opens)
+        except Exception:  # a template may want another order, or any message at all
+            prompt = None
+        if prompt is not None and list(tokens[: len(prompt)]) == list(prompt):
+            return len(prompt)
+        text = self.text(messages, tools)
+        place = self._place_of_answer(messages, tools, text, opens)
+        if place is None:
+            raise UserError(
+                f"{where}: --mask-prompt cannot tell where the last message begins in what the "
+                "chat template writes",
+                "drop the flag, or take the row out",
+            )
+        return self._token_at(text, place, tokens)
+
+    def _place_of_answer(
+        self, messages: Sequence[Message], tools: Tools, text: str, opens: bool
+    ) -> int | None:
+        """Return the character at which the last message begins in the text of all."""
+        *before, last = messages
+        prompt = self._text_or_none(before, tools, add_generation_prompt=opens)
+        if prompt is not None and text.startswith(prompt):
+            return len(prompt)
+        # Words that the text does not have show what is written of which message.
+        mark = next(each for each in map(chr, range(0x2460, 0x3000)) if each not in text)
+        other = self._text_or_none([*before, _words(last, lambda word: mark)], tools)
+        if other is None or other == text:
+            return None
+        end = _common(text, other)
+        begin = 0
+        if before:
+            longer = _words(before[-1], lambda word: word + mark)
+            other = self._text_or_none([*before[:-1], longer, last], tools)
+            begin = 0 if other is None else min(end, _common(text, other))
+        asked = self._text_or_none(before, tools) if opens and prompt is not None else None
+        header = "" if asked is None or prompt is None else prompt[_common(asked, prompt) :]
+        # Between the two messages stands what asks for an answer, or its beginning.
+        for piece in reversed([*_PIECES.finditer(header)]):
+            found = text.rfind(header[: piece.end()], begin, end)
+            if found >= 0 and (piece.end() == len(header) or piece.end() >= _LEAST):
+                return found + piece.end()
+        return end
+
+    def _token_at(self, text: str, place: int, tokens: Sequence[int]) -> int:
+        """Return the number of the first token of ``text`` that reaches beyond a character."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            encoded = backend.encode(text, add_special_tokens=False)
+            if list(encoded.ids) == list(tokens):
+                ends = enumerate(end for _, end in encoded.offsets)
+                return next((i for i, end in ends if end > place), len(tokens))
+        prompt = self._tokenizer.encode(text[:place], add_special_tokens=False)
+        return _common(prompt, tokens)
+
+
+def _call_of(name: str, arguments: Any) -> list[dict[str, Any]]:
+    # Mistral's templates want numbers of nine characters.
+    function = {"name": name, "arguments": arguments}
+    return [{"id": "call00001", "type": "function", "function": function}]
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many elements two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _words(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a message with its words changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            key: each if key in _STRUCTURE else _words(each, change) for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_words(each, change) for each in value]
+    return value
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    """Yield a value of JSON and all that is in it."""
+    yield value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _nodes(each)

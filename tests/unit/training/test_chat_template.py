@@ -1,0 +1,182 @@
+"""Where answers begin in what chat templates write, and which forms of a message they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mlx_lm.tuner.datasets import ChatDataset
+
+from shardmlx.errors import UserError
+from shardmlx.training.chat_template import ChatTemplate
+from tests.helpers.chat_templates import KINDS, Kind, tokenizer_with
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
+
+
+def said(role: str, content: str | None, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+ANSWERS = (
+    *(
+        "hello you",
+        "<b>bold</b>",
+        "\nhello",
+        " hello",
+        "hello there\n",
+        "é日本",
+        "<",
+        "think>",
+        "h",
+    ),
+    *("<think>\nwhy not\n</think>\n\nhello", "<think>\n\n</think>\n\nhello you"),
+    *("assistant", "user: hello", ""),
+)
+
+BEFORE = {
+    "a question": [said("user", "hello")],
+    "another turn": [said("user", "hello"), said("assistant", "hello you"), said("user", "a<b")],
+    "an earlier thought": [
+        said("user", "why"),
+        said("assistant", "<think>\nbecause of the sea\n</think>\n\nbecause"),
+        said("user", "hello"),
+    ],
+    "a thought before a tool": [
+        said("user", "why"),
+        said("assistant", "<think>\nlet me look\n</think>\n\nlooking"),
+        said("tool", "sea"),
+    ],
+    "two answers": [said("user", "why"), said("assistant", "<think>\nso\n</think>\n\nso")],
+}
+
+
+def start_by_oracle(kind: Kind, text: str, tokens: list[int], tokenizer: Any) -> int:
+    """Find the last header, and what the template would have opened; then decode token by token
+    until the text is longer than that."""
+    place = text.rindex(kind.header) + len(kind.header)
+    if text[place:].startswith(kind.opened):
+        place += len(kind.opened)
+    for i in range(len(tokens)):
+        if len(tokenizer.decode(tokens[: i + 1])) > place:
+            return i
+    return len(tokens)
+
+
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_answer_begins_where_a_slow_reader_finds_it(
+    kind: Kind, before: list[dict[str, Any]]
+) -> None:
+    if kind is KINDS["mistral"] and before[-1]["role"] == "assistant":
+        pytest.skip("nothing stands between two of its answers")
+    tokenizer = tokenizer_with(kind.template)
+    template = ChatTemplate(tokenizer)
+    for answer in ANSWERS:
+        if answer == "" and kind is KINDS["words alone"]:
+            continue
+        messages = [*before, said("assistant", answer)]
+        tokens = template.tokens(messages)
+        text = template.text(messages)
+        assert tokenizer.decode(tokens) == text
+        found = template.answer_start(messages, None, tokens, "row")
+        assert found == start_by_oracle(kind, text, tokens, tokenizer), (answer, text)
+
+
+def test_where_the_prompt_is_the_beginning_an_answer_begins_as_in_mlx_lm() -> None:
+    tokenizer = tokenizer_with(KINDS["chatml"].template)
+    template = ChatTemplate(tokenizer)
+    for before in BEFORE.values():
+        for last in (said("assistant", "hello"), said("user", "hello"), said("tool", "hello")):
+            row = {"messages": [*before, last], "tools": [CALL]}
+            tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
+            assert template.tokens(row["messages"], [CALL]) == tokens
+            assert template.answer_start(row["messages"], [CALL], tokens, "row") == start
+
+
+@pytest.mark.parametrize("name", ["opens a thought", "ends a thought"])
+def test_a_call_is_all_learnt(name: str) -> None:
+    """Its mark begins like that of the thought that the template opens."""
+    template = ChatTemplate(tokenizer := tokenizer_with(KINDS[name].template))
+    messages = [said("user", "hello"), said("assistant", None, tool_calls=[CALL])]
+    tokens = template.tokens(messages)
+    start = template.answer_start(messages, None, tokens, "row")
+    assert tokenizer.decode(tokens[start:]).startswith("<tool_call>")
+
+
+def test_mlx_lm_leaves_out_the_beginning_of_an_answer() -> None:
+    """What docs/developers/upstream.md says: if this fails, mlx-lm has mended it."""
+    tokenizer = tokenizer_with(KINDS["opens a thought"].template)
+    row = {"messages": [said("user", "hello"), said("assistant", "hello you there")]}
+    tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
+    assert "hello you there" not in tokenizer.decode(tokens[start:])
+
+
+def test_a_row_whose_answer_is_not_found_is_named() -> None:
+    template = ChatTemplate(
+        tokenizer_with("{% for m in messages %}{% if not loop.last %}{{ m.content }}{% endif %}"
+                       "{% endfor %}{% if add_generation_prompt %}<b>{% endif %}")
+    )  # fmt: skip
+    messages = [said("user", "hello"), said("assistant", "you")]
+    with pytest.raises(UserError) as error:
+        template.answer_start(messages, None, template.tokens(messages), "train.jsonl:3")
+    assert "train.jsonl:3" in error.value.problem
+    assert "--mask-prompt" in error.value.problem
+
+
+# Templates that cannot be used.
+
+
+def test_a_template_that_cannot_be_compiled_is_to_blame() -> None:
+    with pytest.raises(UserError) as error:
+        ChatTemplate(tokenizer_with("a\n{% if %}"))
+    assert "chat template" in error.value.problem
+    assert "line 2" in error.value.problem
+    assert "chat_template.jinja" in error.value.remedy
+
+
+def test_a_model_without_a_template_is_named() -> None:
+    with pytest.raises(UserError) as error:
+        ChatTemplate(tokenizer_with(None))
+    assert "no chat template" in error.value.problem
+
+
+def test_a_template_that_wants_other_messages_is_one() -> None:
+    ChatTemplate(tokenizer_with("{{ raise_exception('no') }}"))
+
+
+# Forms of messages.
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }}|{% endfor %}"
+    "{% endfor %}"
+)
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments }}){% endfor %}{% endfor %}"
+)
+EITHER = TEXT_ARGUMENTS.replace(
+    "{{ c.function.arguments }}",
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments|tojson }}",
+)
+PAIRS = TEXT_ARGUMENTS.replace(
+    "{{ c.function.arguments }}",
+    "{% if c.function.arguments is mapping %}{% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %}{% else %}raw={{ c.function.arguments }}{% endif %}",
+)
+
+
+def test_what_a_template_takes() -> None:
+    chatml = ChatTemplate(tokenizer_with(KINDS["chatml"].template))
+    assert chatml.writes_calls
+    assert not chatml.takes_parts("user")
+    assert not chatml.drops("gpt")
+    assert chatml.arguments is dict
+    as_text = ChatTemplate(tokenizer_with(TEXT_ARGUMENTS))
+    assert as_text.arguments is str
+    assert ChatTemplate(tokenizer_with(EITHER)).arguments is None
+    assert ChatTemplate(tokenizer_with(PAIRS)).arguments is dict
+    assert not ChatTemplate(tokenizer_with(KINDS["gemma"].template)).writes_calls
+    assert ChatTemplate(tokenizer_with(PARTS)).takes_parts("user")
+    strict = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(tokenizer_with(strict)).drops("gpt")

@@ -1,0 +1,325 @@
+"""Rows that are not what they seem: what has one meaning is trained, all else is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
+
+from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.specs import DataOptions
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError
+from shardmlx.evaluation.perplexity import read_texts
+from shardmlx.inference.prompts import PromptReader
+from shardmlx.training.datasets import read_data
+from tests.helpers.chat_templates import KINDS, tokenizer_with
+from tests.helpers.letters import listed, write
+
+CHATML = KINDS["chatml"].template
+NO_TOOLS = KINDS["llama 3"].template
+STRINGS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments }}){% endfor %};{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}|{% endfor %}{% endif %};{% endfor %}"
+)
+JSON_RESULTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'tool' and m.content is mapping %}"
+    "{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+)
+RENAMED = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for r in m.tool_responses or [] %}{{ r.name }}={{ r.response }}{% endfor %};{% endfor %}"
+)
+
+USER = {"role": "user", "content": "a b"}
+ANSWER = {"role": "assistant", "content": "c d"}
+
+
+def call(arguments: Any, **others: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": function}],
+    } | others
+
+
+def texts(directory: Path | str, template: str = CHATML, **options: Any) -> list[str]:
+    config = TrainConfig(data=str(directory), batch_size=1, **options)
+    tokenizer = tokenizer_with(template)
+    data = read_data(DataOptions.of(config), tokenizer, None)
+    return [tokenizer.decode(tokens) for tokens, _ in listed(data.train or data.test)]
+
+
+def text_of(tmp_path: Path, row: Any, template: str = CHATML, **options: Any) -> str:
+    (text,) = texts(write(tmp_path, train=[row]), template, **options)
+    return text
+
+
+def refusal(tmp_path: Path, row: Any, template: str = CHATML, **options: Any) -> UserError:
+    good = {"prompt": "a", "completion": "b"} if "prompt" in row else {"messages": [USER, ANSWER]}
+    if "conversations" in row:
+        good = {"conversations": [USER, ANSWER]}
+    with pytest.raises(UserError) as error:
+        texts(write(tmp_path, train=[good, row]), template, **options)
+    assert f"{tmp_path}/train.jsonl:2" in error.value.problem
+    assert error.value.remedy
+    return error.value
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([USER, {"role": "assistant"}], ("messages[1]", "no content", "'role'")),
+        ([{"content": "a"}, ANSWER], ("messages[0]", "no role", "'content'")),
+        ([{"Role": "user", "Content": "a"}], ("messages[0]", "no role", "'Role', 'Content'")),
+        ([USER, {"role": "assistant", "text": "c"}], ("messages[1]", "no content", "'text'")),
+        ([USER, {**ANSWER, "content": None}], ("messages[1]", "content null")),
+        ([USER, {**ANSWER, "content": None, "refusal": None}], ("messages[1]", "content null")),
+        ([USER, {**ANSWER, "content": None, "tool_calls": None}], ("messages[1]", "content null")),
+        ([USER, {**ANSWER, "content": None, "tool_calls": []}], ("messages[1]", "content null")),
+        ([USER, {**ANSWER, "content": []}], ("messages[1]", "content []")),
+        ([USER, {**ANSWER, "content": None, "refusal": "no"}], ("messages[1]", "'refusal'")),
+        ([{**USER, "role": 7}], ("messages[0]", "role 7")),
+        ([{**USER, "role": None}], ("messages[0]", "role null")),
+        ([USER, {**ANSWER, "content": {"a": 1}}], ('content {"a": 1}', "no text")),
+        ([USER, {**ANSWER, "content": ["c", "d"]}], ('content ["c", "d"]', "no text")),
+        ([USER, {**ANSWER, "tool_calls": "[]"}], ("messages[1].tool_calls", "no list of calls")),
+        ([USER, {**ANSWER, "tool_calls": ["f"]}], ("messages[1].tool_calls", "no list of calls")),
+        ([USER, call("{")], ("messages[1].tool_calls[0].function.arguments", '"{"')),
+        ([USER, call("[1]")], ("messages[1].tool_calls[0].function.arguments", "[1]")),
+        (
+            [{**USER, "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER],
+            ("messages[0].content[0]", '"image_url"'),
+        ),
+        (
+            [{**USER, "content": [{"type": "text", "text": None}]}, ANSWER],
+            ("messages[0].content[0]", '"text"'),
+        ),
+    ],
+)
+def test_messages_that_are_none_are_refused(
+    tmp_path: Path, messages: list[Any], words: tuple[str, ...]
+) -> None:
+    problem = refusal(tmp_path, {"messages": messages}).problem
+    assert all(word in problem for word in words), problem
+
+
+def test_messages_of_other_spellings_are_refused_under_a_name_of_their_own(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}
+    found = refusal(tmp_path, row, chat_feature="conversations")
+    assert "conversations[0]" in found.problem
+    assert "'from', 'value'" in found.problem
+    assert '"role"' in found.remedy
+
+
+@pytest.mark.parametrize("value", [{"name": "x"}, ["c"], [USER], [], 3, None, True])
+@pytest.mark.parametrize("key", ["prompt", "completion"])
+def test_prompts_and_completions_are_text(tmp_path: Path, key: str, value: Any) -> None:
+    problem = refusal(tmp_path, {"prompt": "a", "completion": "b", key: value}).problem
+    assert f"{key} is {json.dumps(value)}" in problem
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (json.dumps([{"type": "function"}]), "tools"),
+        ({"type": "function"}, "tools"),
+        (["f"], "tools[0]"),
+        ([{"type": "function", "function": {"name": "f", "parameters": "{}"}}], "parameters"),
+    ],
+)
+def test_tools_are_objects(tmp_path: Path, tools: Any, words: str) -> None:
+    found = refusal(tmp_path, {"messages": [USER, ANSWER], "tools": tools})
+    assert words in found.problem
+    assert "list of objects" in found.remedy
+
+
+def test_what_the_template_leaves_out_is_no_answer(tmp_path: Path) -> None:
+    problem = refusal(tmp_path, {"messages": [USER, call({})]}, NO_TOOLS).problem
+    assert "messages[1]" in problem
+    assert "tool_calls" in problem
+    strict = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    row = {"messages": [USER, {"role": "gpt", "content": "c d"}]}
+    assert 'messages[1] has role "gpt"' in refusal(tmp_path, row, strict).problem
+
+
+def test_what_a_chat_template_refuses_is_named(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "system", "content": "a"}, USER, ANSWER]}
+    assert "no system" in refusal(tmp_path, row, KINDS["gemma"].template).problem
+
+
+def test_without_an_end_token_no_row_is_to_blame(tmp_path: Path) -> None:
+    config = TrainConfig(data=write(tmp_path, train=[{"text": "a"}]), batch_size=1)
+    with pytest.raises(UserError) as error:
+        read_data(DataOptions.of(config), tokenizer_with(None, eos=None), None)
+    assert "end token" in error.value.problem
+    assert "row" not in error.value.remedy
+    assert "eos_token" in error.value.remedy
+
+
+@pytest.mark.parametrize("template", ["{% if %}", None])
+@pytest.mark.parametrize("row", [{"messages": [USER]}, {"prompt": "a", "completion": "b"}])
+def test_a_template_that_cannot_be_used_is_to_blame(
+    tmp_path: Path, row: Any, template: Any
+) -> None:
+    with pytest.raises(UserError) as error:
+        text_of(tmp_path, row, template)
+    assert "chat template" in error.value.problem
+    assert ":1" not in error.value.problem
+    assert "mend the row" not in error.value.remedy
+
+
+# Trained.
+
+
+def test_keys_of_other_formats_that_hold_nothing_are_no_part(tmp_path: Path) -> None:
+    empty: dict[str, Any] = {
+        "refusal": None,
+        "tool_calls": None,
+        "function_call": None,
+        "annotations": [],
+    }
+    logged = {"messages": [{**USER, "name": None}, {**ANSWER, **empty}], "tools": None}
+    everything = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools is none }}"
+    plain = {"messages": [USER, ANSWER]}
+    for template in (CHATML, everything):
+        assert text_of(tmp_path, logged, template) == text_of(tmp_path, plain, template)
+
+
+@pytest.mark.parametrize("row", ["messages", "prompt"])
+def test_parts_of_text_are_joined_unless_the_template_takes_them(tmp_path: Path, row: str) -> None:
+    parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image_url": None}]
+    rows: dict[str, dict[str, Any]] = {
+        "messages": {"messages": [{"role": "user", "content": parts}, ANSWER]},
+        "prompt": {"prompt": parts, "completion": "c d"},
+    }
+    assert "<|im_start|>user\nab<|im_end|>" in text_of(tmp_path, rows[row])
+    assert text_of(tmp_path, rows[row], PARTS) == "user:a|b|;assistant:c d;"
+
+
+@pytest.mark.parametrize("arguments", ['{"at": "sea"}', {"at": "sea"}])
+def test_arguments_have_the_form_that_the_template_wants(tmp_path: Path, arguments: Any) -> None:
+    row = {"messages": [USER, call(arguments)]}
+    assert '"arguments": {"at": "sea"}' in text_of(tmp_path, row)
+    assert text_of(tmp_path, row, STRINGS) == 'user:a b;assistant:look({"at": "sea"});'
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", {}, None])
+def test_no_arguments_are_an_object(tmp_path: Path, arguments: Any) -> None:
+    assert '"arguments": {}' in text_of(tmp_path, {"messages": [USER, call(arguments)]})
+
+
+def test_nulls_in_arguments_of_json_lines_are_values(tmp_path: Path) -> None:
+    assert '{"at": null}' in text_of(tmp_path, {"messages": [USER, call({"at": None})]})
+
+
+def test_results_that_the_template_writes_as_json_are_trained(tmp_path: Path) -> None:
+    row = {"messages": [USER, {"role": "tool", "content": {"sea": "blue"}}, ANSWER]}
+    assert '{"sea": "blue"}' in text_of(tmp_path, row, JSON_RESULTS)
+    assert '{"sea": "blue"}' in refusal(tmp_path, row).problem
+
+
+def test_another_key_that_the_template_writes_is_a_content(tmp_path: Path) -> None:
+    result = {"role": "assistant", "tool_responses": [{"name": "look", "response": "blue"}]}
+    assert "look=blue" in text_of(tmp_path, {"messages": [USER, result, ANSWER]}, RENAMED)
+
+
+ROWS = [
+    {"messages": [USER, ANSWER]},
+    {"messages": [USER, ANSWER, USER, ANSWER], "tools": [{"type": "function"}]},
+    {
+        "messages": [
+            USER,
+            call({"at": "sea", "how": None}),
+            {"role": "tool", "content": "x"},
+            ANSWER,
+        ]
+    },
+    {"messages": [USER, call({"at": "sea"}, content="")]},
+    {"messages": [USER, {"role": "gpt", "content": "c"}, {"role": "system", "content": ""}]},
+    {"messages": [USER, {"role": "assistant", "content": ""}]},
+    {"messages": [{**USER, "name": "Ann", "weight": 1}, ANSWER]},
+]
+
+
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_rows_that_are_what_they_seem_have_the_tokens_of_mlx_lm(
+    tmp_path: Path, mask_prompt: bool
+) -> None:
+    data = write(tmp_path, train=ROWS, valid=[{"prompt": "a", "completion": "b"}] * 2)
+    config = TrainConfig(data=data, batch_size=1, mask_prompt=mask_prompt, train=True)
+    tokenizer = tokenizer_with(CHATML)
+    ours = read_data(DataOptions.of(config), tokenizer, None)
+    train, valid, _ = mlx_lm_load_dataset(config, tokenizer)
+    rows = sorted((train[i] for i in range(len(train))), key=len)
+    assert listed(ours.train) == [(list(t), s) for t, s in map(train.process, rows)]
+    assert listed(ours.valid) == [(list(t), s) for t, s in map(valid.process, valid)]
+
+
+# Other files.
+
+ONE = {"messages": [USER, call({"at": "sea"})]}
+OTHER = {"messages": [USER, call({"from": ["a", "b"]}, content="so"), ANSWER]}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}},
+    {"type": "function", "function": {"name": "g", "parameters": {"b": {"enum": ["x"]}}}},
+]
+
+
+def test_nulls_that_parquet_adds_are_no_part(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{**ONE, "tools": TOOLS}, {**OTHER, "tools": None}]
+    expected = texts(write(tmp_path / "lines", train=rows))
+    (tmp_path / "columns").mkdir()
+    table = pyarrow.Table.from_pylist(rows)
+    assert "null" in json.dumps(table.to_pylist())
+    parquet.write_table(table, tmp_path / "columns" / "train.parquet")
+    assert texts(tmp_path / "columns") == sorted(expected, key=len, reverse=True)
+
+
+def test_nulls_of_the_datasets_package_are_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    directory = write(tmp_path / "lines", train=[{**ONE, "tools": TOOLS}, {**OTHER, "tools": []}])
+    lines = f"{directory}/train.jsonl"
+    given = {"path": "json", "config": {"data_files": lines}, "test_split": "train"}
+    how: dict[str, Any] = {"hf_dataset": given, "train": False, "test": True}
+    assert texts(tmp_path, **how) == texts(directory)
+
+    with pytest.raises(UserError) as error:
+        texts(tmp_path, **how | {"hf_dataset": {**given, "chat_feature": "talk"}})
+    assert "'messages', 'tools'" in error.value.problem
+    assert "'talk'" in error.value.problem
+    del given["test_split"]
+    with pytest.raises(UserError) as error:
+        texts(tmp_path, **how)
+    assert "test_split" in error.value.problem
+    assert "train" in error.value.problem
+
+
+def test_rows_of_other_sets_and_commands_are_the_same(tmp_path: Path) -> None:
+    good, bad = [ROWS[0]], [{"messages": [USER, {"role": "assistant"}]}]
+    for name in ("valid", "test"):
+        rows: dict[str, Any] = {"valid": good, "test": good, name: bad}
+        data = write(tmp_path, train=good, valid=rows["valid"], test=rows["test"])
+        with pytest.raises(UserError) as error:
+            texts(data, train=True, test=True)
+        assert f"{name}.jsonl:1" in error.value.problem
+    config = EvaluateConfig(model="m", data=str(tmp_path))
+    with pytest.raises(UserError) as error:
+        read_texts(config, PromptReader(tokenizer=tokenizer_with(CHATML)), None, pytest.fail)
+    assert "test.jsonl:1" in error.value.problem
