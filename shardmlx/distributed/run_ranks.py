@@ -53,7 +53,6 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
     found_by_all: BaseException | None = None
     try:
         transport = mpi.MPITransport(timeout, shutdown)
-        shutdown = transport.shutdown
         try:
             if alike:
                 compare_versions(transport)

@@ -1,7 +1,7 @@
 """The end of a job that cannot go on: one line, from one rank, and then every process.
 
-``JobShutdown`` knows of no other rank and serves until there are messages. ``JobWatch`` then takes
-its part: its ranks tell each other that one of them has said what went wrong.
+While there are messages, ranks tell each other by a ``JobWatch`` that one of them has said what
+went wrong.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import psutil
 
 from shardmlx.common.environment import LAUNCHED
+from shardmlx.distributed.fate import HURRY
 from shardmlx.distributed.processes import (
     SECONDS_TO_FOLLOW,
     MpirunProcess,
@@ -32,8 +34,6 @@ SECONDS_TO_KILL = 0.7
 """Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
 
 
-SECONDS_BETWEEN_LOOKS = 0.02
-
 SECONDS_FOR_PEERS = 5.0
 """Seconds for the other ranks of rank 0's host to be gone before it."""
 
@@ -42,60 +42,43 @@ SECONDS_TO_AGREE = 15.0
 the cores are busy."""
 
 
-class LastLine:
-    """The one line that says why the job ends: this rank prints it, or a peer. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._said = threading.Event()
-
-    @property
-    def said(self) -> bool:
-        """True once somebody has said what went wrong."""
-        return self._said.is_set()
-
-    def hush(self) -> None:
-        """Note that a peer has said what went wrong."""
-        self._said.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether somebody says what went wrong within ``seconds``."""
-        return self._said.wait(seconds)
-
-    def print(self, text: str) -> bool:
-        """Print ``shardmlx: TEXT`` unless it has been said; return whether it was printed."""
-        with self._lock:
-            if self._said.is_set():
-                return False
-            self._said.set()
-            # One write: lines of several ranks and of mpirun must not mix.
-            with contextlib.suppress(OSError):  # mpirun, which passes it on, may be gone
-                sys.stderr.write(f"shardmlx: {text}\n")
-                sys.stderr.flush()
-        return True
-
-
 class JobShutdown:
-    """A rank's part in the end of a job. All methods may be called on any thread.
+    """A rank's part in the end of a job. All methods may be called on any thread."""
 
-    ``earlier`` is the part that this process has had so far; the line and mpirun stay the same.
-    """
-
-    def __init__(self, rank: int, earlier: JobShutdown | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
-        self.line: LastLine = LastLine() if earlier is None else earlier.line
+        self.said = threading.Event()
+        """Set once somebody has said what went wrong: this rank or a peer."""
+        self._saying = threading.Lock()
+        self.on_turn: Callable[[], None] = lambda: None
+        """Function called when this rank begins to wait for its turn to speak."""
+        self.on_said: Callable[[], None] = lambda: None
+        """Function called once this rank has said what went wrong."""
         self.leave_before: tuple[int, ...] = ()
         """Processes that ``leave_last`` waits for."""
         # Now: after mpirun's end this process is the child of whoever adopts it.
-        self.mpirun: MpirunProcess | None = find_mpirun() if earlier is None else earlier.mpirun
+        self.mpirun: MpirunProcess | None = find_mpirun()
 
     def say(self, text: str, turn: float = 0.0) -> bool:
         """Print ``shardmlx: TEXT`` unless the end of the job has been explained.
 
-        A peer may explain it within ``turn`` seconds. Returns whether this rank did.
+        A peer may explain it within ``turn`` seconds. Returns whether this rank did; the peers then
+        say nothing.
         """
-        return not self.line.wait(turn) and self.line.print(text)
+        if turn:
+            self.on_turn()
+        self.said.wait(turn)
+        with self._saying:
+            if self.said.is_set():
+                return False
+            self.said.set()
+            # One write: lines of several ranks and of mpirun must not mix.
+            with contextlib.suppress(OSError):  # mpirun, which passes it on, may be gone
+                sys.stderr.write(f"shardmlx: {text}\n")
+                sys.stderr.flush()
+        self.on_said()
+        return True
 
     def report(self, error: BaseException) -> bool:
         """Say what failed; of ranks that fail at once, as on a full disk, the lowest does."""
@@ -105,13 +88,6 @@ class JobShutdown:
         if not text.startswith(f"rank {self.rank}"):
             text = f"{self.name}: {type(error).__name__}: {text}"
         return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
-
-    def bounded(self, seconds: float, what: str) -> Deadline:
-        """Return a context that ends this process, with a line, if it lasts longer.
-
-        For calls that wait for all ranks and know no timeout. The call must release the GIL.
-        """
-        return Deadline(self, seconds, what)
 
     def launched(self) -> bool:
         """Return False once the mpirun of this process, or its daemon, has ended."""
@@ -130,7 +106,7 @@ class JobShutdown:
         """
         end = time.monotonic() + SECONDS_FOR_PEERS
         while any(map(psutil.pid_exists, self.leave_before)) and time.monotonic() < end:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(HURRY)
 
     def stop_command(self) -> str | None:
         """Return what to type on this host so that the run stops in order, if that is known."""
@@ -143,9 +119,10 @@ class JobShutdown:
 
 
 class Deadline:
-    """The time that one ``with`` block may take.
+    """The time that one ``with`` block may take: then this process ends, with a line.
 
-    Its thread starts here: it may be for the interpreter's exit, when Python starts none.
+    For calls that wait for all ranks, know no timeout, and release the GIL. Its thread starts here:
+    it may be for the interpreter's exit, when Python starts none.
     """
 
     def __init__(self, shutdown: JobShutdown, seconds: float, what: str) -> None:
@@ -170,7 +147,7 @@ class Deadline:
             return
         shutdown = self._shutdown
         # Only mpirun can tell the others, and ends them: the next rank waits for that.
-        shutdown.line.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
+        shutdown.said.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn
@@ -180,16 +157,6 @@ class Deadline:
             )
             shutdown.see_off_mpirun()
             os._exit(1)
-
-
-def exit_within(seconds: float, code: int) -> None:
-    """End this process after ``seconds``, come what may, unless mpirun has done it before."""
-
-    def end() -> None:
-        time.sleep(seconds)
-        os._exit(code)
-
-    threading.Thread(target=end, name="ending", daemon=True).start()
 
 
 def on_several_hosts() -> bool:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from shardmlx.distributed import job_watch
+from shardmlx.distributed import fate, job_watch
 from shardmlx.distributed.activity import Activity
-from shardmlx.distributed.heartbeat import Beat, Monitor, State
+from shardmlx.distributed.fate import Action, Beat, Event, JobFate, State
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.shutdown import JobShutdown
 
-NAMES = {1: "rank 1 on mac2", 2: "rank 2 on mac3"}
+NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 
 
 class Mail:
@@ -51,10 +52,9 @@ class Job:
         self.activity.begin("loading")
         self.ends: list[tuple[int, str]] = []
         self.ended = threading.Event()
-        self.before = JobShutdown(0)
-        self.watch = JobWatch(
-            self.before, self.activity, Monitor(0, NAMES, limit), (1, 2), self.mail, self._end
-        )
+        self.shutdown = JobShutdown(0)
+        own = JobFate(0, NAMES, limit, time.monotonic())
+        self.watch = JobWatch(self.shutdown, self.activity, own, {}, self.mail, self._end)
 
     def _end(self, code: int, reason: str) -> None:
         self.ends.append((code, reason))
@@ -72,7 +72,7 @@ def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) 
         (2, Beat("loading", (), State.LEFT)),
     ]
     assert job.mail.closed
-    assert job.ends[0] == (128 + signal.SIGTERM, "interrupted by SIGTERM")
+    assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
     assert job.activity.failure is None
     assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
 
@@ -82,9 +82,8 @@ def test_whoever_says_the_last_line_tells_its_peers_once(
 ) -> None:
     job = Job()
     assert job.mail.all_posted.wait(10)
-    assert job.watch.report(RuntimeError("rank 0: no memory"))
-    assert not job.watch.say("and then this")
-    assert not job.before.say("nor what the process had in it before")
+    assert job.shutdown.report(RuntimeError("rank 0: no memory"))
+    assert not job.shutdown.say("and then this")
     job.watch.close()
     assert capsys.readouterr().err == "shardmlx: failed: rank 0: no memory\n"
     assert [peer for peer, beat in job.mail.posted if beat.state is State.SPOKEN] == [1, 2]
@@ -92,8 +91,8 @@ def test_whoever_says_the_last_line_tells_its_peers_once(
 
 def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     job = Job((1, Beat("step 3", (), State.SPOKEN)))
-    assert job.watch.line.wait(10)
-    assert not job.watch.report(RuntimeError("nothing came"))
+    assert job.shutdown.said.wait(10)
+    assert not job.shutdown.report(RuntimeError("nothing came"))
     job.watch.close()
     assert capsys.readouterr().err == ""
 
@@ -101,7 +100,7 @@ def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture
 def test_a_silent_rank_is_this_rank_s_failure_which_the_main_thread_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_watch, "SECONDS_TO_RAISE", 600.0)
+    monkeypatch.setattr(fate, "SECONDS_TO_RAISE", 600.0)
     job = Job(limit=0.0)
     while job.activity.failure is None:
         assert not job.ended.wait(0.01)
@@ -116,13 +115,13 @@ def test_an_error_on_the_thread_is_this_rank_s_failure_and_ends_the_job(
     """The others would find it silent."""
     monkeypatch.setattr(job_watch, "SECONDS_TO_RAISE", 0.0)
 
-    def fail(monitor: Monitor, activity: str) -> Beat:
+    def fail(fate: JobFate, event: Event, now: float) -> list[Action]:
         raise KeyError("stage 1")
 
-    monkeypatch.setattr(Monitor, "beat", fail)
+    monkeypatch.setattr(JobFate, "step", fail)
     job = Job()
     assert job.ended.wait(10)
     job.watch.close()
     assert repr(job.activity.failure) == "KeyError('stage 1')"
     assert job.ends == [(1, "")]
-    assert capsys.readouterr().err == f"shardmlx: failed: {job.watch.name}: KeyError: stage 1\n"
+    assert capsys.readouterr().err == f"shardmlx: failed: {job.shutdown.name}: KeyError: stage 1\n"

@@ -37,7 +37,7 @@ def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
     ending = JobShutdown(50)
-    threading.Timer(0.05, ending.line.hush).start()
+    threading.Timer(0.05, ending.said.set).start()
     assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""
 
@@ -55,7 +55,7 @@ def test_rank_0_leaves_when_the_others_of_its_host_are_gone() -> None:
 
 def ends_late(program: str) -> subprocess.CompletedProcess[str]:
     """Of a process whose MPI is given a tenth of a second."""
-    setup = "import atexit, time; from shardmlx.distributed.shutdown import JobShutdown"
+    setup = "import atexit, time; from shardmlx.distributed.shutdown import Deadline, JobShutdown"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{setup}\n{program}"],
         capture_output=True,
@@ -65,7 +65,7 @@ def ends_late(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
-    done = ends_late("with JobShutdown(0).bounded(0.1, 'starting MPI'): time.sleep(60)")
+    done = ends_late("with Deadline(JobShutdown(0), 0.1, 'starting MPI'): time.sleep(60)")
     assert done.returncode == 1
     assert done.stderr.endswith(": starting MPI: not all ranks came within 0.1 s (see --timeout)\n")
 
@@ -73,8 +73,8 @@ def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
 def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
     done = ends_late(
         "ending = JobShutdown(8)\n"
-        "with ending.bounded(0.1, 'starting MPI'): time.sleep(0.3)\n"
-        "ending.line.hush(); time.sleep(0.5); print('goes on')"
+        "with Deadline(ending, 0.1, 'starting MPI'): time.sleep(0.3)\n"
+        "ending.said.set(); time.sleep(0.5); print('goes on')"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
@@ -83,7 +83,7 @@ def test_the_end_of_mpi_is_bounded_when_python_starts_no_more_threads() -> None:
     done = ends_late(
         "def finish(deadline):\n"
         "    with deadline: time.sleep(60)\n"
-        "atexit.register(finish, JobShutdown(0).bounded(0.1, 'ending MPI'))"
+        "atexit.register(finish, Deadline(JobShutdown(0), 0.1, 'ending MPI'))"
     )
     assert done.returncode == 1
     assert "ending MPI: not all ranks came within 0.1 s" in done.stderr

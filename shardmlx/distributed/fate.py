@@ -1,0 +1,317 @@
+"""The fate of a job, as one rank sees it: events go in, actions come out.
+
+Rank 0 hears of every rank, and every rank of rank 0. ``JobFate`` decides; ``job_watch`` is the
+thread that tells it what happens, and obeys. No MLX, no MPI, no messages, no threads, no clocks.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from shardmlx.distributed.signals import STOPS
+
+PERIOD = 0.5
+"""Seconds between two signs of life."""
+
+SHORTEST_SILENCE = 3.0
+"""Seconds: a few signs of life may be late, as on a machine that is short of memory."""
+
+LONGEST_SILENCE = 60.0
+"""Seconds after which a silent rank is lost, whatever the time that a message may take."""
+
+SECONDS_OF_QUIET = 5.0
+"""Seconds after which a silent rank is in doubt: what needs it may wait."""
+
+OWN_SLEEP = 2.0
+"""Seconds. A process that was not run for so long cannot blame its peers that it heard nothing."""
+
+SECONDS_TO_BE_HEARD = 0.1
+"""Seconds for the last message of a process that has ended, and for answers when mpirun ends the
+job."""
+
+MPIRUN_KILLS = 1.0
+"""Seconds. A SIGTERM so soon after a SIGCONT comes from mpirun, which needs 0.25 s between the two;
+it ends all ranks, and 0.25 s later kills them."""
+
+HURRY = 0.02
+"""Seconds between two looks while something is going on."""
+
+SECONDS_TO_RAISE = 4.0
+"""Seconds for the main thread to come to a wait and say what it waited for, after a failure."""
+
+SECONDS_TO_BE_ENDED = 5.0
+"""Seconds for the rank that said what failed to end the job; then each process ends itself."""
+
+
+class State(Enum):
+    """State of a rank, in its own words."""
+
+    ALIVE = auto()
+    LEFT = auto()  # it has done its part, and leaves in order
+    SPOKEN = auto()  # it has said what failed, and ends the job
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life: what the rank does, and the signals that asked it to stop so far."""
+
+    activity: str
+    signals: tuple[int, ...] = ()
+    state: State = State.ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """Event: this process was sent signals."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Event: a sign of life has come."""
+
+    peer: int
+    beat: Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Event: time has passed.
+
+    ``processes`` are the states of those peers' processes that are ``gone`` or ``stopped``;
+    ``launched`` is whether mpirun, or its daemon, is still there, and ``failed`` whether this rank
+    cannot go on, as its main thread shall say.
+    """
+
+    activity: str
+    processes: Mapping[int, str | None] = field(default_factory=dict)
+    launched: bool = True
+    failed: bool = False
+
+
+Event = Signalled | Heard | Looked
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Action: give a sign of life."""
+
+    peers: tuple[int, ...]
+    beat: Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Action: let the main thread's next wait raise that a peer is lost."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Action: say why, and end all ranks with status ``code``. If a peer has ``died``, say too
+    where this rank was."""
+
+    code: int
+    reason: str
+    died: bool = False
+
+
+class Do(Enum):
+    """Actions that need no more words."""
+
+    HUSH = auto()  # say nothing of the end of the job any more: a peer has
+    GIVE_UP = auto()  # report the failure that the main thread has not raised, and end all ranks
+    EXIT = auto()  # end this process: the job has ended without it
+
+
+Action = Send | Fail | End | Do
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    heard: float
+    last: Beat = field(default_factory=lambda: Beat("starting"))
+    gone_since: float | None = None
+
+
+class JobFate:
+    """State of the job whose ranks are called ``names``, as ``rank`` knows it since ``now``.
+
+    ``limit`` is the seconds after which a silent rank is lost.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], limit: float, now: float) -> None:
+        self.rank = rank
+        self.limit = limit
+        self.quiet: str | None = None
+        """The rank that is in doubt, in words, if there is one."""
+        self.pause = PERIOD
+        """Seconds after which to look again."""
+        self.others = tuple(peer for peer in range(len(names)) if peer != rank)
+        self.watched = self.others if rank == 0 else (0,)
+        """Ranks of which this one hears."""
+        self._peers = {peer: _Peer(names[peer], now) for peer in self.watched}
+        self._looked = now
+        self._sent: float | None = None
+        self._own: tuple[int, ...] = ()
+        self._continued = -float("inf")
+        self._killed: float | None = None
+        self._expects_stop = False
+        self._hushed: float | None = None
+        self._failed: float | None = None
+        self._over = False
+        self._activity = "starting"
+
+    def last_activity(self, peer: int) -> str | None:
+        """Return what a rank did at its last sign of life, if this rank watches it."""
+        return self._peers[peer].last.activity if peer in self._peers else None
+
+    def stop_requested(self) -> int | None:
+        """Return the first signal that asked a rank to stop. Once the run asks for it, it will stop
+        in order, and a first signal is no interruption."""
+        self._expects_stop = True
+        return self._stop()
+
+    def _stop(self) -> int | None:
+        if self._own:
+            return self._own[0]
+        return next(
+            (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals), None
+        )
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        """Return what is to be done after an event at ``now``, in seconds of any clock."""
+        if self._over:
+            return []
+        match event:
+            case Signalled(numbers):
+                return self._signalled(numbers, now)
+            case Heard(peer, beat):
+                return self._heard(peer, beat, now)
+            case Looked():
+                return self._look(event, now)
+
+    def _signalled(self, numbers: tuple[int, ...], now: float) -> list[Action]:
+        for number in numbers:
+            if number == signal.SIGCONT:
+                self._continued = now
+            elif number in STOPS:
+                self._own += (number,)
+                if number == signal.SIGTERM and now - self._continued < MPIRUN_KILLS:
+                    self._killed = now
+        return [self._send(now)]
+
+    def _heard(self, peer: int, beat: Beat, now: float) -> list[Action]:
+        if peer in self._peers:
+            self._peers[peer].heard = now
+            self._peers[peer].last = beat
+        if beat.state is not State.SPOKEN or self._hushed is not None:
+            return []
+        self._hushed = now
+        return [Do.HUSH]
+
+    def _look(self, event: Looked, now: float) -> list[Action]:
+        self._activity = event.activity
+        if event.failed and self._failed is None:
+            self._failed = now
+        slept, self._looked = now - self._looked > OWN_SLEEP, now
+        for rank, peer in self._peers.items():
+            if slept:
+                peer.heard, peer.gone_since = now, None
+            if event.processes.get(rank) != "gone":
+                peer.gone_since = None
+            elif peer.gone_since is None:
+                peer.gone_since = now
+        self.quiet = self._silent_for(now, SECONDS_OF_QUIET, event)
+        actions: list[Action] = []
+        if self._sent is None or now - self._sent >= PERIOD / 2:
+            actions.append(self._send(now))
+        verdict = self._verdict(event, now)
+        if verdict is not None:
+            actions.append(verdict)
+            self._over = not isinstance(verdict, Fail)
+        hurried = now - self._continued < MPIRUN_KILLS
+        dying = any(peer.gone_since is not None for peer in self._alive())
+        self.pause = HURRY if hurried or dying else PERIOD
+        return actions
+
+    def _send(self, now: float) -> Send:
+        # To all, once: when a rank has died there is no time left to make connections.
+        peers = self.others if self._sent is None else self.watched
+        self._sent = now
+        return Send(peers, Beat(self._activity, self._own))
+
+    def _verdict(self, event: Looked, now: float) -> Action | None:
+        if not event.launched:
+            return Do.EXIT
+        if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE:
+            return Do.GIVE_UP
+        if self._hushed is not None:
+            return Do.EXIT if now - self._hushed > SECONDS_TO_BE_ENDED else None
+        return self._death(now) or self._interruption(now) or self._silence(event, now)
+
+    def _alive(self) -> Iterable[_Peer]:
+        return (peer for peer in self._peers.values() if peer.last.state is State.ALIVE)
+
+    def _death(self, now: float) -> Action | None:
+        for peer in self._alive():
+            if peer.gone_since is not None and now - peer.gone_since >= self._turn:
+                return _died(peer)
+        if self._killed is not None and now >= self._killed + self._turn:
+            # All ranks gave a sign of life when mpirun's signals came, except those that could not.
+            for peer in self._alive():
+                if peer.heard < self._continued:
+                    return _died(peer)
+        return None
+
+    @property
+    def _turn(self) -> float:
+        """Seconds in which others are heard first. Short: mpirun ends what is left of the job."""
+        return SECONDS_TO_BE_HEARD + 1.5 * HURRY * max(0, self.rank - 1)
+
+    def _interruption(self, now: float) -> Action | None:
+        number = self._stop()
+        if self.rank != 0 or number is None:
+            return None
+        if self._killed is not None and now < self._killed + self._turn:
+            return None  # perhaps because a rank died
+        most = max(len(self._own), *(len(peer.last.signals) for peer in self._peers.values()), 0)
+        if not self._expects_stop or most > 1:
+            return End(128 + number, f"interrupted by {signal.Signals(number).name}")
+        return None
+
+    def _silence(self, event: Looked, now: float) -> Action | None:
+        text = self._silent_for(now, self.limit, event)
+        return None if text is None or event.failed else Fail(text)
+
+    def _silent_for(self, now: float, seconds: float, event: Looked) -> str | None:
+        """Return in words which rank has been silent for so long."""
+        for rank, peer in self._peers.items():
+            if peer.last.state is not State.ALIVE or now - peer.heard < seconds:
+                continue
+            stopped = event.processes.get(rank) == "stopped"
+            return (
+                f"{peer.name} has given no sign of life for {seconds:g} s"
+                f"{': its process is stopped' if stopped else ''}; it was last in "
+                f"{peer.last.activity}"
+            )
+        return None
+
+
+def _died(peer: _Peer) -> End:
+    text = f"{peer.name} died (was it killed, or out of memory?); it was last in "
+    return End(1, text + peer.last.activity, died=True)
+
+
+def silence_limit(timeout: float) -> float:
+    """Return the seconds after which a silent rank is lost, if a message may take ``timeout``.
+
+    Less than that: else a rank might speak first that only waits for one that waits for the lost.
+    """
+    return min(max(timeout - 2 * PERIOD, SHORTEST_SILENCE), LONGEST_SILENCE)
