@@ -14,6 +14,7 @@ from typing import Any
 from shardmlx.config.evaluate import EvaluateConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores, Sequences
+from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SamplingParams
@@ -180,7 +181,9 @@ def _answers(
         until = how.get("until") or ()
         stops = (until,) if isinstance(until, str) else tuple(until)
         most = how.get("max_gen_toks", MOST_TOKENS)
-        answers.append(new_detokenizer(reader.tokenizer, most, tuple(filter(None, stops))))
+        answers.append(
+            new_detokenizer(reader.tokenizer, most, StopStrings(tuple(filter(None, stops))))
+        )
         stage.add(number, encode(context), SamplingParams(stream=number))
     while not stage.is_idle:
         for number, sampled in stage.step():

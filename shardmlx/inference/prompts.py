@@ -149,9 +149,15 @@ class PromptReader:
         return start >= 0 and start > known.rfind_think_end(tail)
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), **arguments: Any
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        continue_final_message: bool = False,
+        **arguments: Any,
     ) -> tuple[int, ...]:
-        """Return the tokens of a chat, after which its next message is to be generated.
+        """Return the tokens of a chat, after which its next message is to be generated, or the rest
+        of its last one.
 
         The template tells the model of ``tools``, or a message does, as ``answer_format`` says. A
         template that refuses several system messages, or leaves one out, gets a single one at the
@@ -173,8 +179,8 @@ class PromptReader:
         chat, tools = given[: len(messages)], given[len(messages) :]
         if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
             chat.insert(0, {"role": "system", "content": self.system_prompt})
-        is_begun = self.prefill_response is not None
-        if is_begun:
+        is_begun = continue_final_message or self.prefill_response is not None
+        if self.prefill_response is not None:
             chat.append({"role": "assistant", "content": self.prefill_response})
         forms, must_hold = [chat], ""
         way = self.answer_format.way

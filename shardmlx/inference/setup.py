@@ -21,7 +21,7 @@ from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops, StopStrings
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
@@ -278,7 +278,7 @@ def new_prefix_cache(prepared: Prepared) -> PrefixCache:
 def new_detokenizer(
     tokenizer: TokenizerWrapper,
     max_tokens: int,
-    stop: tuple[str, ...] = (),
+    stops: Stops | None = None,
     continues: bool = False,
 ) -> IncrementalDetokenizer:
     """Return the detokenizer of a new answer. If it ``continues`` the text of its prompt, it keeps
@@ -289,7 +289,7 @@ def new_detokenizer(
         detokenizer,
         frozenset(tokenizer.eos_token_ids),
         max_tokens,
-        stop=stop,
+        stops=stops or StopStrings(),
         begins_with_space=partial(_begins_with_space, tokenizer) if continues and trims else None,
     )
 

@@ -65,16 +65,18 @@ class _State(Enum):
 class AnswerParts:
     """The parts of one answer of a model with this ``format``.
 
-    It begins with a thought if ``is_thinking``: then its template has written the first mark. Calls
-    are looked for if there are ``tools``; one at most unless they may be ``parallel``. Arguments
-    come in pieces, as the model writes them, where the format is known; what else is no call that
-    can be read counts as said.
+    It begins with a thought if ``is_thinking``: then its template has written the first mark. If it
+    ``goes_on`` from what was said before, it may begin with space. Calls are looked for if there
+    are ``tools``; one at most unless they may be ``parallel``. Arguments come in pieces, as the
+    model writes them, where the format is known; what else is no call that can be read counts as
+    said.
     """
 
     format: AnswerFormat
     tools: Sequence[Tool] = ()
     is_thinking: bool = False
     parallel: bool = True
+    goes_on: bool = False
     calls: int = 0
     _text: str = ""
     _state: _State = _State.SAYING
@@ -87,6 +89,8 @@ class AnswerParts:
     def __post_init__(self) -> None:
         if self.is_thinking:
             self._state = _State.THINKING
+        if self.goes_on:
+            self._bare = self._silent = False
 
     def take(self, text: str, *, is_last: bool) -> Iterator[Part]:
         """Yield the parts that are known with this text. A mark is told from what only begins like

@@ -11,6 +11,7 @@ from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Though
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
+from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 
@@ -25,7 +26,7 @@ class MessageReply:
         self.request = request
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
-        self._parts = request.new_parts()
+        self._parts = UntilStop.of(request.requests[0])
         self._content: list[Body] = []
         self._arguments = ""
         self._reason: str | None = None
@@ -125,15 +126,12 @@ class MessageReply:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **more}
 
     def _ended(self, piece: Piece) -> tuple[str, str | None]:
-        """Return why the answer ended, and with which stop sequence, if that is known."""
+        """Return why the answer ended, and with which stop sequence, if with one."""
         if piece.finish_reason == "length":
             return "max_tokens", None
         if any(block["type"] == "tool_use" for block in self._content):
             return "tool_use", None
-        if not piece.sampled:  # the model's own end is no part of the answer
-            return "end_turn", None
-        stops = self.request.requests[0].stop
-        return "stop_sequence", stops[0] if len(stops) == 1 else None
+        return ("end_turn" if piece.stop is None else "stop_sequence"), piece.stop
 
 
 _UNSIGNED: Body = {"signature": ""}

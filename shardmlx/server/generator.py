@@ -26,6 +26,7 @@ from shardmlx.server.metrics import MemoryCollector
 from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
+from shardmlx.server.stop_strings import stops_of
 from shardmlx.server.uvicorn_thread import HttpServer
 
 SECONDS_FOR_LAST_WORDS = 0.15
@@ -66,7 +67,7 @@ class PipelineGenerator:
     def add(self, number: int, request: GenerationRequest) -> None:
         """Begin the sequence of a request."""
         self._detokenizers[number] = new_detokenizer(
-            self._tokenizer, request.max_tokens, request.stop, request.continues
+            self._tokenizer, request.max_tokens, stops_of(request), request.continues
         )
         self._first_stage.add(
             number,
@@ -93,7 +94,12 @@ class PipelineGenerator:
                 del self._detokenizers[number]
                 self._first_stage.finish(number)
             piece = Piece(
-                segment, (sampled,) if is_part else (), answer.count, cached, answer.finish_reason
+                segment,
+                (sampled,) if is_part else (),
+                answer.count,
+                cached,
+                answer.finish_reason,
+                answer.stops.found,
             )
             pieces.append((number, piece))
         return pieces

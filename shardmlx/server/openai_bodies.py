@@ -98,6 +98,12 @@ def _not_zero(limit: int | None) -> int | None:
 TokenLimit = Annotated[int | None, Field(ge=ALL_THAT_FIT, le=MOST), AfterValidator(_not_zero)]
 
 
+def _another(seed: int | None) -> int | None:
+    """Return a seed; None for the -1 of llama.cpp's and vLLM's clients, who want another each
+    time."""
+    return None if seed == -1 else seed
+
+
 class StreamOptions(Body):
     """The ``stream_options`` of a request. Obfuscation hides lengths from who reads the network; it
     changes no answer."""
@@ -113,7 +119,7 @@ class SamplingBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), AfterValidator(_another)] = None
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias)] = ()
     xtc_probability: float | None = Field(None, ge=0, le=1)
     xtc_threshold: float | None = Field(None, ge=0, le=0.5)
@@ -159,6 +165,24 @@ class ChatBody(RequestBody):
     reasoning_effort: str | None = None
     reasoning_format: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_plain)] = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the answer goes on from the last message, which is the assistant's. Raises
+        ``ApiError`` where a field does not fit."""
+        last = self.messages[-1]
+        goes_on = bool(self.continue_final_message or last.is_begun)
+        if goes_on and last.role != "assistant":
+            raise refused(
+                f"the last message is of role {last.role!r}: an answer goes on from one of the "
+                "assistant alone",
+                "messages",
+            )
+        if self.add_generation_prompt is False and not goes_on:
+            refuse_unknown({"add_generation_prompt": False})
+        return goes_on
 
 
 class CompletionBody(RequestBody):

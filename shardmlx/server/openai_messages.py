@@ -25,8 +25,12 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 THINKING = ("thinking", "redacted_thinking", "reasoning")
 """Types of parts that hold a thought: Anthropic's and Mistral's, and LangChain's."""
 
-MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
+MEANINGFUL = ("function_call", "audio", "images")
 """Fields that ask for what is not supported, unless they are empty."""
+
+BEGUN = ("prefix", "partial")
+"""Fields that are true of a last message from which the answer goes on: Mistral's and DeepSeek's,
+and Moonshot's."""
 
 
 class FunctionBody(Body):
@@ -120,6 +124,11 @@ class MessageBody(Body):
         if not isinstance(value, list):
             raise ValueError("give a text, or a list of parts of type text")
         return "".join(map(_part, value))
+
+    @property
+    def is_begun(self) -> bool:
+        """True if the answer is to go on from this message."""
+        return any((self.model_extra or {}).get(name) is True for name in BEGUN)
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message for a chat template. Raises ``ApiError``, in which the message is

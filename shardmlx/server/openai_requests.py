@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -115,9 +114,8 @@ class ServedModel:
 class ApiRequest:
     """A request of the API: ``n`` requests for generation for each of its prompts, in order.
 
-    ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities. ``parts``
-    are those of an answer of which nothing has come; None where it has only one. ``structure`` is
-    the field that asks for one. ``repeated`` are fields that the reply says again.
+    ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities.
+    ``structure`` is the field that asks for one. ``repeated`` are fields that the reply says again.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -125,14 +123,9 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     logprobs: int | None
-    parts: AnswerParts | None = None
     structure: str | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
-
-    def new_parts(self) -> AnswerParts:
-        """Return the parts of an answer of which nothing has come."""
-        return AnswerParts(AnswerFormat()) if self.parts is None else copy(self.parts)
 
 
 def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
@@ -150,6 +143,8 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
     arguments = {**_effort(chat.reasoning_effort), **arguments}
+    if goes_on := chat.goes_on:
+        arguments["continue_final_message"] = True
     tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
     tokens = tokens_of(partial(reader.chat, messages, tools=tools, **arguments), "messages")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
@@ -163,11 +158,10 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     special = reader.answer_format.special
     grammar = structure.grammar(served.complaint, end, special) if structure else None
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
-    return replace(
-        request,
-        parts=_parts(chat, tools, tokens, reader),
-        structure=structure.param if structure else None,
-    )
+    parts = _parts(chat, tools, tokens, reader, goes_on=goes_on)
+    each = [replace(one, parts=parts, continues=goes_on) for one in request.requests]
+    param = structure.param if structure else None
+    return replace(request, requests=tuple(each), structure=param)
 
 
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
@@ -222,7 +216,7 @@ def _structure_or_call(
 
 
 def _parts(
-    chat: ChatBody, tools: Sequence[Tool], prompt: Sequence[int], reader: Reader
+    chat: ChatBody, tools: Sequence[Tool], prompt: Sequence[int], reader: Reader, *, goes_on: bool
 ) -> AnswerParts | None:
     """Return the parts in which the answer comes; None if it has only one."""
     known = reader.answer_format
@@ -237,6 +231,7 @@ def _parts(
         tools,
         is_thinking=known.thought is not None and reader.opens_thought(prompt),
         parallel=chat.parallel_tool_calls is not False,
+        goes_on=goes_on,
     )
 
 

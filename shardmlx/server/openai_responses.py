@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
+from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 """A JSON object."""
@@ -157,14 +158,12 @@ class ChatReply(Reply):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    parts: list[AnswerParts] = field(init=False)
+    parts: list[UntilStop] = field(init=False)
 
     def __post_init__(self) -> None:
         Reply.__post_init__(self)
-        if self.request.parts is None:
-            self.parts = []
-        else:
-            self.parts = [self.request.new_parts() for _ in self.texts]
+        in_parts = [each for each in self.request.requests if each.parts is not None]
+        self.parts = list(map(UntilStop.of, in_parts))
 
     def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
         if not self.parts:

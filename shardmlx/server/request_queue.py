@@ -17,20 +17,23 @@ from typing import Protocol
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
+from shardmlx.server.answer_parts import AnswerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request to generate at most ``max_tokens`` after the prompt's ``tokens``.
 
-    The text ends before any of the ``stop`` strings. If it ``continues`` the text of its prompt, it
-    may begin with a space; an answer in a chat does not.
+    The text ends before any of the ``stop`` strings: of an answer in ``parts``, of which nothing
+    has come, before one in what is said. If it ``continues`` the text of its prompt, it may begin
+    with a space; an answer in a chat does not.
     """
 
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
+    parts: AnswerParts | None = None
     continues: bool = False
 
 
@@ -40,7 +43,8 @@ class Piece:
 
     ``text`` is empty while a character, or what may become a stop string, is incomplete.
     ``sampled`` are the tokens, except one that ended the answer. ``generated`` counts all tokens of
-    the answer so far; ``cached`` those of its prompt that came from the prefix cache.
+    the answer so far; ``cached`` those of its prompt that came from the prefix cache. ``stop`` is
+    the stop string that ended it.
     """
 
     text: str
@@ -48,6 +52,7 @@ class Piece:
     generated: int
     cached: int = 0
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 class QueueFull(Exception):

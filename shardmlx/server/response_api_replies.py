@@ -14,6 +14,7 @@ from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
+from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 
@@ -27,7 +28,7 @@ class ResponseReply:
 
     def __init__(self, request: ApiRequest, model: str) -> None:
         self.request = request
-        self._parts = request.new_parts()
+        self._parts = UntilStop.of(request.requests[0])
         self._items: list[Body] = []
         self._status = "in_progress"
         self._pending: tuple[ClientTool, Call] | None = None

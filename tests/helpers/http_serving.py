@@ -14,10 +14,12 @@ from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.detokenize import Stops
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
+from shardmlx.server.stop_strings import stops_of
 from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128
@@ -68,11 +70,13 @@ class Agent(Letters):
     def __init__(self) -> None:
         self.messages: list[Mapping[str, Any]] = []
         self.tools: Sequence[Tool] = ()
+        self.goes_on = False
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), **arguments: Any
     ) -> tuple[int, ...]:
         self.messages, self.tools = list(messages), tools
+        self.goes_on = arguments.pop("continue_final_message", False)
         return super().chat(messages, **arguments)
 
     def opens_thought(self, tokens: Sequence[int]) -> bool:
@@ -82,6 +86,7 @@ class Agent(Letters):
 @dataclass
 class Text:
     request: GenerationRequest
+    stops: Stops
     generated: int = 0
 
 
@@ -108,7 +113,7 @@ class Parrot:
     def add(self, number: int, request: GenerationRequest) -> None:
         assert number not in self.texts
         self.threads.add(threading.get_ident())
-        self.texts[number] = Text(request)
+        self.texts[number] = Text(request, stops_of(request))
         self.added.append(request)
 
     def cancel(self, number: int) -> None:
@@ -147,7 +152,7 @@ class Parrot:
         token = request.tokens[text.generated % len(request.tokens)]
         text.generated += 1
         cached = len(request.tokens) // 2
-        if chr(token) == END or chr(token) in request.stop:
+        if chr(token) == END:
             return Piece("", (), text.generated, cached, "stop")
         most = request.sampling.logprobs
         sampled = SampledToken(token)
@@ -155,7 +160,10 @@ class Parrot:
             top = tuple((token + place, -0.5 - place) for place in range(most))
             sampled = SampledToken(token, -0.5, top)
         reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
-        return Piece(chr(token), (sampled,), text.generated, cached, reason)
+        said = text.stops.take(chr(token), is_last=reason is not None)
+        if (stop := text.stops.found) is not None:
+            reason = "stop"
+        return Piece(said, (sampled,), text.generated, cached, reason, stop)
 
 
 @dataclass

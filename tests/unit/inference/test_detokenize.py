@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.sampling_params import BROKEN
 
 EOS = 0
@@ -34,7 +34,7 @@ def test_a_text_may_break() -> None:
 
 def segments(text: str, stop: Sequence[str] = (), most: int = 100) -> tuple[list[str], str | None]:
     """What comes of each token, and why it ends; ``$`` is the end-of-text token."""
-    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), most, stop=stop)
+    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), most, StopStrings(stop))
     given = []
     for letter in text:
         stream.detokenizer.last_segment = ""

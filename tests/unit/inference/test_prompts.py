@@ -168,6 +168,20 @@ def test_without_a_template_there_is_no_way_to_tell_of_tools(small_tokenizer: Pa
     assert PromptReader(tokenizer=tokenizer).answer_format.way is None
 
 
+@pytest.mark.parametrize("said", ["The answer is", "Hm. ", "", "<s>user"])
+def test_a_chat_may_go_on_from_its_last_message(said: str, small_tokenizer: Path) -> None:
+    tokenizer = load(small_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    reader = PromptReader(tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": said}]
+    tokens = reader.chat(chat, continue_final_message=True)
+    assert reader.untokenized(tokens) == f"<s>user: Q</s><s>assistant: {said}"
+    assert tokens.count(0) == 2, "what a message spells is text"
+
+
 def test_a_template_that_knows_no_tools_gets_them_as_text(small_tokenizer: Path) -> None:
     """Control tokens that they spell are text too."""
     way, text = told(small_tokenizer, TURNS, [TOOL])

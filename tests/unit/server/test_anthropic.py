@@ -124,8 +124,34 @@ def test_tokens_are_counted(served: Serving) -> None:
 
 
 def test_stop_sequences(served: Serving) -> None:
-    """Which of several it was is not known."""
-    assert translated(stop_sequences=["a"])["stop"] == ["a"]
+    said = "<think>look</think>I look at it."
+    message = post(served, said, stop_sequences=["again", "look"]).json()
+    assert [block.get("thinking", block.get("text")) for block in message["content"]] == [
+        "look",
+        "I ",
+    ]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "look")
+
+
+def test_an_answer_goes_on_from_a_last_message_of_the_assistant(
+    served: Serving, agent: Agent
+) -> None:
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": " yes."}]
+    message = post(served, begun).json()
+    assert agent.goes_on
+    assert agent.messages == begun
+    assert message["content"] == [{"type": "text", "text": " yes"}]
+    post(served, begun, "/count_tokens")
+    assert agent.goes_on
+
+
+@pytest.mark.parametrize("content", ["", " ", [], [{"type": "text", "text": ""}]])
+def test_a_last_message_that_says_nothing_is_none(
+    content: Any, served: Serving, agent: Agent
+) -> None:
+    asked = [{"role": "user", "content": "?."}]
+    assert post(served, [*asked, {"role": "assistant", "content": content}]).status_code == 200
+    assert (agent.messages, agent.goes_on) == (asked, False)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from shardmlx.errors import PromptTooLong
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.answer_parts import Said
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
@@ -21,7 +22,7 @@ from shardmlx.server.openai_requests import (
     read_completion,
 )
 from shardmlx.server.request_queue import GenerationRequest
-from tests.helpers.http_serving import Letters
+from tests.helpers.http_serving import Agent, Letters
 
 HELLO = tuple(map(ord, "hello"))
 
@@ -190,9 +191,46 @@ def test_requests_without_a_seed_share_no_random_stream() -> None:
     assert [each.stream for each in params] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("seed", "is_taken_as"), [(-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+@pytest.mark.parametrize(("seed", "is_taken_as"), [(-2, 2**64 - 2), (2**64 - 1, 2**64 - 1)])
 def test_seeds_have_64_bits(seed: int, is_taken_as: int) -> None:
     assert only(chat(seed=seed)).sampling.seed == is_taken_as
+
+
+def test_a_seed_of_minus_1_is_another_each_time() -> None:
+    assert chat(seed=-1) == chat()
+    (one, other) = chat(seed=-1, n=2).requests
+    assert one.sampling.stream != other.sampling.stream
+
+
+BEGUN = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "The answer is"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "mark"),
+    [
+        ({"continue_final_message": True}, {}),
+        ({"continue_final_message": True, "add_generation_prompt": False}, {}),
+        ({}, {"prefix": True}),
+        ({}, {"partial": True}),
+    ],
+)
+def test_an_answer_may_go_on_from_the_last_message(
+    asked: dict[str, Any], mark: dict[str, Any]
+) -> None:
+    reader = Agent()
+    body = {"messages": [BEGUN[0], {**BEGUN[1], **mark}], **asked}
+    (request,) = read_chat(json.dumps(body).encode(), reader, terms()).requests
+    assert reader.goes_on
+    assert reader.messages == BEGUN
+    assert request.continues
+    assert request.parts is not None
+    assert list(request.parts.take(" yes", is_last=True)) == [Said(" yes")]
+
+
+def test_an_answer_goes_on_from_none_but_the_assistants() -> None:
+    assert refusal(chat, continue_final_message=True)[0] == "messages"
+    assert refusal(chat, add_generation_prompt=False)[0] == "add_generation_prompt"
+    assert not only(chat(messages=BEGUN, add_generation_prompt=True)).continues
 
 
 def test_a_temperature_of_almost_nothing_takes_the_likeliest() -> None:
@@ -389,7 +427,7 @@ def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any
 
 
 def test_also_within_messages_and_stream_options() -> None:
-    for name in ("function_call", "audio", "images", "prefix"):
+    for name in ("function_call", "audio", "images"):
         message = {"role": "assistant", "content": "x", name: ["y"]}
         assert refusal(chat, messages=[message])[0] == f"messages.0.{name}"
     options = {"continuous_usage_stats": True}

@@ -49,6 +49,38 @@ def test_thought_text_and_parallel_calls_come_apart(client: openai.OpenAI, agent
     assert agent.tools == [{"type": "function", "function": given}]
 
 
+@pytest.mark.parametrize("stop", ["Two", " things", '"at"', "sea", "}", '", "', "call"])
+def test_stop_strings_are_not_looked_for_in_thoughts_and_calls(
+    stop: str, client: openai.OpenAI
+) -> None:
+    (choice,) = ask(client, CALLS, tools=[LOOK], stop=stop).choices
+    assert choice.message == ask(client, CALLS, tools=[LOOK]).choices[0].message.model_copy(
+        update={"tool_calls": choice.message.tool_calls}
+    )
+    calls = choice.message.tool_calls
+    assert [call.function.arguments for call in calls] == ['{"at": "sea"}', '{"at": "sky"}']
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [("I", ""), (["look", "loo"], "I "), ("k<tool_call>", "I look"), ("ok", "I lo")],
+)
+def test_what_is_said_ends_before_a_stop_string(
+    stop: Any, said: str, client: openai.OpenAI
+) -> None:
+    whole = "<think>I ok?</think>I look at it again and again."
+    answer = ask(client, CALLS if "<" in stop else whole, tools=[LOOK], stop=stop)
+    (choice,) = answer.choices
+    assert (choice.message.content or "") == said
+    if "<" not in stop:
+        assert choice.message.reasoning_content == "I ok?"
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert answer.usage.completion_tokens <= whole.index("at")
+    chunks = ask(client, whole, stop=stop, stream=True)
+    pieces = [each.choices[0].delta.content or "" for each in chunks if each.choices]
+    assert "<" in stop or "".join(pieces) == said
+
+
 def test_the_same_streamed_and_collected_by_the_package(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": CALLS}]
     with client.chat.completions.stream(model=MODEL, messages=messages, tools=[LOOK]) as stream:
