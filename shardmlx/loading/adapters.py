@@ -77,7 +77,8 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
     Raises ``UserError``.
     """
     if not file.is_file():
-        raise UserError(f"--resume-adapter-file {file}: there is no such file")
+        remedy = f"name its {adapter_file(file)}" if file.is_dir() else ""
+        raise UserError(f"--resume-adapter-file {file}: there is no such file", remedy)
     try:
         weights = _read(file)
         remedy = "use the model and lora_parameters that it was made with"
