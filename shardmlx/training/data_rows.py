@@ -139,12 +139,17 @@ class _Conversations:
 
     def _check_written(self, messages: Sequence[Row], tools: Tools, where: str) -> None:
         """Raise ``UserError`` where the template does not write contents that are no text."""
-        values = [each for each in messages if isinstance(each.get("content"), (list, Mapping))]
+        contents = [each.get("content") for each in messages]
+        values = [
+            each
+            for each in contents
+            if isinstance(each, (list, Mapping)) and not _are_text_parts(each)
+        ]
         text = self.template.text(messages, tools) if values else ""
         for each in values:
-            if not self.template.writes(_texts_alone(each["content"]), text):
+            if not self.template.writes(each, text):
                 raise UserError(
-                    f"{where}: content {_shown(each['content'])} is no text, and the model's chat "
+                    f"{where}: content {_shown(each)} is no text, and the model's chat "
                     "template does not write it as JSON",
                     "write the text that the model shall see, in quotes",
                 )
@@ -313,11 +318,6 @@ def _are_text_parts(value: Any) -> bool:
             for part in value
         )
     )
-
-
-def _texts_alone(content: Any) -> Any:
-    """Return what a template writes of a content: of parts their texts."""
-    return [part["text"] for part in content] if _are_text_parts(content) else content
 
 
 def _keys(row: Row) -> str:

@@ -207,6 +207,13 @@ def test_parts_of_text_are_joined_unless_the_template_takes_them(tmp_path: Path,
     assert text_of(tmp_path, rows[row], PARTS) == "user:a|b|;assistant:c d;"
 
 
+def test_a_template_that_takes_parts_may_leave_a_thought_out(tmp_path: Path) -> None:
+    spoken = PARTS.replace("{{ p.text }}", "{{ p.text.split('</think>')[-1] }}")
+    parts = [{"type": "text", "text": "<think>why</think>c d"}]
+    row = {"messages": [USER, {"role": "assistant", "content": parts}]}
+    assert text_of(tmp_path, row, spoken) == "user:a b;assistant:c d|;"
+
+
 @pytest.mark.parametrize("arguments", ['{"at": "sea"}', {"at": "sea"}])
 def test_arguments_have_the_form_that_the_template_wants(tmp_path: Path, arguments: Any) -> None:
     row = {"messages": [USER, call(arguments)]}
