@@ -105,10 +105,16 @@ class ClientTool:
         return {FIELDS[self.kind]: given}
 
 
+def named_tool(kind: str, given: Mapping[str, Any]) -> ClientTool:
+    """Return the tool of this kind that an item or a choice names."""
+    namespace = given.get("namespace")
+    return ClientTool(kind, str(given.get("name") or kind), str(namespace) if namespace else None)
+
+
 def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     """Return the tool that an item of a history calls, and the arguments of its function."""
     kind = str(item["type"]).removesuffix("_call").removesuffix("_tool")
-    tool = ClientTool(kind, str(item.get("name") or kind), item.get("namespace"))
+    tool = named_tool(kind, item)
     given = item.get(FIELDS[kind])
     if kind == "custom":
         return tool, {"input": given}

@@ -169,7 +169,7 @@ class MessageBody(Body):
 
 def _part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in TEXTS:
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXTS:
         raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
     text = part.get(TEXTS[kind])
     if not isinstance(text, str):

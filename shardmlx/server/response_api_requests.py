@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.client_tools import FIELDS, ClientTool, call_of, functions_of, listed
+from shardmlx.server.client_tools import (
+    FIELDS,
+    ClientTool,
+    call_of,
+    functions_of,
+    listed,
+    named_tool,
+)
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel
@@ -169,8 +176,7 @@ def _choice(choice: Any) -> Any:
     kind = str(choice.get("type")) if isinstance(choice, dict) else ""
     if kind not in FIELDS:
         return choice
-    named = ClientTool(kind, str(choice.get("name") or kind), choice.get("namespace"))
-    return {"type": "function", "function": {"name": named.in_chat}}
+    return {"type": "function", "function": {"name": named_tool(kind, choice).in_chat}}
 
 
 def _format(form: Any) -> Any:

@@ -320,6 +320,11 @@ def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice:
         ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools.0.tools.0: give"),
         ({"input": [{"type": ["x"]}]}, "input.0: an item of type ['x'] is not understood here"),
         ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools: give a list"),
+        ({"input": [{**USER, "content": [{"type": ["x"]}]}]}, "input.0.content: a part is of ty"),
+        (
+            {"input": [{"type": "function_call", "name": "?", "namespace": 5, "arguments": 5}]},
+            "input.0.arguments: ",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens: "),
         ({"max_output_tokens": 2000}, "input length and `max_output_tokens` exceed context lim"),
         ({"extra_body": {"n": 2}}, "n is not supported by this server"),
