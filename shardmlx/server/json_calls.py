@@ -23,18 +23,17 @@ from shardmlx.server.answer_parts import (
 BEFORE = ("<|python_tag|>", "<tool_call>", "```json", "```", "[")
 """Marks that models write before a call, though nobody asks for them."""
 
+LEAD = rf"(?<!\s)\s*(?:(?:{'|'.join(map(re.escape, BEFORE))})\s*){{0,2}}"
+"""Space and marks before a call; the search for it takes time that grows with the text alone."""
+
 OPENING = (
-    rf"\s*(?:(?:{'|'.join(map(re.escape, BEFORE))})\s*)*"
     r'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>{})"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
 """A call up to its arguments; its name is one of those in the place of ``{}``."""
 
-MAY_OPEN = re.compile(
-    rf"\s*(?:(?:{'|'.join(map(re.escape, BEFORE))})\s*)*"
-    r'(?:\{\s*(?:"(?:t?y?p?e?|n?a?m?e?)(?:"[\s\w.:,"-]{0,300})?)?)?\Z'
-)
-"""Text at the end that may be the beginning of ``OPENING``."""
+MAY_OPEN = re.compile(LEAD + r'(?:\{\s*(?:"(?:t?y?p?e?|n?a?m?e?)(?:"[\s\w.:,"-]{0,300})?)?)?\Z')
+"""Text at the end that may be the beginning of a call."""
 
 END = "</tool_call>"
 
@@ -67,7 +66,7 @@ class JsonParts(AnswerParts):
     def _read_said(self) -> Iterator[Part | None]:
         """Yield the parts of what is said; None where more of it is needed."""
         names = (re.escape(tool["function"]["name"]) for tool in self.tools)
-        opening = re.compile(OPENING.format("|".join(names)))
+        opening = re.compile(LEAD + OPENING.format("|".join(names)))
         while self._said or not self._is_over:
             found = opening.search(self._said)
             text = self._cut(found.start() if found else len(self._said) - self._unclear())

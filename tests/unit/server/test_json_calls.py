@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_words_are_not_held_back() -> None:
     given = [[*parts.take(character, is_last=False)] for character in said]
     assert [each.text for some in given for each in some if isinstance(each, Said)]
     assert given[said.index("1")] == [Said(" { 1")]
+
+
+@pytest.mark.parametrize("unit", ["\n", "[", " [", "```", "{", '{"name": "', ":", "{}"])
+def test_an_answer_that_repeats_itself_takes_time_that_grows_with_it_alone(unit: str) -> None:
+    parts = JsonParts(AnswerFormat(calls=GENERIC_CALLS), TOOLS)
+    began = time.process_time()
+    said = [part for _ in range(2000) for part in parts.take(unit, is_last=False)]
+    said += parts.take("", is_last=True)
+    assert time.process_time() - began < 3
+    assert "".join(part.text for part in said if isinstance(part, Said)) == (2000 * unit).lstrip()
 
 
 class Told(Letters):
