@@ -48,7 +48,7 @@ LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
     (1, ()),
     (2, ("--schedule", "1f1b")),
     (2, ("--schedule", "gpipe")),
-    (2, ("--schedule", "interleaved-1f1b", "--virtual-stages", "2")),
+    (2, ("--schedule", "interleaved-1f1b")),
     (2, ("--schedule", "zb-v")),
     (2, ("--pipeline-stages", "1")),
     (3, ("--schedule", "zb-h1")),

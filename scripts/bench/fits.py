@@ -34,7 +34,9 @@ from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30
 
-MEMORY_FRACTION = 0.74
+
+WIRED = 0.74
+"""Part of a Mac's memory that its GPU may use: macOS wires no more below 36 GB."""
 
 MACS = ((1, 16), (2, 16), (1, 32), (2, 32), (4, 32), (2, 64))
 """How many Macs, and GB of each."""
@@ -94,7 +96,8 @@ LENGTHS = [2**power for power in range(9, 18)]
 def macs(count: int, gigabytes: int) -> list[Machine]:
     """Return Macs that are alike."""
     return [
-        Machine(host=f"mac{i}", memory=gigabytes * GIB, flops=5e12, link=2e9) for i in range(count)
+        Machine(host=f"mac{i}", wired=round(WIRED * gigabytes * GIB), flops=5e12, link=2e9)
+        for i in range(count)
     ]
 
 
@@ -112,7 +115,7 @@ def longest(directory: str, count: int, gigabytes: int, chunk: str) -> str:
             loss_chunk=chunk,
         )
         try:
-            plan_training(config, macs(count, gigabytes), memory_fraction=MEMORY_FRACTION)
+            plan_training(config, macs(count, gigabytes))
         except UserError:
             return True
         return False
@@ -136,14 +139,14 @@ def cell(directory: str, count: int, gigabytes: int) -> str:
     machines = macs(count, gigabytes)
     config = TrainConfig(model=directory, batch_size=4, max_seq_length=1024)
     try:
-        chosen = plan_training(config, machines, memory_fraction=MEMORY_FRACTION)
+        chosen = plan_training(config, machines)
     except UserError:
         return "-"
     peak = max(rank.peak for rank in chosen.prediction.ranks)
     replicas = chosen.prediction.plan.mesh.dp
     return (
         f"{peak / GIB:.1f}"
-        + {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.choice.candidate.recompute]
+        + {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.choice.run.batch.recomputed]
         + (f" ({replicas} replicas)" if replicas > 1 else "")
     )
 
@@ -165,7 +168,7 @@ def large_cell(directory: str, count: int, gigabytes: int) -> str:
         pack=False,
     )
     try:
-        chosen = plan_training(config, macs(count, gigabytes), memory_fraction=MEMORY_FRACTION)
+        chosen = plan_training(config, macs(count, gigabytes))
     except UserError:
         return "-"
     return f"{max(rank.peak for rank in chosen.prediction.ranks) / GIB:.0f}"

@@ -27,8 +27,10 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.figure import draw_schedule
+from shardmlx.planning.choice import choose
+from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.report import as_json, binding
-from shardmlx.planning.search import ChosenPlan, Limits, choose
+from shardmlx.planning.training_plan import TrainingPlan
 
 GIB = 2**30
 
@@ -118,9 +120,9 @@ def cases() -> Iterator[Case]:
                     yield Case(model, mac, count, link)
 
 
-def line(case: Case, choice: ChosenPlan) -> tuple[str, ...]:
+def line(case: Case, planned: TrainingPlan) -> tuple[str, ...]:
     """Return a row of the table."""
-    prediction = choice.prediction
+    prediction = planned.prediction
     plan, ranks = prediction.plan, prediction.ranks
     fullest = max(ranks, key=lambda rank: rank.peak / rank.capacity)
     makespan = prediction.simulation.makespan
@@ -130,14 +132,14 @@ def line(case: Case, choice: ChosenPlan) -> tuple[str, ...]:
         case.link,
         f"{plan.mesh.dp} x {plan.mesh.pp}",
         plan.schedule,
-        choice.candidate.recompute,
+        planned.choice.run.batch.recomputed,
         gibibytes(fullest.peak),
         gibibytes(fullest.capacity),
         f"{100 * prediction.simulation.bubble:.1f}%",
         f"{100 * max(rank.exposed for rank in ranks) / makespan:.1f}%",
         f"{prediction.step_seconds:.1f} s",
         f"{prediction.tokens_per_second:.0f}",
-        binding(choice, case.cluster).split(",")[0].split(":")[0],
+        binding(planned).split(",")[0].split(":")[0],
     )
 
 
@@ -151,23 +153,24 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(config))
             workloads[name] = Workload.of(open_model(directory), RUN.fine_tune, RUN.batch)
-    limits = Limits(batch_size=RUN.batch.batch_size, length=RUN.batch.max_seq_length)
+    lengths = SequenceLengths.full(RUN.batch.max_seq_length)
     lines: list[tuple[str, ...]] = []
     plans: dict[str, Any] = {}
     for case in cases():
         print(case, file=sys.stderr)
         try:
-            choice = choose(workloads[case.model], case.cluster, limits)
+            facts = Facts(workload=workloads[case.model], cluster=case.cluster, lengths=lengths)
+            planned = TrainingPlan(run=RUN, facts=facts, choice=choose(RUN, facts))
         except UserError as error:
             lines.append((case.model, f"{case.count} x {case.mac}", case.link, "does not fit"))
             plans[str(case)] = str(error)
             continue
-        lines.append(line(case, choice))
-        plans[str(case)] = as_json(choice, limits)
+        lines.append(line(case, planned))
+        plans[str(case)] = as_json(planned)
         if options.pictures and case in PICTURED:
-            simulation = choice.prediction.simulation
+            simulation = planned.prediction.simulation
             name = f"{case.model}-{case.count}-{case.mac}.svg".lower().replace(" ", "-")
-            names = [rank.hosts[0] for rank in choice.prediction.ranks]
+            names = [rank.hosts[0] for rank in planned.prediction.ranks]
             draw_schedule(simulation, Path(options.pictures) / name, title=str(case), names=names)
     width = len(HEADER)
     print(columns(HEADER, [(*row, *[""] * (width - len(row))) for row in lines]))

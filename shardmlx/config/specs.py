@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shardmlx.config.common_options import AUTO, FASTEST, OFF, SIMPLEST
+from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.errors import UserError
 
 
@@ -214,18 +214,8 @@ class LayoutOptions(Spec):
     stage_map: str | None
     pipeline_stages: int | None
     data_parallel: int | None
-    virtual_stages: int | None
     partitioner: str
     schedule: str
-
-    @property
-    def first(self) -> Self:
-        """The same with the simplest choices in the place of what is left to the run."""
-        return replace(
-            self,
-            partitioner=FASTEST if self.partitioner == AUTO else self.partitioner,
-            schedule=SIMPLEST if self.schedule == AUTO else self.schedule,
-        )
 
     def for_ranks(self, ranks: int) -> Self:
         """Return the same with pipeline stages in the place of ``data_parallel``, for so many
@@ -293,11 +283,6 @@ class RunSpec:
     batch: BatchOptions
     layout: LayoutOptions
     machines: MachineOptions
-
-    @property
-    def first(self) -> RunSpec:
-        """The same with the simplest choices in the place of what is left to the run."""
-        return replace(self, batch=self.batch.first, layout=self.layout.first)
 
     def for_ranks(self, ranks: int) -> RunSpec:
         """Return the same with a layout for so many ranks. Raises ``UserError``."""

@@ -48,7 +48,7 @@ from shardmlx.config.specs import (
     SUM_DTYPES,
     ZERO,
 )
-from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
+from shardmlx.pipeline.schedules import SCHEDULES
 
 _TRAINING = "training, as in mlx_lm.lora"
 _LORA = "LoRA and the learning rate"
@@ -253,9 +253,6 @@ class TrainConfig(DataConfig):
         choices=(AUTO, *SCHEDULES),
         group=_PIPELINE,
     )
-    virtual_stages: int | None = option(
-        None, "stages a rank", unset="the schedule's own", minimum=1, group=_PIPELINE
-    )
     partitioner: str = partitioner_option(_PIPELINE)
     stage_map: str | None = stage_map_option(_PIPELINE)
     pack: bool | None = option(
@@ -458,12 +455,6 @@ class TrainConfig(DataConfig):
             )
         if self.master_weights and self.dtype == "float32":
             raise OptionError("master_weights", "is set with dtype float32", "leave one out")
-        allowed = () if self.schedule == AUTO else get_schedule(self.schedule).virtual_choices
-        if allowed and self.virtual_stages and self.virtual_stages not in allowed:
-            fitting = " or ".join(map(str, allowed))
-            raise OptionError(
-                "virtual_stages", f"is {self.virtual_stages}: {self.schedule} runs {fitting}"
-            )
 
     @property
     def services(self) -> tuple[str, ...]:

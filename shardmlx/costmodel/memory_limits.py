@@ -207,9 +207,12 @@ def limited(cluster: Cluster, limit: int | None) -> Cluster:
     return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
-def overfull(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> str | None:
-    """Return how the first rank whose plan does not fit fails, None where all fit."""
-    for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True)):
+def overfull(
+    budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], first: int = 0
+) -> str | None:
+    """Return how the first rank whose plan does not fit fails, None where all fit; ranks are
+    counted from ``first``."""
+    for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True), start=first):
         if plan.peak > budget.nbytes:
             return f"rank {rank} ({budget.host}) would take {in_process(budget, plan.peak)}"
     return None

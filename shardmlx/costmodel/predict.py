@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.memory import StageMemory, held_once, rank_peak, stage_memory
+from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.replica_messages import bytes_between_hosts, sum_seconds, with_gathers
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
@@ -77,6 +79,45 @@ def predict_memory(
         own = {index: stages[index] for index in plan.stage_map.stages_of(rank)}
         peaks.append(rank_peak(actions, own, setup))
     return peaks, stages
+
+
+def planned_memory(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    lengths: tuple[int, int],
+    recompute: str,
+) -> tuple[PlannedMemory, ...]:
+    """Return the memory that the plan expects of each world rank.
+
+    ``lengths`` are T of the longest micro-batch of a step, and of those that only pass forward,
+    such as validation's: 0 if there are none.
+    """
+    planned = _planned(plan, workload, cluster, lengths[0], recompute)
+    if not lengths[1]:
+        return planned
+    forward = replace(workload, fine_tune=replace(workload.fine_tune, train=False))
+    return tuple(
+        replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
+        for step, passing in zip(
+            planned, _planned(plan, forward, cluster, lengths[1], NONE), strict=True
+        )
+    )
+
+
+def _planned(
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, recompute: str
+) -> tuple[PlannedMemory, ...]:
+    peaks, stages = predict_memory(
+        plan, workload, length, recompute=recompute, backend=cluster.backend
+    )
+    planned = []
+    for rank, peak in enumerate(peaks):
+        own = [stages[index] for index in plan.stage_map.stages_of(rank)]
+        resident = sum(stage.resident for stage in own) - held_once(own)
+        planned.append(PlannedMemory(peak, resident))
+    mesh = plan.mesh
+    return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,12 @@ All by options, none by a new stage map: the command that is printed can be type
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from shardmlx.config.specs import (
-    DIVIDED_WEIGHTS,
-    BatchOptions,
-    FineTune,
-    LayoutOptions,
-    MachineOptions,
-    RunSpec,
-)
+from shardmlx.config.common_options import AUTO, SIMPLEST
+from shardmlx.config.specs import BatchOptions, LayoutOptions, MachineOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, is_unnamed, same_host
 from shardmlx.costmodel.memory_limits import limited
@@ -25,13 +18,14 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.hosts.mpirun import replaced
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.partitioners import DoesNotFitError, get_partitioner
+from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
-from shardmlx.planning.layout import divide_batch, settled
-from shardmlx.planning.partition_problem import make_problem
-from shardmlx.planning.search import ChosenPlan, Limits, TooManyMachinesError, choose
+from shardmlx.planning.choice import choose
+from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.ways import TooManyMachinesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,7 @@ def plan_again(
         )
     cluster = _cluster(run.machines, machines)
     if workload is not None and cluster is not None:
-        planned = _planned(cleared, run.layout, run.batch, workload, cluster)
+        planned = _planned(cleared, run, workload, cluster)
         if planned is not None:
             return planned
     return _default(cleared, run, stage_map, machines, layers)
@@ -92,14 +86,14 @@ def fits(
 ) -> bool:
     """Tell whether the options can be used as they are on these machines, one a rank."""
     ranks = len(machines)
-    schedule = get_schedule(layout.first.schedule)
+    schedule = get_schedule(SIMPLEST if layout.schedule == AUTO else layout.schedule)
     try:
         layout = layout.for_ranks(ranks)
         pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
         mesh = Mesh.for_world(ranks, pp)
         rows, size = divide_batch(batch, mesh)
         if stage_map is None:
-            virtual = layout.virtual_stages or schedule.default_virtual
+            virtual = schedule.default_virtual
             schedule.check(pp, -(-rows // size), virtual)
             return layers is None or pp * virtual <= layers
     except UserError:
@@ -135,65 +129,34 @@ def _cluster(known: MachineOptions, machines: Sequence[Machine]) -> Cluster | No
 
 
 def _planned(
-    options: Sequence[str],
-    layout: LayoutOptions,
-    batch: BatchOptions,
-    workload: Workload,
-    cluster: Cluster,
+    options: Sequence[str], run: RunSpec, workload: Workload, cluster: Cluster
 ) -> DegradedLayout | None:
-    """Return the planner's choice for all machines, or for as many as there is work for."""
-    limits = settled(layout, batch, workload.fine_tune)
+    """Return the planner's choice for all machines, or for as many as there is work for; the run
+    chooses the rest again. None where nothing can be planned."""
+    open_layout = replace(run.layout, stage_map=None, pipeline_stages=None, data_parallel=None)
+    lengths = SequenceLengths.full(run.batch.max_seq_length)
     for ranks in range(cluster.size, 0, -1):
         some = replace(cluster, machines=cluster.machines[:ranks])
+        facts = Facts(workload=workload, cluster=some, lengths=lengths)
         try:
-            choice = choose(workload, some, limits)
+            choice = choose(replace(run, layout=open_layout), facts)
         except TooManyMachinesError:
             continue
         except DoesNotFitError:
             raise
         except UserError:
             return None
-        new = _changes(layout, choice, workload, some, limits)
-        again = _again(batch, workload.fine_tune, choice)
-        text = shlex.join(replaced((), **new) + again)
+        mesh = choice.plan.mesh
+        new = {"pipeline_stages": mesh.pp}
+        if run.layout.data_parallel is not None:
+            new["data_parallel"] = mesh.dp
         return DegradedLayout(
             ranks,
-            replaced(options, **new) + again,
+            replaced(options, **new),
             f"layout planned again for {ranks} {_ranks(ranks)}{_unused(cluster.size - ranks)}: "
-            f"{text}",
+            f"{choice.way}",
         )
     return None
-
-
-def _changes(
-    layout: LayoutOptions, choice: ChosenPlan, workload: Workload, cluster: Cluster, limits: Limits
-) -> dict[str, str | int]:
-    """Return the options with values that make ``train`` run the choice."""
-    way = choice.candidate
-    wanted: dict[str, str | int] = {
-        "pipeline_stages": way.mesh.pp,
-        "schedule": way.schedule,
-        "micro_batch_size": way.micro_batch_size,
-    }
-    if way.virtual != get_schedule(way.schedule).default_virtual:
-        wanted["virtual_stages"] = way.virtual
-    if layout.data_parallel is not None:
-        wanted["data_parallel"] = way.mesh.dp
-    if limits.partitioner is None:
-        problem = make_problem(way, way.of(workload), cluster, limits.length)
-        is_even = get_partitioner("balanced")(problem) == choice.prediction.plan.stage_map
-        wanted["partitioner"] = "balanced" if is_even else "memory"
-    asked = {**asdict(workload.batch), **asdict(layout), "pipeline_stages": None}
-    return {name: value for name, value in wanted.items() if asked[name] != value}
-
-
-def _again(batch: BatchOptions, fine_tune: FineTune, choice: ChosenPlan) -> tuple[str, ...]:
-    """Return the options of what is computed, and gathered, again, where they have to change."""
-    wanted = choice.candidate.recompute
-    words = [] if wanted == batch.first.recompute else ["--recompute", wanted]
-    if choice.candidate.divides_weights and not fine_tune.divides_weights:
-        words += ["--zero", str(DIVIDED_WEIGHTS)]
-    return tuple(words)
 
 
 def _default(
@@ -223,7 +186,7 @@ def _default(
         )
     raise UserError(
         f"no layout of {layout.schedule} for the {len(machines)} {_ranks(len(machines))} left",
-        "leave --schedule and --virtual-stages out",
+        "leave --schedule out",
     )
 
 

@@ -12,7 +12,7 @@ from shardmlx.hosts.findings import Examination, Host
 _HEADER = """\
 # Measured by shardmlx doctor{date}, for shardmlx plan; mpirun passes over it.
 # flops is what square matrix products reach, and less than what is published for a chip, of which
-# --efficiency of shardmlx plan is a part; shardmlx profile measures what training reaches.
+# shardmlx plan counts on 60% of it; shardmlx profile measures what training reaches.
 """
 
 

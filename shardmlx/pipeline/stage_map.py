@@ -147,14 +147,13 @@ class StageMap:
                 "use a map of your model, or take the line out",
             )
 
-    def check_pipeline(self, pipeline_stages: int | None, virtual_stages: int | None) -> None:
-        """Raise ``UserError`` if the command line was given other numbers than the map has."""
-        for flag, given, mapped in (
-            ("--pipeline-stages", pipeline_stages, self.pp),
-            ("--virtual-stages", virtual_stages, self.virtual),
-        ):
-            if given is not None and given != mapped:
-                raise UserError(f"{flag} is {given}, but {self} has {mapped}", f"leave {flag} out")
+    def check_pipeline(self, pipeline_stages: int | None) -> None:
+        """Raise ``UserError`` if the command line was given another number than the map has."""
+        if pipeline_stages not in (None, self.pp):
+            raise UserError(
+                f"--pipeline-stages is {pipeline_stages}, but {self} has {self.pp}",
+                "leave --pipeline-stages out",
+            )
 
     def to_yaml(self) -> str:
         """Return the map as the text of a file that ``read_stage_map`` reads."""

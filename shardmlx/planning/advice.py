@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import gibibytes, plural
-from shardmlx.costmodel.cluster import Cluster
+from shardmlx.config.specs import DIVIDED_WEIGHTS
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.training_setup import FLOAT32
 from shardmlx.costmodel.workload import (
@@ -19,7 +19,8 @@ from shardmlx.costmodel.workload import (
 from shardmlx.errors import UserError
 from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.partitioners import DoesNotFitError
-from shardmlx.planning.search import ChosenPlan, Limits, fastest
+from shardmlx.planning.choice import choose
+from shardmlx.planning.training_plan import TrainingPlan
 
 WORTH_A_LINE = 0.01
 """Part of a step that a shorter type of sums must save."""
@@ -67,27 +68,28 @@ def model_facts(workload: Workload, prediction: Prediction) -> list[str]:
     return facts
 
 
-def other_way(
-    workload: Workload, cluster: Cluster, limits: Limits, choice: ChosenPlan
-) -> list[str]:
+def other_way(planned: TrainingPlan) -> list[str]:
     """Return a line about the best step of the other way to hold a model that no machine holds.
 
     Of a pipeline where replicas divide the weights, and of these where layers are divided. Nothing
     where each machine holds the whole model, where the user has settled it, or where it is not
     known what messages take.
     """
-    is_settled = (limits.divides_weights, limits.data_parallel, limits.stage_map) != (None,) * 3
-    mesh, divides = choice.candidate.mesh, choice.candidate.divides_weights
-    if is_settled or not cluster.knows_messages or not (divides or mesh.pp > 1):
+    run, facts, choice = planned.run, planned.facts, planned.choice
+    tune, layout, size = run.fine_tune, run.layout, facts.cluster.size
+    is_settled = (tune.zero, layout.data_parallel, layout.pipeline_stages) != (None,) * 3
+    divides = choice.run.fine_tune.divides_weights
+    if is_settled or facts.stage_map is not None or not facts.knows_times:
         return []
     if divides:
-        workload = replace(workload, fine_tune=replace(workload.fine_tune, zero=None))
-        way, other = "layers divided", replace(limits, divides_weights=False)
+        way, tune = "layers divided", replace(tune, zero=int(tune.divides_optimizer))
+    elif choice.plan.mesh.pp > 1:
+        way = f"weights divided among {plural(size, 'replica')} (--zero 3)"
+        tune, layout = replace(tune, zero=DIVIDED_WEIGHTS), replace(layout, pipeline_stages=1)
     else:
-        way = f"weights divided among {plural(cluster.size, 'replica')} (--zero 3)"
-        other = replace(limits, divides_weights=True, data_parallel=cluster.size)
+        return []
     try:
-        best = fastest(workload, cluster, other).prediction
+        best = choose(replace(run, fine_tune=tune, layout=layout), facts).prediction
     except DoesNotFitError:
         return [f"{way} instead: does not fit"]
     except UserError:
@@ -100,19 +102,21 @@ def other_way(
     ]
 
 
-def shorter_sums(
-    workload: Workload, cluster: Cluster, prediction: Prediction, length: int, *, recompute: str
-) -> list[str]:
+def shorter_sums(planned: TrainingPlan) -> list[str]:
     """Return a line for each ``--sum-dtype`` that would save a hundredth of a step."""
-    tune = workload.fine_tune
+    workload, cluster, prediction = planned.workload, planned.cluster, planned.prediction
+    tune, batch = workload.fine_tune, workload.batch
     links = [each.link for each in cluster.machines if each.link is not None]
     is_summed = prediction.plan.mesh.dp > 1 and tune.sum_dtype == "float32"
     if cluster.unit != "seconds" or not links or not is_summed:
         return []
     now, lines = prediction.step_seconds, []
+    length = planned.facts.lengths.mean(batch.pack)
     for dtype, rounding in ROUNDING_SECONDS.items():
         other = replace(workload, fine_tune=replace(tune, sum_dtype=dtype))
-        then = predict(prediction.plan, other, cluster, length, recompute=recompute).step_seconds
+        then = predict(
+            prediction.plan, other, cluster, length, recompute=batch.recomputed
+        ).step_seconds
         if now - then >= WORTH_A_LINE * now:
             spared = FLOAT32 * (1 - other.sum_bytes(_MANY) / _MANY)
             lines.append(

@@ -95,7 +95,7 @@ def _stage_map(options: InspectOptions) -> StageMap | None:
     if options.stage_map is None:
         return None
     stage_map = read_stage_map(options.stage_map)
-    stage_map.check_pipeline(options.pipeline_stages, None)
+    stage_map.check_pipeline(options.pipeline_stages)
     return stage_map
 
 

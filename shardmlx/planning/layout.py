@@ -4,68 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmlx.config.common_options import AUTO
-from shardmlx.config.specs import BatchOptions, FineTune, LayoutOptions
+from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import same_host
-from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.partitioners import get_partitioner
 from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.partition_problem import Candidate, make_problem
-from shardmlx.planning.search import Limits
+from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
+from shardmlx.planning.replica_rows import with_replica_rows
 
 MICROBATCHES_A_RANK = 4
 """The aim of the default micro-batch size: a bubble of at most a fifth with 1F1B."""
 
 
-def make_stage_map(
-    model: str,
-    layout: LayoutOptions,
-    given: StageMap | None,
+def lay_out(
+    way: RunSpec,
     workload: Workload,
+    given: StageMap | None,
     cluster: Cluster,
-) -> StageMap:
-    """Return the stage map of the run: the ``given`` one, which is the user's, or the
-    partitioner's for the machines there are.
+    length: int,
+    longest: int,
+) -> Plan:
+    """Return the plan of a run that leaves nothing open; ``given`` is the user's stage map.
 
-    Raises ``UserError`` where the given one is for another ``model`` or pipeline, and
-    ``DoesNotFitError`` where the partitioner finds no room.
+    Layers are divided for rows of ``length`` tokens, with room for the ``longest``. Raises
+    ``DoesNotFitError`` where the partitioner finds no room, another ``UserError`` where the run
+    cannot be laid out so.
     """
-    if given is not None:
-        given.check_pipeline(layout.pipeline_stages, layout.virtual_stages)
-        given.check_model(model, workload.shape.num_layers)
-        return given
-    batch = workload.batch
-    layout, batch = layout.first, batch.first
-    pp = layout.pipeline_stages or cluster.size
-    schedule = get_schedule(layout.schedule)
-    virtual = layout.virtual_stages or schedule.default_virtual
-    schedule.check(pp, 1, virtual)
-    mesh = Mesh.for_world(cluster.size, pp)
-    rows, micro_batch_size = divide_batch(batch, mesh)
-    way = Candidate(mesh, layout.schedule, virtual, rows, micro_batch_size, batch.recomputed)
-    length = min(batch.max_seq_length, TYPICAL_LENGTH)
-    problem = make_problem(way, workload, cluster, length, longest=batch.max_seq_length)
-    return get_partitioner(layout.partitioner)(problem)
-
-
-def settled(layout: LayoutOptions, batch: BatchOptions, fine_tune: FineTune) -> Limits:
-    """Return what the planner must leave as it is: what the options do not leave to the run."""
-    return Limits(
-        batch_size=batch.batch_size,
-        length=batch.max_seq_length,
-        schedule=None if layout.schedule == AUTO else layout.schedule,
-        virtual=layout.virtual_stages,
-        micro_batch_size=batch.micro_batch_size,
-        recompute=batch.recompute,
-        partitioner=None if layout.partitioner == AUTO else layout.partitioner,
-        replica_rows=batch.replica_rows,
-        divides_weights=None if fine_tune.zero is None else fine_tune.divides_weights,
-    )
+    layout = way.layout
+    mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
+    rows, size = divide_batch(way.batch, mesh)
+    virtual = get_schedule(layout.schedule).default_virtual if given is None else given.virtual
+    candidate = Candidate(mesh, layout.schedule, virtual, rows, size, way.batch.recomputed)
+    stage_map = given
+    if stage_map is None:
+        problem = make_problem(candidate, workload, cluster, length, longest=longest)
+        stage_map = get_partitioner(layout.partitioner)(problem)
+    plan = plan_of(candidate, stage_map, workload)
+    return with_replica_rows(plan, workload, cluster, length)
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:

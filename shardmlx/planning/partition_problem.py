@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from shardmlx.config.specs import DIVIDED_WEIGHTS
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, TrainingSetup, stage_memory
 from shardmlx.costmodel.peak_terms import Term, peak_of, peak_terms
@@ -31,14 +30,6 @@ class Candidate:
     rows: int
     micro_batch_size: int
     recompute: str
-    divides_weights: bool = False
-
-    def of(self, workload: Workload) -> Workload:
-        """Return the work as it is done in this way."""
-        if not self.divides_weights:
-            return workload
-        tune = replace(workload.fine_tune, zero=DIVIDED_WEIGHTS)
-        return replace(workload, fine_tune=tune)
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -35,17 +35,9 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
         check_writable(Path(picture), "--draw")
     if options.output:
         check_writable(Path(options.output), "-o")
-    reporter = Reporter()
-    with reporter.bar("planning", 1) as bar:
-        planned = plan_training(
-            run,
-            read_hostfile(options.hostfile),
-            memory_fraction=options.memory_fraction,
-            efficiency=options.efficiency,
-            backend=options.backend,
-            advance=bar.show,
-        )
-    choice, cluster, limits = planned.choice, planned.cluster, planned.limits
+    machines = read_hostfile(options.hostfile)
+    with Reporter().bar("planning", 1) as bar:
+        planned = plan_training(run, machines, backend=options.backend, advance=bar.show)
     prediction = planned.prediction
     if options.output:
         write_stage_map(_to_write(prediction.plan.stage_map, run.model), options.output)
@@ -54,18 +46,11 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
         title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
         draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
     if options.json:
-        print(json.dumps(as_json(choice, limits)))
+        print(json.dumps(as_json(planned)))
         return 0
     facts = model_facts(planned.workload, prediction)
-    facts += shorter_sums(
-        planned.workload,
-        cluster,
-        prediction,
-        limits.length,
-        recompute=choice.candidate.recompute,
-    )
-    facts += other_way(planned.workload, cluster, limits, choice)
-    print(report(choice, cluster, limits, options.hostfile, options.output, train_options, facts))
+    facts += [*shorter_sums(planned), *other_way(planned)]
+    print(report(planned, options.hostfile, options.output, train_options, facts))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

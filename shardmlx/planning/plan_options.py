@@ -10,7 +10,6 @@ from shardmlx.config.command_line import CommandParser, load_given_options, word
 from shardmlx.config.common_options import hostfile_option, model_argument
 from shardmlx.config.options import REQUIRED, declared, option
 from shardmlx.config.train import PASSED_OVER, TrainConfig
-from shardmlx.costmodel.cluster import EFFICIENCY, MEMORY_FRACTION
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 
@@ -18,10 +17,10 @@ _MACHINES = "machines"
 _OUTPUT = "output"
 
 _SHOWN = (
-    *("model", "revision", "hostfile", "memory_fraction", "efficiency", "backend", "profile"),
+    *("model", "revision", "hostfile", "backend", "profile"),
     *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
-    *("partitioner", "stage_map", "schedule", "virtual_stages", "micro_batch_size"),
+    *("partitioner", "stage_map", "schedule", "micro_batch_size"),
     *("recompute", "pack"),
     *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
     *("memory_limit", "dtype"),
@@ -29,7 +28,7 @@ _SHOWN = (
 """The options that ``--help`` lists: of a training run, those that change the plan."""
 
 _DECIDED = (
-    *("stage_map", "partitioner", "pipeline_stages", "virtual_stages", "micro_batch_size"),
+    *("stage_map", "partitioner", "pipeline_stages", "micro_batch_size"),
     *("data_parallel", "replica_rows", "schedule", "grad_checkpoint", "recompute", "hostfile"),
 )
 """The options of training that the plan itself gives."""
@@ -42,18 +41,6 @@ class PlanOptions(TrainConfig):
 
     model: str = model_argument()
     hostfile: str = hostfile_option(_MACHINES, REQUIRED)
-    memory_fraction: float = option(
-        MEMORY_FRACTION,
-        "share of a machine's memory that MLX may use",
-        metavar="SHARE",
-        group=_MACHINES,
-    )
-    efficiency: float = option(
-        EFFICIENCY,
-        "share of flops= that training reaches; not with --profile",
-        metavar="SHARE",
-        group=_MACHINES,
-    )
     backend: str = option(
         BACKENDS[0], "what the machines compute with", choices=BACKENDS, group=_MACHINES
     )

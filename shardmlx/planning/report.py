@@ -11,16 +11,17 @@ from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
-from shardmlx.planning.search import ChosenPlan, Limits
+from shardmlx.errors import UserError
+from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.facts import CLOSE
+from shardmlx.planning.training_plan import TrainingPlan
 
 _NOTABLE = 0.1
 """Share of a step: what takes less binds nothing."""
 
 
 def report(
-    choice: ChosenPlan,
-    cluster: Cluster,
-    limits: Limits,
+    planned: TrainingPlan,
     hostfile: str,
     stage_map: str | None,
     options: Sequence[str],
@@ -31,9 +32,10 @@ def report(
     ``facts`` are lines about the model. ``options`` are those of ``train`` that the user gave, the
     model among them.
     """
-    prediction = choice.prediction
+    prediction, cluster, batch = planned.prediction, planned.cluster, planned.run.batch
+    rows = f"batches of {batch.batch_size} x {planned.facts.lengths.longest[0]} tokens"
     lines = [
-        _headline(choice, limits),
+        f"best of {planned.choice.tried} plans for {rows}: {planned.choice.way}",
         "",
         columns(
             (
@@ -44,29 +46,11 @@ def report(
         ),
         "",
         _speed(prediction, cluster),
-        f"what binds it: {binding(choice, cluster)}",
+        f"what binds it: {binding(planned)}",
     ]  # fmt: skip
     lines += facts
-    lines += ["", *_how_to_run(choice, options, hostfile, stage_map)]
+    lines += ["", *_how_to_run(planned.choice, options, hostfile, stage_map)]
     return "\n".join(lines)
-
-
-def _headline(choice: ChosenPlan, limits: Limits) -> str:
-    plan, way = choice.prediction.plan, choice.candidate
-    replicas = f"{plan.mesh.dp} replicas x " if plan.mesh.dp > 1 else ""
-    stages = f"{plan.mesh.pp} rank{'s' if plan.mesh.pp > 1 else ''}"
-    if plan.stage_map.num_stages > plan.mesh.pp:
-        stages += f" with {plan.stage_map.virtual} stages each"
-    again = ", packed" * plan.pack
-    if plan.replica_rows:
-        again += f", rows {' + '.join(map(str, plan.replica_rows))}"
-    again += ", with weights divided among replicas" * way.divides_weights
-    again += f", with --recompute {way.recompute}" * (way.recompute != NONE)
-    return (
-        f"best of {choice.tried} plans: {replicas}{stages}, {plan.schedule}, batches of "
-        f"{limits.batch_size} x {limits.length} tokens in {plan.microbatches} "
-        f"micro-batch{'es' if plan.microbatches > 1 else ''} of {plan.micro_batch_size}{again}"
-    )
 
 
 def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
@@ -118,14 +102,14 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     return "\n".join([speed, *[sent] * (prediction.sent > 0), f"times from {source}"])
 
 
-def binding(choice: ChosenPlan, cluster: Cluster) -> str:
+def binding(planned: TrainingPlan) -> str:
     """Return what one would have to change for a faster step."""
-    prediction = choice.prediction
+    prediction = planned.prediction
     step = prediction.step_seconds
     ranks = prediction.ranks
-    if choice.unlimited is not None:
+    gain = step / _unlimited_seconds(planned)
+    if gain > 1 + CLOSE:
         fullest = max(ranks, key=lambda each: each.peak / each.capacity)
-        gain = step / choice.unlimited.step_seconds
         return (
             f"memory, of {fullest.hosts[0]} first of all: with enough of it everywhere the step "
             f"would be {gain:.2f} times as fast"
@@ -154,29 +138,38 @@ def binding(choice: ChosenPlan, cluster: Cluster) -> str:
     )
 
 
+def _unlimited_seconds(planned: TrainingPlan) -> float:
+    """Return the seconds of the best step on machines with as much memory as is asked for."""
+    try:
+        best = choose(planned.run, planned.facts.with_all_memory)
+    except UserError:
+        return planned.prediction.step_seconds  # the partitioner goes by memory
+    return best.prediction.step_seconds
+
+
 def _how_to_run(
-    choice: ChosenPlan,
+    choice: Choice,
     options: Sequence[str],
     hostfile: str,
     stage_map: str | None,
 ) -> list[str]:
-    plan = choice.prediction.plan
+    plan, run = choice.plan, choice.run
     words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
     words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
-    words += ["--zero", "3"] * (choice.candidate.divides_weights and "--zero" not in options)
-    words += ["--recompute", choice.candidate.recompute] * (choice.candidate.recompute != NONE)
+    words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in options)
+    words += ["--recompute", run.batch.recomputed] * (run.batch.recomputed != NONE)
     command = shlex.join(words)
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
     return [f"wrote {stage_map}; run:", command]
 
 
-def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
+def as_json(planned: TrainingPlan) -> dict[str, Any]:
     """Return all numbers: bytes, seconds, tokens a second."""
-    prediction = choice.prediction
+    prediction, run = planned.prediction, planned.choice.run
     plan = prediction.plan
     return {
         "pp": plan.mesh.pp,
@@ -185,21 +178,21 @@ def as_json(choice: ChosenPlan, limits: Limits) -> dict[str, Any]:
         "virtual": plan.stage_map.virtual,
         "num_layers": plan.stage_map.partition.sizes,
         "placement": plan.stage_map.placement,
-        "batch_size": limits.batch_size,
-        "length": limits.length,
+        "batch_size": run.batch.batch_size,
+        "length": planned.facts.lengths.longest[0],
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,
         "rows": plan.shares,
-        "recompute": choice.candidate.recompute,
-        "divides_weights": choice.candidate.divides_weights,
+        "recompute": run.batch.recomputed,
+        "divides_weights": plan.mesh.dp > 1 and run.fine_tune.divides_weights,
         "step_seconds": prediction.step_seconds,
         "update_seconds": prediction.update_seconds,
         "reduce_seconds": prediction.reduce_seconds,
         "tokens_per_second": prediction.tokens_per_second,
         "sent_bytes": prediction.sent,
         "bubble": prediction.simulation.bubble,
-        "tried": choice.tried,
+        "tried": planned.choice.tried,
         "ranks": [
             {
                 "hosts": each.hosts,

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE
+from shardmlx.config.common_options import AUTO, OFF, SIMPLEST
+from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
-from shardmlx.errors import UserError
 from shardmlx.partitioners import LayerCosts
-from shardmlx.planning.search import Limits, candidates, predict_candidate
+from shardmlx.planning.choice import fits
+from shardmlx.planning.facts import Facts, SequenceLengths
 
 QUANTISED_BITS = 4.5
 """Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
@@ -24,73 +24,55 @@ MOST_MACHINES = 8
 """Limit of machines that one would add."""
 
 
-def remedies(workload: Workload, cluster: Cluster, limits: Limits) -> list[str]:
-    """Short descriptions of changes after which the run fits, each by itself."""
+def remedies(run: RunSpec, facts: Facts) -> list[str]:
+    """Return short descriptions of changes after which the run fits, each by itself."""
+    batch, tune, workload = run.batch, run.fine_tune, facts.workload
     found = []
-    batch = workload.batch
-    if OFF in (batch.attention_chunk, batch.loss_chunk):
-        pieces = replace(workload, batch=replace(batch, attention_chunk=AUTO, loss_chunk=AUTO))
-        if fits(pieces, cluster, limits):
-            found.append("--attention-chunk auto --loss-chunk auto")
-    for name, tighter in _tighter(limits):
-        if fits(workload, cluster, tighter):
+    for name, tighter in _tighter(run, facts):
+        if fits(tighter, facts):
             found.append(name)
-    is_full = workload.fine_tune.is_full
-    with_lora = replace(workload.fine_tune, fine_tune_type="lora", unfreeze_all=False)
-    lora = replace(workload, fine_tune=with_lora) if is_full else workload
-    if is_full and fits(lora, cluster, limits):
+    lora = replace(run, fine_tune=replace(tune, fine_tune_type="lora", unfreeze_all=False))
+    if tune.is_full and fits(lora, facts):
         found.append("--fine-tune-type lora")
-    packed = quantised(lora)
-    if packed is not None and fits(packed, cluster, limits):
-        adapters = " and --fine-tune-type lora" if is_full else ""
+    packed = quantised(workload)
+    if packed is not None and fits(lora, replace(facts, workload=packed)):
+        adapters = " and --fine-tune-type lora" if tune.is_full else ""
         found.append(f"the model quantised to 4 bits{adapters}")
-    for length in _shorter(limits.length):
-        if fits(workload, cluster, replace(limits, length=length)):
+    for length in _shorter(facts.lengths.longest[0]):
+        short = replace(run, batch=replace(batch, max_seq_length=length))
+        if fits(short, replace(facts, lengths=SequenceLengths.full(length))):
             found.append(f"--max-seq-length {length}")
             break
-    for name, fewer in _one_machine_less(cluster):
-        if fits(workload, fewer, limits):
+    free = replace(run.layout, stage_map=None, pipeline_stages=None, data_parallel=None)
+    run, facts = replace(run, layout=free), replace(facts, stage_map=None)
+    for name, fewer in _one_machine_less(facts.cluster):
+        if fits(run, replace(facts, cluster=fewer)):
             found.append(f"{name} left out")
             break
-    for name, larger in _more_machines(cluster, workload.shape.num_layers):
-        if fits(workload, larger, limits):
+    for name, larger in _more_machines(facts.cluster, workload.shape.num_layers):
+        if fits(run, replace(facts, cluster=larger)):
             found.append(name)
             break
     return found
 
 
-def fits(workload: Workload, cluster: Cluster, limits: Limits) -> bool:
-    """Return whether a plan within the limits fits, with the least memory in what is left open."""
-    least = replace(
-        limits,
-        micro_batch_size=limits.micro_batch_size or 1,
-        schedule=limits.schedule or "1f1b",
-        recompute=RECOMPUTE[-1] if limits.recompute is None else limits.recompute,
-    )
-    try:
-        ways = candidates(least, cluster.size, workload.shape.num_layers)
-    except UserError:
-        return False
-    for way in ways:
-        try:
-            predict_candidate(way, workload, cluster, least)
-        except UserError:
-            continue
-        return True
-    return False
-
-
-def _tighter(limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Yield the limits with one choice of the user settled for less memory."""
-    if (limits.micro_batch_size or 1) > 1:
-        yield "--micro-batch-size 1", replace(limits, micro_batch_size=1)
-    if limits.recompute is not None:
-        for more in RECOMPUTE[RECOMPUTE.index(limits.recompute) + 1 :]:
-            yield f"--recompute {more}", replace(limits, recompute=more)
-    if limits.divides_weights is False:
-        yield f"--zero {DIVIDED_WEIGHTS}", replace(limits, divides_weights=True)
-    if limits.schedule not in (None, "1f1b") and limits.stage_map is None:
-        yield "--schedule 1f1b", replace(limits, schedule="1f1b", virtual=None)
+def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
+    """Yield the run with one choice of the user settled for less memory."""
+    batch, layout, tune = run.batch, run.layout, run.fine_tune
+    if OFF in (batch.attention_chunk, batch.loss_chunk):
+        pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
+        yield "--attention-chunk auto --loss-chunk auto", replace(run, batch=pieces)
+    if (batch.micro_batch_size or 1) > 1:
+        yield "--micro-batch-size 1", replace(run, batch=replace(batch, micro_batch_size=1))
+    if batch.recompute is not None:
+        for more in RECOMPUTE[RECOMPUTE.index(batch.recompute) + 1 :]:
+            yield f"--recompute {more}", replace(run, batch=replace(batch, recompute=more))
+    if tune.zero is not None and not tune.divides_weights:
+        divided = replace(tune, zero=DIVIDED_WEIGHTS)
+        yield f"--zero {DIVIDED_WEIGHTS}", replace(run, fine_tune=divided)
+    if layout.schedule not in (AUTO, SIMPLEST) and facts.stage_map is None:
+        simple = replace(layout, schedule=SIMPLEST)
+        yield f"--schedule {SIMPLEST}", replace(run, layout=simple)
 
 
 def quantised(workload: Workload) -> Workload | None:

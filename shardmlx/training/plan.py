@@ -7,12 +7,11 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, SUM_DTYPES, RunSpec
+from shardmlx.config.specs import SUM_DTYPES, RunSpec
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
     how_to_allow,
-    how_to_allow_more,
     overfull,
 )
 from shardmlx.costmodel.workload import Workload
@@ -23,27 +22,38 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.layout import settled
+from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.suggestions import remedies
-from shardmlx.training.choice import Choice, Circumstances, SequenceLengths, choose, lay_out
-from shardmlx.training.predicted import planned_memory
+from shardmlx.planning.ways import ways
 
 
-def make_plan(
+def facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths) -> Facts:
+    """Return what a choice depends on, for data whose rows have these lengths."""
+    return Facts(
+        workload=inputs.sizes,
+        cluster=inputs.cluster,
+        lengths=lengths,
+        stage_map=inputs.stage_map,
+        can_pack=packing_fault(opened.shape) is None,
+    )
+
+
+def check_layout(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, model: nn.Module
-) -> tuple[Plan, list[Slice]]:
-    """Return the plan, and all stages' slices of ``model``: unread, so that knowing them costs
-    nothing. Raises ``UserError`` where the run cannot be laid out so."""
+) -> None:
+    """Raise ``UserError`` for what the options get wrong, whatever the data are: before these are
+    read."""
     fault = packing_fault(opened.shape)
     if run.batch.pack and fault is not None:
         raise UserError(f"--pack: {fault}", "train without --pack")
+    facts = facts_of(inputs, opened, SequenceLengths.unread(run.batch.max_seq_length))
+    simplest = ways(run, facts)[0]
     try:
-        plan = lay_out(run, inputs.sizes, inputs.stage_map, inputs.cluster)
-    except DoesNotFitError as error:
-        way = how_to_allow_more(run.machines.memory_limit, inputs.budgets)
-        ways = what_would_fit(run, inputs, run.batch.max_seq_length - 1)
-        raise UserError(error.fact, f"{way}{ways}") from None
-    return of_model(plan, run, opened, model)
+        plan = facts.plan(simplest)
+    except DoesNotFitError:
+        return  # another way may, once the lengths are known
+    of_model(plan, simplest, opened, model)
 
 
 def of_model(
@@ -78,65 +88,23 @@ def packing_fault(shape: ModelShape) -> str | None:
 
 
 def choose_plan(
-    run: RunSpec,
-    inputs: PlanInputs[Workload],
-    opened: OpenedModel,
-    model: nn.Module,
-    lengths: SequenceLengths,
+    run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
 ) -> Choice:
     """Return the way to train that is taken.
 
     Raises ``UserError`` where no way that the options leave open fits in the memory of all ranks.
     """
-    facts = Circumstances(
-        sizes=inputs.sizes,
-        given=inputs.stage_map,
-        cluster=inputs.cluster,
-        budgets=inputs.budgets,
-        lengths=lengths,
-        can_pack=packing_fault(opened.shape) is None,
-    )
-    choice = choose(run, facts)
-    if choice is None:
-        # The way that needs the least, of those that are left open.
-        recompute, rows = run.batch.recompute or RECOMPUTE[-1], run.batch.micro_batch_size or 1
-        least = replace(run.batch, recompute=recompute, micro_batch_size=rows)
-        tune = run.fine_tune
-        if tune.zero is None:
-            tune = replace(tune, zero=DIVIDED_WEIGHTS)
-        tightest = replace(run, batch=least, fine_tune=tune).first
-        plan, _ = make_plan(tightest, inputs, opened, model)
-        planned = memory_of(tightest, plan, inputs, lengths)
-        allowed = how_to_allow(inputs.budgets, planned)
+    facts = facts_of(inputs, opened, lengths)
+    try:
+        return choose(run, facts)
+    except DoesNotFitError as error:
+        budget = inputs.budgets[error.rank]
+        needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
+        would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
         raise UserError(
-            overfull(inputs.budgets, planned) or "the model does not fit",
-            f"{allowed}{what_would_fit(run, inputs, lengths.longest[0])}",
-        )
-    return choice
-
-
-def memory_of(
-    run: RunSpec, plan: Plan, inputs: PlanInputs[Workload], lengths: SequenceLengths
-) -> tuple[PlannedMemory, ...]:
-    """Return what the plan expects of every rank's memory, for the longest sequences."""
-    workload = replace(inputs.sizes, batch=run.batch, fine_tune=run.fine_tune)
-    recompute = run.batch.recomputed
-    return planned_memory(plan, workload, inputs.cluster, lengths.longest, recompute)
-
-
-def what_would_fit(run: RunSpec, inputs: PlanInputs[Workload], length: int) -> str:
-    """Return the changes of which each was found to make the run fit, with sequences of
-    ``length``."""
-    given, size = inputs.stage_map, inputs.cluster.size
-    pp = given.pp if given is not None else run.layout.pipeline_stages or size
-    limits = replace(
-        settled(run.layout, run.batch, run.fine_tune),
-        length=max(1, length),
-        data_parallel=max(1, size // pp),
-        stage_map=given,
-    )
-    found = remedies(inputs.sizes, inputs.cluster, limits)
-    return "; or ".join(found) or "use more machines, or machines with more memory"
+            overfull([budget], [needed], error.rank) or error.fact,
+            f"{how_to_allow([budget], [needed])}{'; or '.join(would_fit)}",
+        ) from None
 
 
 def headline(run: RunSpec, plan: Plan) -> str:

@@ -42,17 +42,17 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.pipeline.plan import Plan
-from shardmlx.training.choice import Choice, SequenceLengths, mean_lengths
+from shardmlx.planning.choice import Choice
+from shardmlx.planning.facts import SequenceLengths
 from shardmlx.training.datasets import DataSets, read_data
 from shardmlx.training.plan import (
+    check_layout,
     choose_plan,
     headline,
-    make_plan,
-    memory_of,
     of_model,
     without_effect,
 )
-from shardmlx.training.predicted import longest_inputs
+from shardmlx.training.predicted import longest_inputs, mean_lengths
 
 _PACKAGES = {"tensorboard": "tensorboardX"}
 """Packages of the services of --report-to that are not called as these are."""
@@ -112,7 +112,7 @@ def plan_run(
         transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
     )
     # What the options get wrong is found before the data is read.
-    on_all_ranks(transport, "planning", partial(make_plan, run.first, inputs, opened, model))
+    on_all_ranks(transport, "planning", partial(check_layout, run, inputs, opened, model))
     on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
     on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
     with transport.longer_timeout(SETUP_SECONDS):
@@ -129,7 +129,7 @@ def plan_run(
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
         choice: Choice = on_all_ranks(
-            transport, "choosing a plan", partial(choose_plan, run, inputs, opened, model, lengths)
+            transport, "choosing a plan", partial(choose_plan, run, inputs, opened, lengths)
         )
         plan, slices = on_all_ranks(
             transport,
@@ -140,7 +140,7 @@ def plan_run(
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
     reporter.say(headline(choice.run, plan))
-    for line in without_effect(choice.run, plan):
+    for line in without_effect(run, plan):
         reporter.warn(line)
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
@@ -148,7 +148,6 @@ def plan_run(
     share = lengths.counted_share(plan.pack)
     sizes_of_run = replace(inputs.sizes, batch=run.batch, fine_tune=run.fine_tune, counted=share)
     inputs = replace(inputs, sizes=sizes_of_run)
-    planned = memory_of(run, plan, inputs, lengths)
     backend = inputs.cluster.backend
     return PlannedRun(
         config=_settled(config, run),
@@ -160,7 +159,9 @@ def plan_run(
         data=data,
         sizes=sizes,
         lengths=lengths,
-        limits=limit_memory(transport.rank, inputs.budgets, planned, backend, reporter),
+        limits=limit_memory(
+            transport.rank, inputs.budgets, choice.assessment.memory, backend, reporter
+        ),
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.config.specs import NONE
+import numpy as np
+
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory import held_once
-from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.predict import predict, predict_memory
 from shardmlx.costmodel.workload import Workload
-from shardmlx.engine.batches import MicroBatch, Sample, make_batch
+from shardmlx.engine.batches import MicroBatch, Sample, make_batch, padded_width
 from shardmlx.pipeline.plan import Plan
 
 
@@ -69,43 +68,20 @@ def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
     return make_batch([longest], max_seq_length).shape[1]
 
 
-def planned_memory(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    lengths: tuple[int, int],
-    recompute: str,
-) -> tuple[PlannedMemory, ...]:
-    """Return the memory that the plan expects of each world rank.
-
-    ``lengths`` are T of the longest micro-batch of a step, and of those that only pass forward,
-    such as validation's: 0 if there are none.
-    """
-    planned = _planned(plan, workload, cluster, lengths[0], recompute)
-    if not lengths[1]:
-        return planned
-    forward = replace(workload, fine_tune=replace(workload.fine_tune, train=False))
-    return tuple(
-        replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
-        for step, passing in zip(
-            planned, _planned(plan, forward, cluster, lengths[1], NONE), strict=True
-        )
+def mean_lengths(
+    samples: Sequence[Sample], batch_size: int, max_seq_length: int
+) -> tuple[int, int, float]:
+    """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are, and
+    the share of the latter that counts in the loss."""
+    bounds = np.array([(max(2, len(tokens)), max(1, start)) for tokens, start in samples])
+    bounds = bounds[: max(1, len(bounds) // batch_size) * batch_size]
+    lengths, starts = bounds.T
+    padded, exact = (
+        np.minimum(each, max_seq_length) - 1 for each in (padded_width(lengths), lengths)
     )
-
-
-def _planned(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, recompute: str
-) -> tuple[PlannedMemory, ...]:
-    peaks, stages = predict_memory(
-        plan, workload, length, recompute=recompute, backend=cluster.backend
-    )
-    planned = []
-    for rank, peak in enumerate(peaks):
-        own = [stages[index] for index in plan.stage_map.stages_of(rank)]
-        resident = sum(stage.resident for stage in own) - held_once(own)
-        planned.append(PlannedMemory(peak, resident))
-    mesh = plan.mesh
-    return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
+    counted = np.maximum(exact + 1 - starts, 0)
+    means = round(float(padded.mean())), round(float(exact.mean()))
+    return *means, float(counted.sum() / exact.sum())
 
 
 def expect(

@@ -79,17 +79,10 @@ def test_layers_that_do_not_add_up(model: Path, data: Path, tmp_path: Path) -> N
     )
 
 
-def test_more_stages_than_layers(model: Path, data: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path, 2, "--virtual-stages", "3", "--schedule", "interleaved-1f1b") == (
-        "6 stages, but the model has 5 layers: use at most 5 stages"
-    )
-
-
 def test_a_stage_map_that_the_schedule_cannot_run(model: Path, data: Path, tmp_path: Path) -> None:
     path = stage_map(tmp_path, 2, 3)
-    assert refused(tmp_path, 2, "--stage-map", path, "--schedule", "zb-v") == (
-        "schedule zb-v runs 2 stages a rank, not 1: use 2, or the schedule interleaved-1f1b"
-    )
+    line = refused(tmp_path, 2, "--stage-map", path, "--schedule", "zb-v")
+    assert f"{path} suits no schedule zb-v on 2 ranks" in line
 
 
 def test_an_unknown_schedule(model: Path, data: Path, tmp_path: Path) -> None:
@@ -190,7 +183,7 @@ def test_fewer_samples_than_a_batch(model: Path, data: Path, tmp_path: Path) -> 
 def test_a_memory_limit_below_what_the_plan_needs(model: Path, data: Path, tmp_path: Path) -> None:
     line = refused(tmp_path, 2, "--memory-limit", "0.6MiB")
     assert re.fullmatch(
-        r"rank 0 \(\S+\) would take \S+ GiB, \S+ GiB of it outside MLX, of its 0\.6 MiB "
+        r"rank \d \(\S+\) would take \S+ GiB, \S+ GiB of it outside MLX, of its 0\.6 MiB "
         r"\(--memory-limit\): give --memory-limit \d+MiB or more, use more machines, or machines "
         r"with more memory",
         line,

@@ -39,7 +39,7 @@ def planned(measured: Job, small: Path, pirate: Path, directory: Path) -> Job:
         *("-m", "shardmlx.train"),
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--batch-size", "4"),
         *("--iters", "3", "--max-seq-length", "64", "--val-batches", "0"),
-        *("--partitioner", "profiled", "--profile", "profile.json"),
+        *("--pipeline-stages", "2", "--partitioner", "profiled", "--profile", "profile.json"),
         *("--metrics-file", "metrics.jsonl", "--adapter-path", "planned"),
         cwd=directory,
     )

@@ -242,7 +242,7 @@ def test_layout_length_reports_and_paths_may_change(model: Path, name: str) -> N
 def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     compared_apart = {"model", "data", "optimizer", "learning_rate", "lr_schedule"}
     compared_apart |= {"optimizer_config", "hf_dataset"}
-    like_others = {"train", "config", "virtual_stages", "prompt_feature", "completion_feature"}
+    like_others = {"train", "config", "prompt_feature", "completion_feature"}
     like_others |= {"chat_feature"}
     in_others = {"lora_rank", "lora_scale", "lora_dropout", "lora_keys", "warmup"}
     assert set(SAME_OPTIONS) == set(OTHER)

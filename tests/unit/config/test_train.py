@@ -375,7 +375,6 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--partitioner even", "--partitioner is 'even': choose from auto, balanced, uniform"),
         ("--dtype int8", "--dtype is 'int8': choose from float32, bfloat16, float16"),
         ("--pipeline-stages 0", "--pipeline-stages is 0: give 1 or more"),
-        ("--virtual-stages 3 --schedule zb-v", "--virtual-stages is 3: zb-v runs 2"),
         ("--max-grad-norm 0", "--max-grad-norm is 0.0: give more than 0"),
         ("--seed 4294967296", "--seed is 4294967296: give less than 2**32"),
         ("--clear-cache-threshold many", "'many': give bytes, or a size like 500MiB or 2GB"),

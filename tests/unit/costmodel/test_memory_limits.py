@@ -33,7 +33,7 @@ from shardmlx.costmodel.memory_limits import (
     unwired,
     within,
 )
-from shardmlx.costmodel.predict import predict_memory
+from shardmlx.costmodel.predict import planned_memory, predict_memory
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
@@ -44,7 +44,7 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.partition_problem import Candidate, plan_of
-from shardmlx.training.predicted import longest_inputs, planned_memory
+from shardmlx.training.predicted import longest_inputs
 from tests.helpers.models_and_batches import tiny_config
 
 

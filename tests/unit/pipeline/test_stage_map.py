@@ -181,12 +181,10 @@ def test_the_layers_must_be_those_of_the_model(tmp_path: Path) -> None:
 
 def test_the_command_line_may_repeat_the_map_but_not_contradict_it(tmp_path: Path) -> None:
     stage_map = read(tmp_path, TWO_ON_RANK_0)
-    stage_map.check_pipeline(None, None)
-    stage_map.check_pipeline(2, 2)
+    stage_map.check_pipeline(None)
+    stage_map.check_pipeline(2)
     with pytest.raises(UserError, match=r"--pipeline-stages is 4, but stage map .* has 2"):
-        stage_map.check_pipeline(4, None)
-    with pytest.raises(UserError, match=r"--virtual-stages is 1, but stage map .* has 2"):
-        stage_map.check_pipeline(None, 1)
+        stage_map.check_pipeline(4)
 
 
 def test_ranks_with_unequal_numbers_of_stages_have_no_virtual_count() -> None:

@@ -22,10 +22,7 @@ def advice(directory: Path, link: float, **options: Any) -> list[str]:
         **{"dtype": "float32"} | options,
     )  # fmt: skip
     machines = [Machine(host=host, flops=50e12, link=link, latency=1e-6) for host in "ab"]
-    planned = plan_training(config, machines)
-    return shorter_sums(
-        planned.workload, planned.cluster, planned.prediction, 512, recompute="none"
-    )
+    return shorter_sums(plan_training(config, machines))
 
 
 def test_replicas_of_a_full_fine_tune_on_a_slow_link(tmp_path: Path) -> None:

@@ -152,8 +152,6 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
     [
         (["--hostfile", "nowhere"], "cannot read hostfile nowhere: No such file"),
         (["--hostfile", "HOSTS", "--schedule", "fast"], "--schedule"),
-        (["--hostfile", "HOSTS", "--efficiency", "2"], "--efficiency is 2: give more than 0"),
-        (["--hostfile", "HOSTS", "--memory-fraction", "0"], "--memory-fraction is 0: give more"),
         (["--hostfile", "HOSTS", "--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["--hostfile", "HOSTS", "--draw", "step.gif"], "step.gif"),
         (["--hostfile", "HOSTS", "-o", "HOSTS/map.yaml"], "map.yaml cannot be written"),

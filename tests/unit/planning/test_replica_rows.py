@@ -22,11 +22,18 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.replica_rows import rows_by_speed
-from shardmlx.training.choice import lay_out
+from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
 
-BALANCED = {"partitioner": "balanced", "schedule": "1f1b", "pack": False, "num_layers": -1}
+BALANCED = {
+    "partitioner": "balanced",
+    "schedule": "1f1b",
+    "pack": False,
+    "num_layers": -1,
+    "zero": 1,
+}
 
 
 def test_rows_go_to_whom_they_make_last_the_shortest() -> None:
@@ -51,7 +58,8 @@ def laid_out(model: Path, cluster: Cluster, **options: object) -> tuple[Plan, Wo
     config = TrainConfig(model=str(model), **{**BALANCED, **options})  # type: ignore[arg-type]
     files = open_model(str(model))
     workload = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
-    return lay_out(RunSpec.of(config), workload, None, cluster), workload
+    facts = Facts(workload=workload, cluster=cluster, lengths=SequenceLengths.full(512))
+    return facts.plan(ways(RunSpec.of(config), facts)[0]), workload
 
 
 def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows(model: Path) -> None:

@@ -1,0 +1,351 @@
+"""Choose how a model is trained on given machines: the fastest way that fits. No MLX, no MPI.
+
+The options of a run leave questions open: ``auto`` and None. ``ways`` answers them in every way
+that makes sense, ``assess`` says what a way takes, and ``choose`` takes the fastest that fits.
+``shardmlx plan``, a run, its dry run, a restart on fewer machines, and the remedies of an error
+all ask here, so that they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardmlx.common.formatting import gibibytes, plural
+from shardmlx.config.common_options import SIMPLEST, SMALLEST
+from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, RunSpec
+from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
+from shardmlx.costmodel.memory_limits import PlannedMemory
+from shardmlx.costmodel.predict import Prediction, planned_memory, predict
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.facts import CLOSE, Facts
+from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.ways import ways
+
+SET_UP_TOKENS = 24
+"""Tokens that are computed while a micro-batch is set up, whatever its size: weights are read, and
+each operation is started. Counted on an x86 core in float32; by its data sheet an M1 Pro reads
+16-bit weights while it computes 26 tokens, an M4 Max 31."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """A way that fits: its plan, the seconds of a step by which ways are compared (FLOPs where the
+    speed of the machines is not known), and the memory of each world rank."""
+
+    way: RunSpec
+    plan: Plan
+    seconds: float
+    memory: tuple[PlannedMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The way that is taken, of ``tried`` that there were.
+
+    ``relative_seconds`` are those of a step beside the simplest way's, and ``lacking`` says why
+    that does not fit, if so. ``prediction`` is that of a step of rows of mean length.
+    """
+
+    assessment: Assessment
+    prediction: Prediction
+    tried: int
+    relative_seconds: float
+    lacking: str | None = None
+
+    @property
+    def run(self) -> RunSpec:
+        """The options, with nothing left open."""
+        return self.assessment.way
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that every rank follows."""
+        return self.assessment.plan
+
+    @property
+    def way(self) -> str:
+        """The way in words, as ``plan`` and a run print it."""
+        plan, run = self.plan, self.run
+        ranks = plural(plan.mesh.pp, "rank")
+        if plan.mesh.dp > 1:
+            ranks = f"{plural(plan.mesh.dp, 'replica')} x {ranks}"
+        if plan.stage_map.num_stages > plan.mesh.pp:
+            ranks += f" with {plan.stage_map.virtual} stages each"
+        micro = "1 micro-batch" if plan.microbatches == 1 else f"{plan.microbatches} micro-batches"
+        parts = [ranks, plan.schedule, f"{micro} of {plan.micro_batch_size}"]
+        if plan.pack:
+            parts.append("packed")
+        if run.batch.loss_chunk == COUNTED:
+            parts.append("logits only where a token counts")
+        if plan.replica_rows:
+            parts.append(f"rows {' + '.join(map(str, plan.replica_rows))}")
+        if run.batch.recomputed != NONE:
+            parts.append(f"--recompute {run.batch.recomputed}")
+        if plan.mesh.dp > 1 and run.fine_tune.divides_weights:
+            parts.append("weights divided among replicas (--zero 3)")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        worth = "as the simplest way"
+        if self.lacking is not None:
+            worth = f"the simplest way does not fit: {self.lacking}"
+        elif self.relative_seconds < 1:
+            worth = f"predicted {1 / self.relative_seconds:.2f} times as fast as the simplest way"
+        return f"chosen: {self.way}: {worth}"
+
+
+def assess(way: RunSpec, facts: Facts) -> Assessment:
+    """Return what a way takes.
+
+    Raises ``DoesNotFitError`` where a rank would hold more than it may, another ``UserError``
+    where the layers cannot be divided so.
+    """
+    plan, workload, cluster = facts.plan(way), facts.work(way), facts.cluster
+    memory = planned_memory(plan, workload, cluster, facts.lengths.longest, way.batch.recomputed)
+    for rank, each in enumerate(memory):
+        if each.peak > cluster.capacity(rank):
+            raise _does_not_fit(cluster, rank, each.peak)
+    set_up = _set_up(plan.micro_batch_size, facts)
+    seconds = _predicted(plan, workload, facts, set_up).step_seconds
+    return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
+
+
+def _predicted(plan: Plan, workload: Workload, facts: Facts, set_up: int = 0) -> Prediction:
+    length = facts.lengths.mean(plan.pack) + set_up
+    recompute = workload.batch.recomputed
+    return predict(plan, workload, facts.cluster, length, recompute=recompute)
+
+
+def _set_up(rows: int, facts: Facts) -> int:
+    """Return the tokens a row that setting up a micro-batch of ``rows`` takes; a profile has
+    measured them."""
+    return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
+
+
+def _does_not_fit(cluster: Cluster, rank: int, peak: float) -> DoesNotFitError:
+    has = cluster.capacity(rank)
+    return DoesNotFitError(
+        f"the model does not fit: rank {rank} ({cluster.machines[rank].host}) would hold "
+        f"{gibibytes(peak)} of its {gibibytes(has)}, {gibibytes(peak - has)} too much",
+        rank,
+        peak - has,
+        "divide the layers otherwise, or use more machines",
+    )
+
+
+def choose(
+    run: RunSpec,
+    facts: Facts,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Choice:
+    """Return the fastest way that fits; of those about as fast, the simplest.
+
+    ``advance`` is told how many ways of how many were looked at. ``DoesNotFitError`` says by how
+    much the best of them fails, another ``UserError`` what keeps all of them from being divided.
+    """
+    asked = ways(run, facts)
+    search = _Search(asked, facts)
+    for done, (bound, place) in enumerate(search.most_promising_first()):
+        advance(done, len(asked))
+        if bound > search.shortest * (1 + CLOSE):
+            break
+        search.look(place)
+    if not search.found:
+        raise search.nearest_failure()
+    limit = search.shortest * (1 + CLOSE)
+    best = search.found[min(i for i, each in search.found.items() if each.seconds <= limit)]
+    first, lacking = search.found.get(0), None
+    if first is None:
+        first, lacking = _simplest(asked[0], facts)
+    return Choice(
+        assessment=best,
+        prediction=_predicted(best.plan, facts.work(best.way), facts),
+        tried=len(asked),
+        relative_seconds=1.0 if first is None else best.seconds / first.seconds,
+        lacking=lacking,
+    )
+
+
+def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None]:
+    """Return what the simplest way takes, None where it cannot be had, and why it does not fit."""
+    try:
+        return assess(way, facts), None
+    except DoesNotFitError as error:
+        lacking = error.fact
+    except UserError:
+        return None, None
+    try:
+        return assess(way, facts.with_all_memory), lacking
+    except UserError:
+        return None, lacking  # its partitioner goes by memory
+
+
+def fits(run: RunSpec, facts: Facts) -> bool:
+    """Return whether a way fits, with the least memory in what the options leave open."""
+    try:
+        asked = ways(run, facts)
+    except UserError:
+        return False
+    return any(_has_room(way, facts) for way in _tightest(asked).values())
+
+
+def _has_room(way: RunSpec, facts: Facts) -> bool:
+    if _lacking_for_weights(way, facts) > 0:
+        return False
+    try:
+        assess(way, facts)
+    except UserError:
+        return False
+    return True
+
+
+def _lacking_for_weights(way: RunSpec, facts: Facts) -> float:
+    """Return the bytes that the machines of a replica lack for the weights alone, or of all
+    replicas that divide these; 0 or less where they have room."""
+    cluster = facts.cluster
+    mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
+    rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]
+    sizes = facts.workload.weight_sizes
+    copies = mesh.dp if way.fine_tune.divides_weights else 1
+    return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
+
+
+def _tightest(asked: Sequence[RunSpec]) -> dict[tuple[int | None, bool], RunSpec]:
+    """Return, of the ways with the same ranks in a pipeline that divide weights or do not, the one
+    that needs the least memory."""
+    tightest: dict[tuple[int | None, bool], RunSpec] = {}
+    for way in asked:
+        best = tightest.setdefault(_group(way), way)
+        if _tightness(way) > _tightness(best):
+            tightest[_group(way)] = way
+    return tightest
+
+
+def _group(way: RunSpec) -> tuple[int | None, bool]:
+    return way.layout.pipeline_stages, way.fine_tune.divides_weights
+
+
+def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
+    again, _, is_by_memory = _thrift(way)
+    return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
+
+
+class _Search:
+    """The ways that were looked at: those that fit, by their place, and why others do not."""
+
+    def __init__(self, asked: Sequence[RunSpec], facts: Facts) -> None:
+        self._asked, self._facts = asked, facts
+        self.found: dict[int, Assessment] = {}
+        self.failures: list[UserError] = []
+        self.shortest = math.inf
+        self._fitting: dict[tuple[object, ...], list[tuple[int, bool, bool]]] = {}
+        self._tightest = _tightest(asked)
+        self._room = {
+            group: False
+            for group, way in self._tightest.items()
+            if _lacking_for_weights(way, facts) > 0
+        }
+
+    def most_promising_first(self) -> list[tuple[float, int]]:
+        """Return (seconds that no such step beats, place) of each way.
+
+        Where nobody knows what gathering weights takes, ways that divide them come last.
+        """
+        bounds: dict[tuple[object, ...], float] = {}
+        pairs = []
+        for place, way in enumerate(self._asked):
+            batch = way.batch
+            key = (*_alike(way), batch.recompute)
+            if key not in bounds:
+                bounds[key] = self._least(way)
+            pairs.append((bounds[key], place))
+        if self._facts.cluster.knows_messages:
+            return sorted(pairs)
+        return sorted(pairs, key=lambda pair: (self._divides(pair[1]), *pair))
+
+    def look(self, place: int) -> None:
+        """Assess a way, unless a faster one like it fits already, or its mesh has no room."""
+        way = self._asked[place]
+        group = _group(way)
+        if self._is_in_vain(place) or not self._room.get(group, True):
+            return
+        try:
+            found = assess(way, self._facts)
+        except UserError as error:
+            self.failures.append(error)
+            if isinstance(error, DoesNotFitError) and group not in self._room:
+                self._room[group] = self._has_any_room(group)
+            return
+        self.found[place] = found
+        self._fitting.setdefault(_alike(way), []).append(_thrift(way))
+        self.shortest = min(self.shortest, found.seconds)
+
+    def _has_any_room(self, group: tuple[int | None, bool]) -> bool:
+        try:
+            assess(self._tightest[group], self._facts)
+        except UserError as error:
+            self.failures.append(error)
+            return False
+        return True
+
+    def nearest_failure(self) -> UserError:
+        """Return why the way that lacks least cannot be had."""
+        if not self.failures:
+            lacking = {
+                group: _lacking_for_weights(way, self._facts)
+                for group, way in self._tightest.items()
+            }
+            self._has_any_room(min(lacking, key=lambda group: lacking[group]))
+        return min(self.failures, key=_shortage)
+
+    def _divides(self, place: int) -> bool:
+        return self._asked[place].fine_tune.divides_weights
+
+    def _is_in_vain(self, place: int) -> bool:
+        """Skip slower low-memory variants once a faster variant fits."""
+        way, knows_messages = self._asked[place], self._facts.cluster.knows_messages
+        if self._divides(place) and not knows_messages and not all(map(self._divides, self.found)):
+            return True
+        thrift = _thrift(way)
+        return any(
+            all(theirs <= ours for theirs, ours in zip(other, thrift, strict=True))
+            for other in self._fitting.get(_alike(way), ())
+        )
+
+    def _least(self, way: RunSpec) -> float:
+        """Return the seconds of a step in which all machines are busy all the time."""
+        facts, batch = self._facts, way.batch
+        mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
+        rows, size = divide_batch(batch, mesh)
+        length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
+        models = pipeline_seconds(
+            facts.work(way), facts.cluster, mesh, size, length, recompute=batch.recomputed
+        )
+        wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
+        return rows / size / sum(1 / whole for whole in wholes)
+
+
+def _alike(way: RunSpec) -> tuple[object, ...]:
+    """Return what two ways have in common where the one that holds more is faster."""
+    layout, batch = way.layout, way.batch
+    return (
+        *(layout.pipeline_stages, layout.schedule),
+        *(batch.pack, batch.micro_batch_size, batch.loss_chunk),
+    )
+
+
+def _thrift(way: RunSpec) -> tuple[int, bool, bool]:
+    """Return what a way spends time on to hold less: recomputing, gathering, division by memory."""
+    again = RECOMPUTE.index(way.batch.recomputed)
+    return again, way.fine_tune.divides_weights, way.layout.partitioner == SMALLEST
+
+
+def _shortage(error: UserError) -> float:
+    """Return the bytes that are lacking, as a sort key; other faults come last."""
+    return error.shortage if isinstance(error, DoesNotFitError) else math.inf

@@ -1,0 +1,92 @@
+"""What the choice of a way to train depends on beside the options. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardmlx.config.specs import RunSpec
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.timing import TYPICAL_LENGTH
+from shardmlx.costmodel.workload import Workload
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.layout import lay_out
+
+CLOSE = 0.01
+"""Part of a step, or of a row, below which a difference counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """The lengths of a run's sequences, in tokens of their inputs.
+
+    ``longest`` are those of a step, and of sequences that only pass forward; ``padded`` and
+    ``exact`` the means of a row as it is computed, and without its padding; ``counted`` the share
+    of the latter that counts in the loss.
+    """
+
+    longest: tuple[int, int]
+    padded: int
+    exact: int
+    counted: float = 1.0
+
+    @classmethod
+    def full(cls, length: int) -> SequenceLengths:
+        """Return the lengths of rows that all have ``length`` tokens."""
+        return cls((length, 0), length, length)
+
+    @classmethod
+    def unread(cls, max_seq_length: int) -> SequenceLengths:
+        """Return the lengths that are assumed of data that nobody has read yet."""
+        typical = min(max_seq_length, TYPICAL_LENGTH)
+        return cls((max_seq_length, 0), typical, typical)
+
+    @property
+    def are_alike(self) -> bool:
+        """True if rows are never padded, and packing has nothing to gain."""
+        return self.exact >= (1 - CLOSE) * self.longest[0]
+
+    def mean(self, pack: bool | None) -> int:
+        """Return the mean length of a row as it is computed."""
+        return self.exact if pack else self.padded
+
+    def counted_share(self, pack: bool | None) -> float:
+        """Return the share of the computed positions at which a token counts."""
+        return self.counted if pack else self.counted * self.exact / self.padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts on which a choice depends beside the options: model, machines, data.
+
+    ``cluster`` has no more memory than a rank may use. ``stage_map`` is the user's, if there is
+    one; ``can_pack`` says whether packed rows have the same loss.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    lengths: SequenceLengths
+    stage_map: StageMap | None = None
+    can_pack: bool = True
+
+    @property
+    def knows_times(self) -> bool:
+        """True if layouts that send different messages can be compared: by seconds."""
+        return self.cluster.unit == "seconds" and self.cluster.knows_messages
+
+    def work(self, way: RunSpec) -> Workload:
+        """Return the work as it is done in this way."""
+        share = self.lengths.counted_share(way.batch.pack)
+        return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)
+
+    def plan(self, way: RunSpec) -> Plan:
+        """Return the plan of a way. Raises ``UserError`` where it cannot be laid out so."""
+        length = self.lengths.mean(way.batch.pack)
+        work, longest = self.work(way), self.lengths.longest[0]
+        return lay_out(way, work, self.stage_map, self.cluster, length, longest)
+
+    @property
+    def with_all_memory(self) -> Facts:
+        """The same with machines that have as much memory as is asked for."""
+        machines = (replace(each, memory=None, wired=None) for each in self.cluster.machines)
+        return replace(self, cluster=replace(self.cluster, machines=tuple(machines)))

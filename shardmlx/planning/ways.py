@@ -1,0 +1,203 @@
+"""Answer what the options of a run leave open, in every way that makes sense. No MLX, no MPI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
+from shardmlx.config.specs import (
+    COUNTED,
+    DIVIDED_WEIGHTS,
+    RECOMPUTE,
+    BatchOptions,
+    Chunk,
+    RunSpec,
+)
+from shardmlx.errors import UserError
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import suits
+from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
+from shardmlx.planning.facts import Facts
+from shardmlx.planning.layout import divide_batch, make_mesh
+
+
+class TooManyMachinesError(UserError):
+    """Error: more machines, or stages, than layers."""
+
+
+def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
+    """Return all answers to what the options leave open, from the simplest on.
+
+    Raises ``UserError`` where they leave nothing, ``TooManyMachinesError`` for more stages than
+    layers.
+    """
+    run = run.for_ranks(facts.cluster.size)
+    meshes = _meshes(run, facts)
+    found = [way for mesh in meshes for way in _of_mesh(run, facts, mesh)]
+    if not found:
+        raise _nothing_left(run, facts, meshes)
+    if not facts.knows_times or not run.fine_tune.train:
+        # The longest pipeline, whose ranks hold the least and which has the fewest messages.
+        longest = max(each.layout.pipeline_stages or 1 for each in found)
+        found = [each for each in found if each.layout.pipeline_stages == longest]
+    return sorted(found, key=_complexity)
+
+
+def _complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
+    """Return a sort key: little is computed and sent again, and pipelines are long."""
+    batch, stages = way.batch, way.layout.pipeline_stages or 1
+    again = RECOMPUTE.index(batch.recomputed)
+    counted = batch.loss_chunk == COUNTED
+    return way.fine_tune.divides_weights, again, -stages, counted, bool(batch.pack)
+
+
+def _meshes(run: RunSpec, facts: Facts) -> list[Mesh]:
+    """Return the meshes that the options leave open, the longest pipeline first."""
+    size, cluster = facts.cluster.size, facts.cluster
+    if facts.stage_map is not None:
+        facts.stage_map.check_pipeline(run.layout.pipeline_stages)
+        facts.stage_map.check_model(run.model, facts.workload.shape.num_layers)
+        return [make_mesh(facts.stage_map, size, [each.host for each in cluster.machines])]
+    if run.layout.pipeline_stages is not None:
+        return [Mesh.for_world(size, run.layout.pipeline_stages)]
+    return [Mesh(size // pp, pp) for pp in range(size, 0, -1) if size % pp == 0]
+
+
+def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
+    tune, batch, layout = run.fine_tune, run.batch, run.layout
+    try:
+        rows, usual = divide_batch(batch, mesh)
+    except UserError:
+        if layout.pipeline_stages is not None or facts.stage_map is not None:
+            raise
+        return
+    tunes = [tune]
+    if tune.train and tune.zero is None and mesh.dp > 1:
+        usual_zero = int(tune.divides_optimizer)
+        tunes = [replace(tune, zero=zero) for zero in (usual_zero, DIVIDED_WEIGHTS)]
+    can_pack = facts.can_pack and not facts.lengths.are_alike
+    packs = ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,)
+    amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
+    for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
+        virtual = _virtual(schedule, facts)
+        for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):
+            if not _runs(schedule, mesh.pp, -(-rows // (size or usual)), virtual, facts):
+                continue
+            answers = product(
+                tunes,
+                amounts,
+                _loss_chunks(batch, facts, pack),
+                _partitioners(run, facts, virtual),
+            )
+            for each, amount, chunk, partitioner in answers:
+                yield replace(
+                    run,
+                    fine_tune=each,
+                    layout=replace(
+                        layout,
+                        pipeline_stages=mesh.pp,
+                        partitioner=partitioner,
+                        schedule=schedule,
+                    ),
+                    batch=replace(
+                        batch,
+                        micro_batch_size=size,
+                        pack=pack,
+                        recompute=amount,
+                        loss_chunk=chunk,
+                    ),
+                )
+
+
+def _schedules(run: RunSpec, facts: Facts, pp: int) -> list[str]:
+    """Return the schedules between which a prediction can decide, from the simplest on."""
+    # 1F1B takes as long as GPipe, and never more memory.
+    names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
+    if run.layout.schedule != AUTO:
+        names = [run.layout.schedule]
+    if facts.stage_map is not None:
+        return [name for name in names if suits(facts.stage_map, get_schedule(name))]
+    if run.layout.schedule == AUTO and (pp == 1 or not facts.cluster.knows_messages):
+        return [SIMPLEST]  # one rank orders nothing; and it has the fewest messages
+    return names
+
+
+def _virtual(schedule: str, facts: Facts) -> int:
+    if facts.stage_map is not None:
+        return facts.stage_map.virtual
+    return get_schedule(schedule).default_virtual
+
+
+def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: Facts) -> bool:
+    """Return whether a schedule can run so many micro-batches, and has a layer for each stage."""
+    try:
+        get_schedule(schedule).check(pp, microbatches, virtual)
+    except UserError:
+        return False
+    return pp * virtual <= facts.workload.shape.num_layers
+
+
+def _sizes(
+    batch: BatchOptions, facts: Facts, rows: int, usual: int, pp: int, pack: bool
+) -> Sequence[int | None]:
+    """Return the usual size of micro-batches, larger ones that leave each rank one at a time, then
+    smaller ones, which hold less.
+
+    None stands for all rows of a replica where it is not known yet how many these will be.
+    """
+    if batch.micro_batch_size is not None:
+        return [batch.micro_batch_size]
+    # Without packing larger ones may be padded, by how much is not known here.
+    grows = pack or facts.lengths.are_alike
+    larger = [usual << k for k in range(1, rows.bit_length())] if grows else []
+    smaller = [usual >> k for k in range(1, usual.bit_length())]
+    first = None if usual == rows and batch.replica_rows is not None else usual
+    return [first, *(size for size in larger if rows // size >= pp), *smaller]
+
+
+def _loss_chunks(batch: BatchOptions, facts: Facts, pack: bool) -> tuple[Chunk, ...]:
+    if batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
+        return AUTO, COUNTED
+    return (batch.loss_chunk,)
+
+
+def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
+    """Return the partitioners to ask, the fastest division first: ``hetero`` knows memory too, and
+    puts one stage on each rank."""
+    if run.layout.partitioner != AUTO:
+        return (run.layout.partitioner,)
+    if virtual == 1 and facts.stage_map is None:
+        return ("hetero",)
+    knows_memory = all(math.isfinite(facts.cluster.capacity(i)) for i in range(facts.cluster.size))
+    return (FASTEST, SMALLEST) if knows_memory and facts.stage_map is None else (FASTEST,)
+
+
+def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
+    """Return the error that says why no way is left."""
+    layers, ranks = facts.workload.shape.num_layers, facts.cluster.size
+    names = _schedules(run, facts, meshes[0].pp)
+    if not names:
+        asked = "" if run.layout.schedule == AUTO else f" {run.layout.schedule}"
+        return UserError(
+            f"{facts.stage_map} suits no schedule{asked} on {ranks} ranks",
+            "number its ranks as the schedule does, or leave the map out",
+        )
+    errors = []
+    for mesh, name in product(meshes, names):
+        virtual = _virtual(name, facts)
+        try:
+            rows, size = divide_batch(run.batch, mesh)
+            get_schedule(name).check(mesh.pp, -(-rows // size), virtual)
+        except UserError as error:
+            errors.append(error)
+            continue
+        stages = mesh.pp * virtual
+        what = f"{ranks} machines" if stages == ranks else f"{stages} stages"
+        return TooManyMachinesError(
+            f"{what}, but the model has {layers} layers",
+            f"use at most {layers}, or replicas: --data-parallel",
+        )
+    return errors[0]

@@ -1,0 +1,700 @@
+"""The planner: the ways that options leave open, the fastest that fits, and what it says when
+nothing fits."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardmlx.common.units import GIB, MIB
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import COUNTED, RECOMPUTE, BatchOptions, FineTune, RunSpec
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import EFFICIENCY, Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.memory_limits import budgets_of
+from shardmlx.costmodel.predict import predict
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
+from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.workload import Workload
+from shardmlx.errors import UserError
+from shardmlx.loading.rank_setup import PlanInputs
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.advice import other_way
+from shardmlx.planning.choice import Choice, assess, choose
+from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.planning.replica_rows import with_replica_rows
+from shardmlx.planning.suggestions import quantised, remedies
+from shardmlx.planning.training_plan import TrainingPlan, plan_training
+from shardmlx.planning.ways import TooManyMachinesError, ways
+from shardmlx.training.plan import choose_plan
+from tests.helpers.fake_models import MISTRAL_7B
+from tests.helpers.models_and_batches import tiny_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mistral-7B, of which nothing but config.json is here."""
+    path = tmp_path_factory.mktemp("mistral")
+    (path / "config.json").write_text(json.dumps(MISTRAL_7B))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Only the configuration of a model of sixteen layers: enough to choose for it."""
+    path = tmp_path_factory.mktemp("small")
+    config = tiny_config(layers=16, hidden_size=256, intermediate_size=1024)
+    (path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    return path
+
+
+def work(model: Path, **options: object) -> Workload:
+    config = TrainConfig(model=str(model), **{"num_layers": -1, **options})  # type: ignore[arg-type]
+    return Workload.of(open_model(str(model)), FineTune.of(config), BatchOptions.of(config))
+
+
+def macs(*machines: tuple[float, float], link: float | None = 5e9) -> Cluster:
+    """One for each (GiB, TFLOP/s)."""
+    return Cluster(
+        machines=tuple(
+            Machine(
+                host=f"mac{i}",
+                memory=round(memory * GIB),
+                flops=tera * 1e12,
+                link=link,
+                latency=30e-6,
+            )
+            for i, (memory, tera) in enumerate(machines)
+        ),
+        memory_fraction=0.75,
+        efficiency=0.5,
+    )
+
+
+def ranks(*memories: float, host: str = "mac", link: float | None = None) -> Cluster:
+    """Ranks with so many bytes each, whose speed is not known; on one host, or ``{}`` in its name
+    tells them apart."""
+    return Cluster(
+        machines=tuple(
+            Machine(host=host.format(rank), memory=round(memory), link=link)
+            for rank, memory in enumerate(memories)
+        ),
+        memory_fraction=1.0,
+        backend="cpu",
+    )
+
+
+def asked(
+    model: Path,
+    cluster: Cluster,
+    lengths: SequenceLengths | None = None,
+    *,
+    given: StageMap | None = None,
+    can_pack: bool = True,
+    **options: Any,
+) -> tuple[RunSpec, Facts]:
+    """What is asked for, of rows of 512 tokens in batches of 8 where nothing else is said."""
+    settings = {"num_layers": -1, "batch_size": 8, "max_seq_length": 512, **options}
+    run = RunSpec.of(TrainConfig(model=str(model), **settings))
+    facts = Facts(
+        workload=Workload.of(open_model(str(model)), run.fine_tune, run.batch),
+        cluster=cluster,
+        lengths=lengths or SequenceLengths.full(run.batch.max_seq_length),
+        stage_map=given,
+        can_pack=can_pack,
+    )
+    return run, facts
+
+
+def chosen(*question: Any, **options: Any) -> Choice:
+    return choose(*asked(*question, **options))
+
+
+def tried_remedies(*question: Any, **options: Any) -> list[str]:
+    return remedies(*asked(*question, **options))
+
+
+ONE_STAGE_EACH: dict[str, Any] = {"schedule": "1f1b", "data_parallel": 1}
+ALIKE = SequenceLengths((96, 0), padded=96, exact=96)
+PADDED = SequenceLengths((96, 0), padded=96, exact=60)
+ROOM = (GIB, GIB)
+SMALL = range(130 * MIB, 30 * MIB, -4 * MIB)
+
+
+def sizes(choice: Choice) -> tuple[int, ...]:
+    return choice.plan.stage_map.partition.sizes
+
+
+def fits(choice: Choice) -> bool:
+    return all(rank.fits for rank in choice.prediction.ranks)
+
+
+# What may be chosen
+
+
+def test_every_mesh_schedule_and_micro_batch_is_a_way(model: Path) -> None:
+    found = ways(*asked(model, macs(*[(64, 10)] * 4)))
+    stages = [way.layout.pipeline_stages for way in found]
+    assert set(stages) == {4, 2, 1}
+    pipeline = [way for way in found if way.layout.pipeline_stages == 4]
+    assert {way.batch.micro_batch_size for way in pipeline} == {1, 2}
+    names = {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v"}
+    assert {way.layout.schedule for way in pipeline} == names
+    assert {way.batch.recompute for way in pipeline} == set(RECOMPUTE)
+    alone = [way for way in found if way.layout.pipeline_stages == 1]
+    assert {(way.layout.schedule, way.batch.micro_batch_size) for way in alone} == {
+        ("1f1b", 1), ("1f1b", 2),
+    }  # fmt: skip
+    first = found[0]
+    assert (first.layout.schedule, first.layout.pipeline_stages) == ("1f1b", 4)
+    assert (first.batch.recompute, first.batch.pack) == ("none", False)
+
+
+def test_a_way_leaves_nothing_open(model: Path) -> None:
+    run, facts = asked(model, macs((64, 10), (64, 10)), PADDED, loss_chunk=OFF)
+    for way in ways(run, facts):
+        assert ways(way, facts) == [way]
+
+
+def test_one_machine_takes_its_batch_in_parts_where_memory_wants_it(model: Path) -> None:
+    choice = chosen(model, macs((32, 10)), batch_size=64, recompute="none")
+    assert choice.plan.micro_batch_size < 64
+
+
+def test_what_the_user_settled_stays(model: Path) -> None:
+    settled: dict[str, Any] = {"data_parallel": 2, "schedule": "zb-h1", "recompute": "full"}
+    cluster = macs(*[(64, 10)] * 4)
+    (way,) = ways(*asked(model, cluster, micro_batch_size=2, zero=0, **settled))
+    assert (way.layout.pipeline_stages, way.layout.schedule) == (2, "zb-h1")
+    assert (way.batch.micro_batch_size, way.batch.recompute, way.fine_tune.zero) == (2, "full", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "message"),
+    [
+        ({"data_parallel": 3}, 4, "--data-parallel 3 does not divide 4 ranks"),
+        (
+            {"batch_size": 3, "data_parallel": 2},
+            4,
+            "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2",
+        ),
+        ({"data_parallel": 1}, 33, "33 machines, but the model has 32 layers: use at most 32"),
+    ],
+)
+def test_what_leaves_nothing_to_choose_is_named(
+    options: dict[str, Any], count: int, message: str, model: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        ways(*asked(model, macs(*[(64, 10)] * count), **options))
+
+
+def test_more_machines_than_layers_are_an_error_of_its_own(small: Path) -> None:
+    with pytest.raises(TooManyMachinesError):
+        ways(*asked(small, ranks(*[GIB] * 17)))
+
+
+def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path: Path) -> None:
+    packed = {**MISTRAL_7B, "quantization": {"group_size": 64, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(UserError, match="MLX has no gradients for quantised weights"):
+        work(tmp_path, fine_tune_type="full")
+    assert chosen(tmp_path, macs((16, 10))).prediction.ranks[0].weights < 5e9
+
+
+# What is chosen
+
+
+def test_equal_machines_get_equal_parts(model: Path) -> None:
+    choice = chosen(model, macs((64, 10), (64, 10)), **ONE_STAGE_EACH)
+    assert sizes(choice) in ((16, 16), (17, 15))
+    assert choice.lacking is None
+
+
+def test_a_machine_twice_as_fast_gets_twice_as_many_layers(model: Path) -> None:
+    choice = chosen(model, macs((64, 20), (64, 10)), **ONE_STAGE_EACH)
+    fast, slow = (
+        size for _, size in sorted(zip(choice.plan.stage_map.placement, sizes(choice), strict=True))
+    )
+    assert fast / slow == pytest.approx(2, rel=0.15)
+
+
+def test_what_does_not_fit_on_a_small_machine_goes_to_a_large_one(model: Path) -> None:
+    run, facts = asked(model, macs((64, 10), (8, 10)), **ONE_STAGE_EACH)
+    choice = choose(run, facts)
+    assert fits(choice)
+    assert max(sizes(choice)) > 20
+    unlimited = choose(run, facts.with_all_memory)
+    assert unlimited.prediction.step_seconds < choice.prediction.step_seconds
+
+
+def test_activations_are_computed_again_only_where_that_pays(model: Path) -> None:
+    roomy = chosen(model, macs((64, 10), (64, 10)))
+    assert roomy.run.batch.recompute == "none"
+    tight = chosen(model, macs((24, 10), (24, 10)), max_seq_length=4096, data_parallel=1, zero=0)
+    assert tight.run.batch.recompute != "none"
+
+
+def test_no_other_way_is_faster_and_fits(model: Path) -> None:
+    run, facts = asked(model, macs((32, 10), (16, 5), (24, 8)))
+    best = choose(run, facts).assessment.seconds
+    for way in ways(run, facts):
+        try:
+            other = assess(way, facts)
+        except DoesNotFitError:
+            continue
+        assert best <= other.seconds * 1.01
+
+
+def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) -> None:
+    """And where nobody knows how fast machines or links are, the pipeline stays."""
+    room = ((64, 10), (64, 10))
+    fast = chosen(model, macs(*room))
+    assert fast.plan.mesh == Mesh(2, 1)
+    assert fast.relative_seconds < 1
+    assert str(fast).startswith("chosen: 2 replicas x 1 rank, 1f1b, ")
+    assert chosen(model, macs(*room, link=None)).plan.mesh == Mesh(1, 2)
+    unknown = (Machine(host="a"), Machine(host="a"))
+    assert chosen(model, Cluster(machines=unknown)).plan.mesh == Mesh(1, 2)
+
+
+# What is predicted
+
+
+def test_a_step_on_one_machine_is_its_flops_at_its_speed(model: Path) -> None:
+    choice = chosen(model, macs((96, 10)))
+    shape = work(model).shape
+    forward = 32 * shape.layer(0).flops(512) + shape.head_flops()
+    expected = 8 * 512 * 2 * forward / (10e12 * 0.5)  # F and I; adapters have no W to speak of
+    assert choice.prediction.step_seconds == pytest.approx(expected)
+    assert choice.prediction.tokens_per_second == pytest.approx(8 * 512 / expected)
+    assert choice.prediction.simulation.bubble == 0
+
+
+def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
+    workload = work(model)
+    stage_map = StageMap(Partition.from_sizes((16, 16)), (0, 1))
+    plan = plan_of(Candidate(Mesh(1, 2), "1f1b", 1, 8, 1, "none"), stage_map, workload)
+    fast, slow = (
+        predict(plan, workload, macs((64, 10), (64, 10), link=link), 512) for link in (5e9, 1e6)
+    )
+    assert slow.step_seconds > fast.step_seconds + 4
+    assert max(rank.exposed for rank in fast.ranks) < 0.02 * fast.step_seconds
+    assert max(rank.exposed for rank in slow.ranks) > 0.5 * slow.step_seconds
+
+
+def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
+    """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums. What
+    is rounded takes time as well, there and back."""
+    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
+    ways = (
+        ({"zero": 0}, 4, 0.0),
+        ({"zero": 1}, (4 + 2) / 2, 0.0),
+        ({"zero": 0, "sum_dtype": "bfloat16"}, 2, 4.2e-9),
+        ({"zero": 1, "sum_dtype": "int8"}, (1 + 4 / 256 + 2) / 2, 5e-9 / 2),
+    )
+    for options, nbytes, rounding in ways:
+        workload = work(model, fine_tune_type="full", **options)
+        plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
+        prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
+        parameters = 32 * workload.shape.layer(0).parameters
+        assert prediction.reduce_seconds == pytest.approx(parameters * (nbytes / 1e9 + rounding))
+
+
+def test_replicas_of_one_host_use_its_link_once(model: Path) -> None:
+    """Four on two hosts send as much over a link as two: sums within a host come first."""
+    workload = work(model, fine_tune_type="full", zero=0)
+    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
+    two = macs((999, 10), (999, 10), link=1e9)
+    four = replace(two, machines=tuple(each for each in two.machines for _ in range(2)))
+    seconds = [
+        predict(
+            plan_of(Candidate(Mesh(dp, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload),
+            workload, cluster, 512,
+        ).reduce_seconds
+        for dp, cluster in ((2, two), (4, four))
+    ]  # fmt: skip
+    assert seconds[0] == seconds[1] > 0
+
+
+def test_measured_times_win_over_flops(model: Path) -> None:
+    workload = work(model)
+    part = Seconds(1.0, 1.0, 0.5, 0.25)
+    sample = Sample(
+        rows=1, length=512, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
+    )
+    profile = Profile(
+        work_of(workload.fine_tune, workload.shape, "bfloat16"),
+        (MachineProfile("mac0", "M2", (sample,)),),
+    )
+    cluster = replace(macs((96, 10)), profile=profile)
+    choice = chosen(model, cluster, micro_batch_size=1)
+    assert choice.prediction.step_seconds == pytest.approx(8 * 32 * 2.5 + 32 * 0.25)
+    with pytest.raises(UserError, match="dtype 'bfloat16', not 'float32'"):
+        chosen(model, cluster, dtype="float32")
+
+
+def test_unknown_memory_is_unlimited_and_unknown_speed_counts_flops(model: Path) -> None:
+    cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
+    assert cluster.unit == "FLOPs"
+    assert cluster.capacity(0) == math.inf
+    with pytest.raises(UserError, match="not known how fast a is: write flops=27T"):
+        cluster.check_speeds()
+    assert fits(chosen(model, cluster, **ONE_STAGE_EACH))
+
+
+# When nothing fits
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would_help(model: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"does not fit: .*mac0.* 9.0\d? GiB .* too much"):
+        chosen(model, macs((12, 10)))
+    assert tried_remedies(model, macs((12, 10))) == [
+        "the model quantised to 4 bits", "1 more machine like mac0",
+    ]  # fmt: skip
+
+
+def test_a_full_fine_tune_may_become_one_of_adapters(model: Path) -> None:
+    found = tried_remedies(model, macs((32, 10)), fine_tune_type="full")
+    assert found[0] == "--fine-tune-type lora"
+
+
+def test_long_sequences_may_be_made_shorter(model: Path) -> None:
+    one = {"batch_size": 1, "max_seq_length": 32768}
+    found = tried_remedies(model, macs((28, 10)), **one)
+    (shorter,) = (each for each in found if each.startswith("--max-seq-length"))
+    length = int(shorter.split()[1])
+    assert 128 <= length < 32768
+    assert fits(chosen(model, macs((28, 10)), batch_size=1, max_seq_length=length))
+
+
+def test_what_the_user_settled_may_be_the_trouble(model: Path) -> None:
+    settled = {"batch_size": 64, "recompute": "none", "schedule": "1f1b"}
+    found = tried_remedies(model, macs((32, 10)), micro_batch_size=64, **settled)
+    assert "--micro-batch-size 1" in found
+    assert fits(chosen(model, macs((32, 10)), micro_batch_size=1, **settled))
+
+
+def test_pieces_are_a_remedy_before_recomputation(model: Path) -> None:
+    long = {"batch_size": 1, "max_seq_length": 4096, "recompute": "none"}
+    whole = {**long, "attention_chunk": OFF, "loss_chunk": OFF}
+    with pytest.raises(DoesNotFitError):
+        chosen(model, macs((72, 10)), **whole)
+    assert fits(chosen(model, macs((72, 10)), **long))
+    found = tried_remedies(model, macs((72, 10)), **whole)
+    assert found[0] == "--attention-chunk auto --loss-chunk auto"
+
+
+def test_a_machine_too_small_for_anything_may_be_left_out(model: Path) -> None:
+    cluster = macs((64, 10), (0.001, 10))
+    with pytest.raises(DoesNotFitError):
+        chosen(model, cluster)
+    assert "mac1 left out" in tried_remedies(model, cluster)
+
+
+def test_a_partitioner_that_cannot_serve_a_schedule_leaves_the_others(model: Path) -> None:
+    choice = chosen(model, macs((64, 10), (64, 5)), partitioner="hetero", data_parallel=1)
+    assert choice.plan.stage_map.virtual == 1
+
+
+def test_gradients_of_several_steps_share_sums_and_update(model: Path) -> None:
+    once, eighth = (
+        chosen(
+            model, macs((999, 10), (999, 10)), fine_tune_type="full", data_parallel=2,
+            grad_accumulation_steps=steps,
+        ).prediction
+        for steps in (1, 8)
+    )  # fmt: skip
+    assert eighth.reduce_seconds == pytest.approx(once.reduce_seconds / 8)
+
+
+@pytest.mark.parametrize("model_type", ["405B", "mixture"])
+def test_a_model_far_too_large_is_refused_with_what_would_help(
+    model_type: str, tmp_path: Path
+) -> None:
+    """By its weights alone: no layer is divided for machines that cannot hold them."""
+    large = {**MISTRAL_7B, "hidden_size": 16384, "num_hidden_layers": 126}
+    mixture = {"model_type": "mixtral", "num_local_experts": 24, "num_experts_per_tok": 4}
+    config = large if model_type == "405B" else MISTRAL_7B | mixture
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cluster = macs((64, 10), (32, 6), (24, 5), (128, 20))
+    with pytest.raises(DoesNotFitError) as error:
+        chosen(tmp_path, cluster)
+    assert error.value.shortage > 10 * GIB
+    assert any("more machine" in each for each in tried_remedies(tmp_path, cluster))
+
+
+# Weights divided among replicas
+
+
+TIGHT, LONG = ((16, 5.2), (16, 5.2)), {"batch_size": 4, "max_seq_length": 1024}
+"""Macs that hold no whole Mistral-7B, and a step long enough for weights to be gathered in it."""
+
+HALF = 7 / 13
+"""Part of a layer that one of two replicas owns: two of three matrices of the MLP, or one and all
+others."""
+
+
+def divides(choice: Choice) -> bool:
+    return choice.run.fine_tune.divides_weights
+
+
+def test_replicas_divide_the_weights_where_that_is_faster_than_a_pipeline(model: Path) -> None:
+    fast = chosen(model, macs(*TIGHT, link=2.5e9), **LONG)
+    assert divides(fast)
+    assert fast.plan.mesh == Mesh(2, 1)
+    assert fits(fast)
+    assert chosen(model, macs(*TIGHT, link=0.1e9), **LONG).plan.mesh == Mesh(1, 2)
+    forced = chosen(model, macs(*TIGHT, link=0.1e9), data_parallel=2, **LONG)
+    assert divides(forced)
+    sizes = work(model).weight_sizes
+    # Of each pass the first two layers are there from the one before. Each replica sends about a
+    # half of the others, and one the whole of a matrix at an end.
+    sent = 2 * sum(sizes.layers[2:]) * HALF + sizes.embedding + sizes.head
+    assert forced.prediction.step_seconds == pytest.approx(sent / 0.1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_layers", "lowest"), [(16, 16), (-1, 0)])
+def test_weights_are_gathered_down_to_the_lowest_layer_that_is_trained(
+    model: Path, num_layers: int, lowest: int
+) -> None:
+    workload = work(model, zero=3, num_layers=num_layers)
+    way = Candidate(Mesh(2, 1), "1f1b", 1, 2, 2, "none")
+    plan = plan_of(way, StageMap(Partition.from_sizes([32]), (0,)), workload)
+    sizes = workload.weight_sizes
+    # The lowest layers are still there only where the backward pass came down to them.
+    upwards, down = sizes.layers[0 if lowest else 2 :], sizes.layers[lowest:-2]
+    sent = (sum(upwards) + sum(down)) * HALF + sizes.embedding + sizes.head
+    seconds = predict(plan, workload, macs(*TIGHT, link=0.1e9), 1024).step_seconds
+    assert seconds == pytest.approx(sent / 0.1e9, rel=0.01)
+
+
+def test_nobody_divides_weights_of_which_each_machine_holds_all(model: Path) -> None:
+    choice = chosen(model, macs((64, 10), (64, 10)), **LONG)
+    assert choice.plan.mesh == Mesh(2, 1)
+    assert not divides(choice)
+
+
+def test_where_links_are_not_known_weights_are_divided_only_if_nothing_else_fits(
+    model: Path,
+) -> None:
+    cluster = macs(*TIGHT, link=None)
+    assert chosen(model, cluster, **LONG).plan.mesh == Mesh(1, 2)
+    assert divides(chosen(model, cluster, data_parallel=2, **LONG))
+
+
+def test_the_plan_says_what_the_other_way_would_take(model: Path) -> None:
+    def line(link: float, *machines: tuple[float, float], **options: Any) -> list[str]:
+        cluster = macs(*(machines or TIGHT), link=link)
+        run, facts = asked(model, cluster, **{**LONG, **options})
+        return other_way(TrainingPlan(run=run, facts=facts, choice=choose(run, facts)))
+
+    (pipeline,) = line(2.5e9)
+    assert re.fullmatch(
+        r"layers divided instead: step 3\d\.\d+ s, 1\.\d\d times as long, with a peak of 8.\d+ GiB",
+        pipeline,
+    )
+    (divided,) = line(0.1e9)
+    assert divided.startswith("weights divided among 2 replicas (--zero 3) instead: step 1")
+    assert line(0.1e9, data_parallel=1) == []
+    assert line(0.1e9, batch_size=1) == []
+    assert line(5e9, (64, 10), (64, 10)) == []
+    (neither,) = line(0.1e9, (11.5, 5.2), (11.5, 5.2))
+    assert neither == "weights divided among 2 replicas (--zero 3) instead: does not fit"
+
+
+def test_dividing_the_weights_is_a_remedy(model: Path) -> None:
+    cluster, settled = macs(*TIGHT), {**LONG, "data_parallel": 2, "zero": 0}
+    with pytest.raises(DoesNotFitError):
+        chosen(model, cluster, **settled)
+    assert "--zero 3" in tried_remedies(model, cluster, **settled)
+
+
+def test_replicas_that_gather_together_have_as_many_micro_batches(model: Path) -> None:
+    workload = work(model, zero=3, batch_size=4, replica_rows="3,1", micro_batch_size=1)
+    way = Candidate(Mesh(2, 1), "1f1b", 1, 3, 1, "none")
+    stage_map = StageMap(Partition.from_sizes([32]), (0,))
+    with pytest.raises(UserError, match=r"would have 3, 1 micro-batches of 1, .* all gather") as no:
+        with_replica_rows(plan_of(way, stage_map, workload), workload, macs(*TIGHT), 512)
+    assert "give --micro-batch-size 3" in str(no.value)
+
+
+def test_a_model_in_4_bits_is_not_quantised_again(model: Path) -> None:
+    packed = quantised(work(model))
+    assert packed is not None
+    assert quantised(packed) is None
+
+
+# Rows of real data
+
+
+def test_rows_are_packed_where_that_saves_padding(small: Path) -> None:
+    choice = chosen(small, ranks(*ROOM), PADDED)
+    assert choice.plan.pack
+    assert choice.relative_seconds < 0.75
+    assert not chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1).plan.pack
+    assert not chosen(small, ranks(*ROOM), PADDED, can_pack=False).plan.pack
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_short_rows_go_several_to_a_micro_batch(are_alike: bool, small: Path) -> None:
+    """Since each micro-batch costs something whatever its size; each rank still has one at a time,
+    and where the size is given it is taken. Packing rows of one length would make one long row of
+    them, whose attention takes longer."""
+    rows = {}
+    for length in (16, 64, 2048):
+        lengths = SequenceLengths((length, 0), length, length if are_alike else length * 3 // 4)
+        plan = chosen(small, ranks(*ROOM), lengths).plan
+        rows[length] = plan.micro_batch_size
+        assert plan.pack != are_alike
+    assert rows[16] > rows[2048] == 1
+    assert 4 >= rows[16] >= rows[64] > 1
+    assert chosen(small, ranks(*ROOM), PADDED, micro_batch_size=1).plan.micro_batch_size == 1
+
+
+def test_a_schedule_with_a_smaller_bubble_is_taken(small: Path) -> None:
+    choice = chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1)
+    assert choice.plan.schedule != "1f1b"
+    assert 1 / choice.relative_seconds > 1.05
+    ratio = f"{1 / choice.relative_seconds:.2f} times as fast as the simplest way"
+    assert str(choice) == f"chosen: {choice.way}: predicted {ratio}"
+
+
+def test_between_hosts_whose_links_are_not_known_messages_are_few(small: Path) -> None:
+    apart = ranks(*ROOM, host="mac{}")
+    assert chosen(small, apart, ALIKE).plan.schedule == "1f1b"
+    fast = chosen(small, macs(*[(8, 1)] * 2), ALIKE, data_parallel=1)
+    assert fast.plan.schedule != "1f1b"
+    slow = chosen(small, macs(*[(8, 1)] * 2, link=1e5), ALIKE, data_parallel=1)
+    assert slow.plan.schedule == "1f1b"
+
+
+def test_what_is_given_is_taken(small: Path) -> None:
+    settled = {"schedule": "zb-h1", "pack": False, "recompute": "full", "micro_batch_size": 1}
+    choice = chosen(small, ranks(*ROOM), PADDED, partitioner="uniform", **settled)
+    assert (choice.plan.schedule, choice.plan.pack) == ("zb-h1", False)
+    assert choice.run.batch.recompute == "full"
+    assert choice.run.layout.partitioner == "uniform"
+    assert choice.relative_seconds == 1
+    assert str(choice).endswith(": as the simplest way")
+
+
+def test_a_stage_map_leaves_the_schedules_that_it_suits(small: Path) -> None:
+    given = StageMap(Partition.from_sizes([4, 4, 4, 4]), (0, 1, 1, 0))
+    choice = chosen(small, ranks(*ROOM), ALIKE, given=given)
+    assert choice.plan.schedule == "zb-v"
+    assert choice.plan.stage_map == given
+
+
+def test_what_does_not_fit_as_fast_as_can_be_is_made_to_fit(small: Path) -> None:
+    """By smaller micro-batches and by recomputing, as it gets tighter; what is slower never leaves
+    more than what is faster."""
+    seen, seconds = set(), []
+    for nbytes in SMALL:
+        try:
+            choice = chosen(small, ranks(nbytes, nbytes), ALIKE, schedule="1f1b", pack=False)
+        except DoesNotFitError:
+            break
+        seen.add(choice.run.batch.recompute)
+        seconds.append(choice.assessment.seconds)
+        if choice.lacking is not None:
+            assert f"the simplest way does not fit: {choice.lacking}" in str(choice)
+    else:
+        pytest.fail("there was always a way")
+    assert seen == set(RECOMPUTE)
+    assert seconds == pytest.approx(sorted(seconds), rel=0.011)
+    with pytest.raises(DoesNotFitError):
+        chosen(small, ranks(100 * MIB, 8 * MIB), ALIKE, recompute="none")
+
+
+def test_unequal_machines_get_layers_by_memory(small: Path) -> None:
+    tight = ranks(GIB, 40 * MIB)
+    choice = chosen(small, tight, ALIKE, schedule="1f1b", recompute="none")
+    assert choice.lacking is None, "the division knows the memory"
+    assert min(sizes(choice)) < max(sizes(choice))
+    assert all(
+        each.peak <= tight.capacity(rank) for rank, each in enumerate(choice.assessment.memory)
+    )
+
+
+def test_one_rank_orders_nothing(small: Path) -> None:
+    choice = chosen(small, ranks(GIB), ALIKE)
+    assert (choice.plan.schedule, choice.plan.micro_batch_size) == ("1f1b", 8)
+    assert str(choice) == "chosen: 1 rank, 1f1b, 1 micro-batch of 8: as the simplest way"
+
+
+def test_logits_are_computed_where_tokens_count_if_that_is_faster(tmp_path: Path) -> None:
+    """And the last rank, which has the head, gets more layers. A head that takes little is computed
+    as in mlx-lm."""
+
+    def of(counted: float, vocabulary: int, **options: Any) -> Choice:
+        config = tiny_config(
+            layers=16, hidden_size=256, intermediate_size=1024, vocab_size=vocabulary
+        )
+        (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+        return chosen(tmp_path, ranks(*ROOM), replace(ALIKE, counted=counted), **options)
+
+    some, all_of_them = of(0.3, 16384), of(1.0, 16384)
+    assert some.run.batch.loss_chunk == COUNTED
+    assert "logits only where a token counts" in str(some)
+    assert all_of_them.run.batch.loss_chunk == AUTO
+    with_head = some.plan.stage_map.partition.sizes[-1]
+    assert with_head >= all_of_them.plan.stage_map.partition.sizes[-1]
+    assert of(0.3, 64).run.batch.loss_chunk == AUTO
+    assert of(0.3, 16384, loss_chunk=OFF).run.batch.loss_chunk == OFF
+
+
+# One planner
+
+CLUSTERS = [
+    [(memory, tera)] * 2 + [(second, speed)] * extra
+    for memory, tera in ((8, 4), (16, 4), (24, 8), (64, 27), (128, 30))
+    for second, speed in ((16, 4), (32, 8))
+    for extra in (0, 1, 2)
+]
+SHAPES = {
+    "narrow": {"num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 6144},
+    "wide": {"num_hidden_layers": 5, "hidden_size": 8192, "intermediate_size": 28672},
+    "deep": {"num_hidden_layers": 8, "hidden_size": 6144, "intermediate_size": 16384},
+    "large": {"num_hidden_layers": 6, "hidden_size": 12288, "intermediate_size": 28672},
+}
+
+
+@pytest.mark.parametrize("link", [2.5e9, 1.2e8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
+    shape: str, link: float, tmp_path: Path
+) -> None:
+    """240 pairs of cluster and model, in all. The first line of the plan has the words of the way,
+    and so has the line that a run prints."""
+    config = MISTRAL_7B | SHAPES[shape]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = TrainConfig(model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512)
+    run = RunSpec.of(given)
+    workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)
+    refused = 0
+    for machines in CLUSTERS:
+        cluster = replace(macs(*machines, link=link), efficiency=EFFICIENCY)
+        opened: Any = SimpleNamespace(shape=workload.shape)
+        inputs = PlanInputs(workload, cluster, budgets_of(cluster), None, cluster)
+        try:
+            planned = plan_training(run, cluster.machines)
+        except UserError:
+            refused += 1
+            with pytest.raises(UserError):
+                choose_plan(run, inputs, opened, SequenceLengths.full(512))
+            continue
+        of_run = choose_plan(run, inputs, opened, SequenceLengths.full(512))
+        assert of_run.way == planned.choice.way
+        assert of_run.plan == planned.choice.plan
+        assert of_run.prediction.step_seconds == planned.prediction.step_seconds
+    assert refused < len(CLUSTERS)

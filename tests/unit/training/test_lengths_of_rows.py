@@ -1,0 +1,44 @@
+"""What the rows of a data set say to the planner, and which models' rows can be packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardmlx.models.shape import ModelShape
+from shardmlx.training.plan import packing_fault
+from shardmlx.training.predicted import mean_lengths
+from tests.helpers.models_and_batches import tiny_config
+
+
+def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
+    shape = ModelShape.from_config(tiny_config())
+    assert packing_fault(shape) is None
+    dynamic = packing_fault(replace(shape, has_dynamic_rope=True))
+    assert dynamic is not None
+    assert "of type dynamic" in dynamic
+    assert packing_fault(ModelShape.from_config(tiny_config("internlm3"))) == (
+        "the model's layers take a position in the row for one in the sequence"
+    )
+
+
+def test_the_lengths_of_rows_with_and_without_padding() -> None:
+    samples = [(np.zeros(length, np.int32), 0) for length in (10, 33, 34, 200)]
+    # Inputs are one token shorter, and padded to a multiple of 32 unless they are cut.
+    assert mean_lengths(samples, 1, 128) == (
+        round((32 + 64 + 64 + 128) / 4),
+        round((9 + 32 + 33 + 127) / 4),
+        1.0,
+    )
+    assert mean_lengths(samples, 3, 128)[1] == round((9 + 32 + 33) / 3)
+
+
+def test_the_share_of_tokens_that_count() -> None:
+    """Of two answers, and of none: the prompt is longer than what is looked at."""
+    samples = [
+        (np.zeros(11, np.int32), 6),
+        (np.zeros(21, np.int32), 1),
+        (np.zeros(50, np.int32), 45),
+    ]
+    assert mean_lengths(samples, 1, 41)[2] == (5 + 20 + 0) / (10 + 20 + 40)
