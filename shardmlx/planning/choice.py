@@ -25,7 +25,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts import CLOSE, Facts
 from shardmlx.planning.layout import divide_batch
-from shardmlx.planning.ways import ways
+from shardmlx.planning.ways import complexity, ways
 
 SET_UP_TOKENS = 24
 """Tokens that are computed while a micro-batch is set up, whatever its size: weights are read, and
@@ -144,7 +144,8 @@ def choose(
     facts: Facts,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Choice:
-    """Return the fastest way that fits; of those about as fast, the simplest.
+    """Return the fastest way that fits; of those about as fast, the simplest, then the one that
+    leaves most memory free.
 
     ``advance`` is told how many ways of how many were looked at. ``DoesNotFitError`` says by how
     much the best of them fails, another ``UserError`` what keeps all of them from being divided.
@@ -159,7 +160,8 @@ def choose(
     if not search.found:
         raise search.nearest_failure()
     limit = search.shortest * (1 + CLOSE)
-    best = search.found[min(i for i, each in search.found.items() if each.seconds <= limit)]
+    close = (each for each in search.found.values() if each.seconds <= limit)
+    best = min(close, key=lambda each: _preference(each, facts))
     first, lacking = search.found.get(0), None
     if first is None:
         first, lacking = _simplest(asked[0], facts)
@@ -170,6 +172,14 @@ def choose(
         relative_seconds=1.0 if first is None else best.seconds / first.seconds,
         lacking=lacking,
     )
+
+
+def _preference(found: Assessment, facts: Facts) -> tuple[object, ...]:
+    """Return a sort key of ways about as fast: the simple ones first, then those with much room."""
+    fullness = max(
+        each.peak / facts.cluster.capacity(rank) for rank, each in enumerate(found.memory)
+    )
+    return complexity(found.way), found.way.layout.schedule != SIMPLEST, fullness
 
 
 def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None]:

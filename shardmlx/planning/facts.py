@@ -1,4 +1,4 @@
-"""What the choice of a way to train depends on beside the options. No MLX, no MPI."""
+"""Facts that the choice of a way to train depends on, beside the options. No MLX, no MPI."""
 
 from __future__ import annotations
 

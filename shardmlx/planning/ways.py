@@ -43,10 +43,10 @@ def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
         # The longest pipeline, whose ranks hold the least and which has the fewest messages.
         longest = max(each.layout.pipeline_stages or 1 for each in found)
         found = [each for each in found if each.layout.pipeline_stages == longest]
-    return sorted(found, key=_complexity)
+    return sorted(found, key=complexity)
 
 
-def _complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
+def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
     """Return a sort key: little is computed and sent again, and pipelines are long."""
     batch, stages = way.batch, way.layout.pipeline_stages or 1
     again = RECOMPUTE.index(batch.recomputed)
