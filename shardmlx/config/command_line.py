@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import shardmlx
@@ -39,7 +40,7 @@ class Given:
 
 
 class CommandParser(OneLineParser):
-    """A command line that names the command whose help to see, and takes old names of options.
+    """A command line that names the command whose help to see.
 
     ``options`` is the dataclass that it is made from. Keys of a YAML file that are ``passed_over``
     have a hint what to write instead.
@@ -57,21 +58,6 @@ class CommandParser(OneLineParser):
             print(f"shardmlx: {text}", file=sys.stderr, flush=True)
 
 
-class _OldName(argparse.Action):
-    """Store the value under the new name, and say so."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        if isinstance(parser, CommandParser):
-            parser.advise(_renamed(str(option_string), flag_of(self.dest)))
-
-
 class _Refused(argparse.Action):
     """Say why an option of another program is not here."""
 
@@ -87,10 +73,6 @@ class _Refused(argparse.Action):
     def __init__(self, *, help_instead: str, **how: Any) -> None:
         super().__init__(help=argparse.SUPPRESS, nargs="?", **how)
         self.help_instead = help_instead
-
-
-def _renamed(old: str, new: str) -> str:
-    return f"{old} is called {new} now: the old name goes with the next release"
 
 
 def build_parser(
@@ -135,14 +117,6 @@ def build_parser(
         _add(places.get(each.rules.group or "", parser.add_argument), each, is_shown=is_shown)
         for other in each.rules.also:
             parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
-        for old in each.rules.old:
-            parser.add_argument(
-                old,
-                dest=each.name,
-                action=_OldName,
-                help=argparse.SUPPRESS,
-                **_type(each),
-            )
     for flag, reason in (refused or {}).items():
         parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
     return parser
@@ -219,6 +193,10 @@ def load_before_command(
 ) -> tuple[Options, str, tuple[str, ...]]:
     """Build the options before the first word that is none: one of ``commands``, whose own words
     follow. Return options, command and its words."""
+    known = {flag for each in declared(cls) for flag in each.flags} | {"--help", "--version"}
+    for word in takewhile(lambda word: word not in commands, argv):
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            raise _unknown([word], declared(cls), parser)
     parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
     parser.add_argument("command", metavar="COMMAND", choices=commands, help=", ".join(commands))
     parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="its own options")
@@ -288,17 +266,8 @@ def _unknown(words: Sequence[str], known: Sequence[Declared], parser: CommandPar
 
 
 def _read_file(path: str, known: Sequence[Declared], parser: CommandParser) -> dict[str, Any]:
-    """Return the options in a YAML file, by their new names."""
+    """Return the options in a YAML file."""
     written = read_yaml(path)
-    for each in known:
-        for flag in each.rules.old:
-            old = flag[2:].replace("-", "_")
-            if old not in written:
-                continue
-            if each.name in written:
-                raise UserError(f"{path} has both {old} and {each.name}", f"take {old} out")
-            written[each.name] = written.pop(old)
-            parser.advise(f"{path}: {_renamed(old, each.name)}")
     names = [each.name for each in known]
     for key, hint in (parser.passed_over or {}).items():
         if key in written:

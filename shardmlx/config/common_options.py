@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
@@ -94,19 +94,17 @@ def hostfile_option(group: str, default: str | None = None) -> Any:
         default,
         "hostfile that says what the machines have, for the partitioners and the prediction",
         metavar="FILE",
-        old=("--hosts",),
         group=group,
     )
 
 
-def agent_option(group: str, old: Sequence[str] = ()) -> Any:
-    """Declare what takes the place of ssh; ``old`` are former names of the option."""
+def agent_option(group: str) -> Any:
+    """Declare what takes the place of ssh."""
     return option(
         None,
         "what logs in on other hosts, called as AGENT HOST COMMAND",
         metavar="AGENT",
         unset="ssh",
-        old=old,
         group=group,
     )
 

@@ -36,7 +36,6 @@ class InspectOptions:
         None,
         "stages to divide into, one a rank",
         unset="as many as the hostfile has slots",
-        old=("--stages",),
         minimum=1,
         group=_SPLIT,
     )

@@ -44,7 +44,7 @@ class LaunchFlags:
         minimum=0,
         group=_RANKS,
     )
-    agent: str | None = agent_option(_MPIRUN, old=("--ssh",))
+    agent: str | None = agent_option(_MPIRUN)
     python: str = python_option(_MPIRUN)
     mpirun_options: str = option(
         "",

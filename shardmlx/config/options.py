@@ -38,9 +38,8 @@ class Option:
     """The rules of an option, beside its name, type and default.
 
     ``metavar`` is the unit of the value, or what it names; ``unset`` says what applies, or by what
-    rule a value is chosen, where none is given, if the default does not say it. ``old`` are former
-    names, which are still understood, ``also`` flags of the same meaning in other programs. An
-    option that ``excludes`` another takes its place.
+    rule a value is chosen, where none is given, if the default does not say it. ``also`` are flags
+    of the same meaning in other programs. An option that ``excludes`` another takes its place.
     """
 
     help: str
@@ -50,7 +49,6 @@ class Option:
     flag: bool = True  # False: in the YAML file only
     positional: bool = False
     short: str | None = None
-    old: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     excludes: str | None = None
     takes_value: bool = False  # a switch that may be followed by True or False

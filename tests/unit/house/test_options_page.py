@@ -69,11 +69,3 @@ def test_one_name_means_one_thing() -> None:
             units.setdefault(each.name, set()).add(each.metavar)
     several = {name: found for name, found in units.items() if len(found) > 1}
     assert several == {"json": {"", "FILE"}}
-
-
-def test_no_old_name_is_the_name_of_another_option() -> None:
-    """But ``doctor --ssh``, which means something else."""
-    flags = {each.flag for command, each in OPTIONS if command != "doctor"}
-    old = {flag for _, each in OPTIONS for flag in each.rules.old}
-    assert old == {"--hosts", "--stages", "--ssh"}
-    assert flags & old == set()

@@ -145,7 +145,7 @@ SCHEDULE = ["--schedule", "zb-v", "--pipeline-stages", "2", "--micro-batches", "
 
 
 COMMANDS = [
-    ("plan", SCHEDULE, 0),
+    ("schedule", SCHEDULE, 0),
     ("plan", ["MODEL", "--hostfile", "hostfiles/two-macs", "--num-layers", "-1"], 0),
     ("inspect", ["MODEL"], 0),
     ("launch", ["--hostfile", "/nowhere", "train"], 2),
