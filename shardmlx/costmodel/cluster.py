@@ -15,18 +15,17 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 
 MEMORY_FRACTION = 0.75
-"""Share of a machine's memory for MLX: what macOS lets the GPU wire above 36 GB."""
+"""Share of a machine's memory that MLX may use: above 36 GB, macOS lets the GPU wire this much."""
 
 EFFICIENCY = 0.6
-"""Share of published peak FLOP/s reached in training; a guess, which ``--profile`` replaces."""
+"""Share of peak FLOP/s reached in training: an estimate, replaced by ``--profile``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A machine for each world rank; ranks that share one have their share of it.
 
-    ``profile`` has measured times, which win over ``flops``. Raises ``UserError`` where a number
-    is asked for that nobody has given.
+    Times of ``profile`` take precedence over ``flops``. Raises ``UserError`` for a missing number.
     """
 
     machines: tuple[Machine, ...]
@@ -41,12 +40,12 @@ class Cluster:
 
     @property
     def unit(self) -> str:
-        """Unit of times: ``seconds``, or ``FLOPs`` where the speed of a machine is not known."""
+        """Unit of times: ``seconds``, or ``FLOPs`` if a machine's speed is unknown."""
         known = self.profile is not None or all(each.flops for each in self.machines)
         return "seconds" if known else "FLOPs"
 
     def check_speeds(self) -> None:
-        """Raise ``UserError`` for the first machine of which the speed is not known."""
+        """Raise ``UserError`` for the first machine whose speed is unknown."""
         for machine in self.machines:
             if self.profile is None and machine.flops is None:
                 raise UserError(
@@ -56,9 +55,9 @@ class Cluster:
                 )
 
     def capacity(self, rank: int) -> float:
-        """Return the bytes that a rank may use; ``inf`` where the machine's memory is not known.
+        """Return the bytes that a rank may use; ``inf`` if the machine's memory is unknown.
 
-        What macOS wires counts where it is known, and else a part of the memory.
+        The limit of macOS on wired memory counts if it is known, otherwise a share of the memory.
         """
         memory, wired = self.machines[rank].memory, self.machines[rank].wired
         if wired is not None:
@@ -66,7 +65,7 @@ class Cluster:
         return math.inf if memory is None else memory * self.memory_fraction
 
     def clock(self, rank: int, workload: Workload, recompute: str) -> Speed | Measured:
-        """Return what tells the times of the work on a rank, in ``unit``."""
+        """Return the timing model of the work on a rank, in ``unit``."""
         machine = self.machines[rank]
         if self.profile is not None:
             return workload.measured(self.profile, machine.host, machine.kind, recompute)
@@ -76,15 +75,15 @@ class Cluster:
 
     @property
     def knows_messages(self) -> bool:
-        """True if it is known how long messages take beside computing; within a host they take
-        next to nothing."""
+        """True if message times are known relative to computing; within a host they are
+        negligible."""
         if len({each.host for each in self.machines}) == 1:
             return True
         return self.unit == "seconds" and all(each.link is not None for each in self.machines)
 
     @property
     def links(self) -> tuple[float, ...] | None:
-        """Bytes a second of each rank's link; None where some are not known, or ranks share one."""
+        """Bytes a second of each rank's link; None if any is unknown, or if ranks share one."""
         links = [each.link for each in self.machines if each.link is not None]
         apart = len({each.host for each in self.machines}) == self.size
         return tuple(links) if apart and len(links) == self.size else None
@@ -97,7 +96,7 @@ class Cluster:
         return nbytes / min(known) if known else 0.0
 
     def latency(self, a: int, b: int) -> float:
-        """Return the seconds that a message takes beside occupying the link."""
+        """Return the latency of a message, beside its time on the link."""
         if self.is_same_host(a, b):
             return 0.0
         return max(self.machines[a].latency or 0.0, self.machines[b].latency or 0.0)
@@ -118,8 +117,7 @@ def pipeline_seconds(
 ) -> list[ModelSeconds]:
     """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
-    Of replicas that run the same stages those of the slowest, for which the others wait; or those
-    of one ``replica``.
+    The slowest replica counts, since the others wait for it; or else the given ``replica``.
     """
     clocks = [cluster.clock(rank, workload, recompute) for rank in range(mesh.size)]
     shape = workload.micro_batch(rows, length)
@@ -134,15 +132,15 @@ def pipeline_seconds(
 
 
 def _only(replica: int | None) -> slice:
-    """Return which of the replicas count: all, or one."""
+    """Return the slice of replicas that count: all, or one."""
     return slice(None) if replica is None else slice(replica, replica + 1)
 
 
 def between_ranks(
     mesh: Mesh, time: Callable[[int, int], float], replica: int | None = None
 ) -> tuple[tuple[float, ...], ...]:
-    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas, or that
-    in one."""
+    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas, or in
+    one."""
 
     def longest(a: int, b: int) -> float:
         pairs = list(zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True))[_only(replica)]
@@ -152,5 +150,5 @@ def between_ranks(
 
 
 def read_profiles(names: str) -> Profile:
-    """Read the profiles of several files, with commas between their names, as one."""
+    """Read the profiles of several comma-separated files as one."""
     return merge([read_profile(name.strip()) for name in names.split(",")])

@@ -1,7 +1,7 @@
 """Predict what a replica holds of weights that all replicas divide. No MLX, no MPI.
 
-Owners are chosen as ``engine.divided_weights`` chooses them, by the sizes of a layer's matrices,
-but for each stage alone.
+Chooses owners as ``engine.divided_weights`` does, by the sizes of a layer's matrices, but for each
+stage alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ END = "end"
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Parts of divided weights: ``most`` is held by the replica that needs the most, and ``part``
-    of a layer's bytes is owned by one replica, the largest part, as a mean of all layers."""
+    """Parts of divided weights: ``most`` is the fullest replica's, and ``part`` the largest share
+    of a layer's bytes that one replica owns, as a mean of all layers."""
 
     most: Held
     part: float
 
 
 def divided(setup: TrainingSetup, start: int, stop: int, ends: Sequence[float]) -> Divided:
-    """Say how replicas divide layers ``start`` to ``stop``, and matrices of so many bytes at their
-    ``ends``. Adapters are not in it."""
+    """Say how replicas divide layers ``start`` to ``stop`` and matrices of these bytes at their
+    ``ends``, without adapters."""
     lowest = stop if setup.has_adapters else max(start, setup.first_trained_layer)
     kinds = [setup.shape.layer(i) for i in range(start, stop)]
     sizes = setup.weight_sizes.layers[start:stop]

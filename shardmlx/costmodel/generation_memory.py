@@ -12,11 +12,10 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners.costs import LayerCosts
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
-"""Arrays of each width that exist at a time while a layer computes a chunk, fitted.
+"""Arrays of each width that exist while a layer computes a chunk, fitted to measurements.
 
-Scores of attention count on a CPU, and where keys are quantised: Metal's kernel does not keep them.
-Measured peaks of
-SmolLM2 on a CPU were 1 to 5% below (docs/generate.md).
+Attention scores count on a CPU and with quantised keys: Metal's kernel keeps none. Measured peaks
+of SmolLM2 on a CPU were 1 to 5% lower (docs/generate.md).
 """
 
 
@@ -32,9 +31,9 @@ class GenerationSetup:
     sequences: int
     """Sequences that are generated at a time."""
     context: int
-    """Tokens of the longest of them, prompt included."""
+    """Tokens of the longest sequence, prompt included."""
     chunk: int = WHOLE_CHUNK
-    """Tokens of a prompt that are computed at a time; 0 leaves out what passes meanwhile."""
+    """Tokens of a prompt computed at a time; 0 leaves out the arrays that exist only meanwhile."""
     max_kv_size: int | None = None
     """Tokens that the KV cache of a sequence keeps at most."""
     cache_tokens: int | None = None
@@ -47,8 +46,7 @@ class GenerationSetup:
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of the stage with layers ``start`` to ``stop``.
 
-    Counted are parameters, KV caches, logits, and a few arrays of one layer for a chunk of one
-    prompt.
+    Counts parameters, KV caches, logits, and a few arrays of one layer for a chunk of one prompt.
     """
     shape, sizes = setup.shape, setup.weight_sizes
     is_first, is_last = start == 0, stop == shape.num_layers
@@ -66,9 +64,8 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of all keys and values in layers ``start`` to ``stop``.
 
-    A sliding layer keeps those of its window, if the model chooses its caches. Where
-    ``cache_tokens`` are shared by all sequences it is taken to keep all of them: of long sequences
-    it keeps less. A sliding layer's are not quantised.
+    A sliding-window layer keeps its window, unquantised, if the model chooses its caches. If all
+    sequences share ``cache_tokens``, it is assumed to keep all of them: an upper bound.
     """
     shape = setup.shape
     most = setup.context + kv_cache.STEP
@@ -89,8 +86,8 @@ def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, tokens: int) -> int:
     """Return the bytes of ``tokens`` in a layer that keeps so many ``elements`` of each.
 
-    A sequence is quantised at the first step after it has come to the length for it. Where
-    ``cache_tokens`` are shared, sequences that have ended shorter are kept as they are.
+    A sequence is quantised at the first step after it reaches the quantisation length. If sequences
+    share ``cache_tokens``, those that end earlier stay unquantised.
     """
     plain = min(tokens, setup.sequences * (how.start + setup.chunk + kv_cache.STEP))
     of_plain, packed = setup.dtype_bytes * elements, how.nbytes(elements, setup.dtype_bytes)

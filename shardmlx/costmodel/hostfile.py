@@ -4,10 +4,10 @@
 
     mac-studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=30us, in the office
 
-``mpirun`` passes over the comment. In it every word of the form key=value is for the planner and
-must have a key of ``KEYS``; all other words, and comments on lines of their own, are prose. The
-rest of the line is read as mpirun 5 reads it (PRRTE's ``hostfile.c``), but what mpirun guesses or
-silently drops is refused.
+``mpirun`` ignores the comment. Every key=value word in it is for the planner and must have a key of
+``KEYS``; all other words, and comments on lines of their own, are prose. The rest of the line is
+parsed as in mpirun 5 (PRRTE's ``hostfile.c``), but words that mpirun guesses at or silently drops
+are refused.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A host: what is None is not known. ``ValueError`` for what no machine has."""
+    """A host; unknown values are None. Raises ``ValueError`` for impossible values."""
 
     host: str
     slots: int = 1
-    """Ranks that mpirun starts there before it goes on to the next host."""
+    """Ranks that mpirun starts there before the next host."""
     memory: int | None = None
     """Bytes of the whole machine."""
     wired: int | None = None
-    """Bytes of these that macOS lets the GPU wire: Metal's recommended working set."""
+    """Bytes that macOS lets the GPU wire: Metal's recommended working set."""
     flops: float | None = None
     """FLOP/s of the whole machine."""
     link: float | None = None
@@ -44,9 +44,9 @@ class Machine:
     latency: float | None = None
     """Seconds, one way."""
     kind: str | None = None
-    """A name that machines alike share: what was measured on one is then true of all."""
+    """Name shared by identical machines: a measurement of one holds for all."""
     where: str = field(default="", compare=False)
-    """File and line that it comes from, for messages."""
+    """File and line of the entry, for messages."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -59,7 +59,7 @@ class Machine:
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
-    """Return the machines of a hostfile in mpirun's order; raise ``UserError`` for the rest.
+    """Return the machines of a hostfile in mpirun's order; raise ``UserError`` for a bad line.
 
     The error names file, line and value. A host listed n times without slots has n of them.
     """
@@ -155,7 +155,7 @@ _LIMITS = {
     "link": ((1, "kB/s"), (1, "PB/s")),
     "latency": ((1, "ns"), (1000, "s")),
 }
-"""Least and most: beyond it is a typing error, with which nothing can be computed."""
+"""Least and most plausible values; anything beyond is a typing error."""
 
 _LEAST_MEMORY = MIB
 """Bytes of each slot."""
@@ -163,7 +163,7 @@ _LEAST_MEMORY = MIB
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the file; ``slots`` is None where it does not say."""
+    """A line of the file; ``slots`` is None if it names none."""
 
     where: str
     host: str
@@ -205,7 +205,7 @@ def _entry(line: str, where: str) -> _Entry | None:
 
 
 def _joined(text: str) -> list[str]:
-    """Return the words; spaces around = separate none."""
+    """Return the words of a line, with spaces around = removed."""
     return re.sub(r"\s*=\s*", "=", text).split()
 
 
@@ -225,12 +225,12 @@ def _host(word: str, where: str) -> str:
 
 
 def is_unnamed(host: str) -> bool:
-    """Return whether a host goes by an address, or by a name that every machine has for itself."""
+    """Return whether a host is an address, or a name that every machine has for itself."""
     return host == "localhost" or _address(host) is not None
 
 
 def host_key(host: str) -> str:
-    """Return what is the same for two names of one host: no domain, in lower case.
+    """Return the key under which two names of a host are equal: without domain, in lower case.
 
     Addresses are kept whole.
     """
@@ -238,7 +238,7 @@ def host_key(host: str) -> str:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Return whether two names, or addresses, are those of one host."""
+    """Return whether two names or addresses denote one host."""
     return host_key(a) == host_key(b)
 
 

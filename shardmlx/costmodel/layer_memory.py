@@ -1,11 +1,10 @@
 """Count the arrays that one decoder layer keeps of a micro-batch, by name. No MLX, no MPI.
 
-``layer_arrays`` is the table: of each array its name, when it is alive, its elements and their
-bytes. These outlive an action: the graph of ``mx.vjp`` refers to them. They were counted on real
-stages in float32 and bfloat16 on the CPU, of llama, mistral, qwen2, qwen3 and mixtral; the other
-families are built alike. What passes while an action runs is in ``costmodel.passing``, by the sizes
-that ``layer_memory`` gives. tests/unit/costmodel/test_memory_measured.py measures both again
-wherever it runs.
+``layer_arrays`` lists each array's name, lifetime, elements and bytes. The arrays outlive an
+action, because the graph of ``mx.vjp`` refers to them. They were counted on real stages on the CPU,
+in float32 and bfloat16, of llama, mistral, qwen2, qwen3 and mixtral; other families are built
+alike. ``costmodel.passing`` counts the temporary arrays of an action, in the sizes that
+``layer_memory`` gives. tests/unit/costmodel/test_memory_measured.py measures both again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardmlx.models.layer_shape import NORMS, LayerShape, Linear
 
 
 class Alive(Enum):
-    """The time that an array of a micro-batch exists."""
+    """Lifetime of an array of a micro-batch."""
 
     F_TO_I = "from the forward to the gradient for the input"
     F_TO_W = "from the forward to the gradients for the weights"
@@ -52,11 +51,11 @@ class Array(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """The trained parameters of a layer in number, and bytes of its arrays.
+    """Number of trained parameters of a layer, and bytes of its arrays.
 
-    ``forward`` and ``backward`` are the worst moments of F, and of I or W; ``forward_sizes`` and
-    ``backward_sizes`` the bytes of one array of each kind then. What the stage adds is 0 in these:
-    logits, and gradients and products where W comes along.
+    ``forward`` and ``backward`` count temporary arrays at the peaks of F, and of I or W;
+    ``forward_sizes`` and ``backward_sizes`` are the bytes of one array of each kind. The stage adds
+    logits, gradients and recomputed products, which are 0 here.
     """
 
     parameters: int
@@ -69,7 +68,7 @@ class LayerMemory(NamedTuple):
 
 
 class _Widths(NamedTuple):
-    """Elements for a token of the arrays in a layer."""
+    """Elements per token of the arrays in a layer."""
 
     hidden: int
     mlp: int
@@ -80,7 +79,7 @@ class _Widths(NamedTuple):
 
     @classmethod
     def of(cls, setup: TrainingSetup, layer: LayerShape) -> _Widths:
-        """Return those of a layer; of all experts that a token passes."""
+        """Return the widths of a layer, summed over all experts of a token."""
         heads = layer.heads
         return cls(
             hidden=setup.shape.hidden_size,
@@ -93,7 +92,7 @@ class _Widths(NamedTuple):
 
 
 def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
-    """Return what a decoder layer of the model takes."""
+    """Return the memory that a decoder layer of the model takes."""
     nbytes = dict.fromkeys(Alive, 0)
     for array in layer_arrays(setup, layer):
         nbytes[array.alive] += array.nbytes
@@ -119,17 +118,17 @@ def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
     ]
     if setup.attention_piece is not None:
         return counted
-    # Layers of packed rows share masks instead, which the stage counts.
+    # Layers share the masks of packed rows, which the stage counts.
     mask = Array("causal mask", Alive.F_TO_I, 0 if setup.masks else setup.length**2, 1)
     return [*counted, mask]
 
 
 def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield what RMSNorm keeps.
+    """Yield the arrays that RMSNorm keeps.
 
-    On Metal it is one kernel, which keeps its input alone. On a CPU it is computed in float32, and
-    where its weight is trained the normalised states are kept too, beside which W needs the
-    gradients of the norm's outputs.
+    On Metal it is one kernel, which keeps only its input. On a CPU it computes in float32; a
+    trained weight keeps the normalised states too, and W also needs the gradients of the norm's
+    outputs.
     """
     size, on_cpu = setup.dtype_bytes, setup.backend == "cpu"
     elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
@@ -142,7 +141,7 @@ def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
 
 
 def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield what attention and MLP keep for the gradient of their inputs."""
+    """Yield the arrays that attention and MLP keep for the gradient of their inputs."""
     tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
     arrays: dict[str, float] = {
         "scaled queries": widths.queries,
@@ -172,19 +171,19 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
 
 
 def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
-    """Return how many arrays the activation keeps beside gate and up."""
+    """Return the number of arrays that the activation keeps beside gate and up."""
     if not layer.activation.is_swiglu:
         return layer.activation.kept
     if setup.is_selective:
         return 0
-    # Where MLX is slow at exponentials, SwiGLU is our own, which keeps the sigmoid.
+    # Our own SwiGLU, used where MLX is slow at exponentials, keeps the sigmoid.
     is_ours = setup.backend == "cpu" and setup.dtype_bytes == FLOAT32
     return 1 if is_ours else layer.activation.kept
 
 
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
-    """Tell whether I or W computes again what goes into the last matrix of the MLP, as
-    ``models.recompute`` does for a gated one."""
+    """Tell whether I or W recomputes the input of the MLP's last matrix, as ``models.recompute``
+    does for a gated MLP."""
     if setup.has_adapters or not setup.is_selective or not layer.activation.is_swiglu:
         return False
     gated = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -192,7 +191,8 @@ def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield what trained linear layers keep for the gradients of their weights or adapters."""
+    """Yield the arrays that trained linear layers keep for gradients of their weights or
+    adapters."""
     tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
@@ -200,8 +200,8 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     if layer.is_parallel and not setup.has_adapters:
         outputs -= tokens * setup.shape.hidden_size  # attention and MLP have one gradient
 
-    # Layers share an input that they use as it is. An adapter makes a float32 copy of its own, with
-    # dropout, or where the input is of another type; of these a compiled stage makes one.
+    # Layers share an unchanged input. An adapter makes a float32 copy for dropout, or of an input
+    # of another type; a compiled stage makes one copy for all its adapters.
     is_compiled = setup.backend != "cpu" and not setup.dropout and not setup.masks
     converts = size != FLOAT32 and not is_compiled
     sources = {each.source: each.elements[0] for each in trained}
@@ -228,7 +228,7 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
 
 
 def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts], Sequence[Counts]]:
-    """Return the worst moments of F, and of I or W."""
+    """Return the temporary arrays at the peaks of F, and of I or W."""
     if not setup.has_adapters:
         trains = "weights"
     elif setup.dtype_bytes < FLOAT32:
@@ -251,7 +251,7 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
     if trains == "weights" and layer.is_latent and not setup.grad_checkpoint:
         other.append(LATENT)
     if setup.is_selective:
-        computed = layer.activation.is_swiglu  # others are kept
+        computed = layer.activation.is_swiglu  # other activations are kept
         other.append(SELECTIVE_MOMENT if computed else SELECTIVE_MOMENT._replace(mlp=0))
         other.append(Counts(products=_recomputes_product(setup, layer)))
     if setup.attention_piece is not None and unlike is None:
@@ -262,13 +262,13 @@ def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts],
         other.append(DORA_DROPS.recomputed if setup.grad_checkpoint else DORA_DROPS.held)
     during_backward = [reduce(Counts.plus, other, moment) for moment in moments[1]]
     if setup.backend == "cpu" and setup.dtype_bytes == FLOAT32:
-        # The loss has other arrays than MLX's own there, and no logits are left in I.
+        # Our own loss, used there, has other arrays than MLX's, and leaves no logits to I.
         during_backward = [each._replace(logits=min(0, each.logits)) for each in during_backward]
     return moments[0], during_backward
 
 
 def _unlike(layer: LayerShape) -> str | None:
-    """Return what makes a layer one of ``UNLIKE``; None if nothing does."""
+    """Return the key of ``UNLIKE`` for a layer; None if it has none."""
     around = sum("." not in path for path, _ in layer.norms)
     if layer.experts:
         return "experts"
@@ -278,7 +278,7 @@ def _unlike(layer: LayerShape) -> str | None:
 
 
 def _in_pieces(setup: TrainingSetup, trains: str) -> str:
-    """Return what is trained as ``IN_PIECES`` has it, which tells more apart."""
+    """Return the key of ``IN_PIECES`` for the trained weights, which distinguishes more cases."""
     if setup.fine_tune_type == "dora" and trains == "adapters":
         return "DoRA"
     if not setup.has_adapters and setup.dtype_bytes < FLOAT32:
@@ -287,10 +287,10 @@ def _in_pieces(setup: TrainingSetup, trains: str) -> str:
 
 
 def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
-    """Return the bytes of one array of each kind that passes in F, and in I or W."""
+    """Return the bytes of one temporary array of each kind, in F, and in I or W."""
     tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
-    # Norms on a CPU compute in float32, between a cast there and one back. So do adapters, which
-    # have numbers of their own for that.
+    # Norms on a CPU compute in float32, between two casts. Adapters do too, with counts of their
+    # own for it.
     hidden = (size, size)
     if size < FLOAT32 and setup.backend == "cpu" and not setup.has_adapters:
         hidden = (FLOAT32 + 2 * size, FLOAT32)
@@ -312,7 +312,8 @@ def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
 
 
 def _scores(setup: TrainingSetup, layer: LayerShape) -> int:
-    """Return the bytes of the scores of all heads: of all queries, or in float32 of a piece."""
+    """Return the bytes of the attention scores of all heads, for all queries or for a float32
+    piece."""
     heads, piece = layer.heads.queries, setup.attention_piece
     if piece is None:
         return setup.tokens * heads * setup.length * setup.dtype_bytes

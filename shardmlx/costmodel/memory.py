@@ -1,15 +1,14 @@
-"""Predict what a rank's memory peaks at while it trains. No MLX, no MPI.
+"""Predict a rank's peak memory in training. No MLX, no MPI.
 
-Three kinds of arrays. Resident: parameters and the optimizer's state. Held: what a micro-batch
-leaves behind at F for its I, and at I for its W. Passing: what exists only while an action runs.
-``costmodel.layer_memory`` has the table of what a layer holds, ``costmodel.passing`` that of what
-passes, and where they were measured; here come the ends of the model, messages, gradients and the
-order of actions.
+Resident arrays are parameters and optimizer state. Held arrays of a micro-batch live from F to its
+I, and from I to its W. Temporary arrays exist only while an action runs. ``costmodel.layer_memory``
+lists a layer's held arrays, ``costmodel.passing`` the temporary ones; this module adds the ends of
+the model, messages, gradients and the order of actions.
 
-The peak is an upper bound: that of a scheduling thread that runs as far ahead as MLX lets it.
+The peak is an upper bound, for a scheduling thread as far ahead as MLX lets it run.
 
-"metal" differs from the CPU in what MLX's source says: there RMSNorm is one kernel, which keeps its
-input alone. Attention computes its scores on both: in training MLX does not use its fused kernel.
+"metal" differs from the CPU as in MLX's source: RMSNorm is one kernel there, which keeps only its
+input. Attention computes its scores on both, since MLX has no fused kernel for training.
 """
 
 from __future__ import annotations
@@ -36,35 +35,35 @@ __all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage. What is held is of each micro-batch, what passes of one action."""
+    """Bytes of one stage: held arrays of each micro-batch, temporary ones of one action."""
 
     weights: int
-    """Parameters, frozen and trained; of divided ones the replica's own, and the room for others'
-    of up to two layers and of a matrix at an end."""
+    """Parameters, frozen and trained. With divided weights, the replica's own, and buffers for up
+    to two layers and an end matrix of others."""
     room: int
-    """Part of ``weights`` that is room for others', which all stages of a rank share."""
+    """Part of ``weights`` in buffers for others' weights, which all stages of a rank share."""
     optimizer: int
-    """State of the optimizer, from the first update: on the replica that holds the most; and what
-    is rounded off of sums until the next."""
+    """Optimizer state from the first update on, of the fullest replica, and rounding errors of
+    sums."""
     gradients: int
-    """Sums of the gradients, in float32, from the first W to the update; of divided weights the
+    """Float32 sums of gradients, from the first W to the update; with divided weights, the
     replica's own."""
     after_forward: int
     """Arrays held from F to I, or to W where there is no I."""
     after_input: int
     """Arrays held from I to W, where there is an I."""
     during_forward: int
-    """Arrays that pass in F, above ``after_forward``."""
+    """Temporary arrays in F, above ``after_forward``."""
     during_input: int
-    """Arrays that pass in I, above what is held when it begins."""
+    """Temporary arrays in I, above those held when it begins."""
     during_weight: int
-    """Arrays that pass in W, above what is held when it begins."""
+    """Temporary arrays in W, above those held when it begins."""
     during_update: int
-    """Arrays that pass in the update, above all sums of gradients."""
+    """Temporary arrays in the update, above all sums of gradients."""
     message: int
     """Hidden states of a micro-batch between two stages."""
     tied: int
-    """Part of ``resident`` that the stages at both ends hold together if they are on one rank."""
+    """Part of ``resident`` that the stages at both ends share if they are on one rank."""
     is_trained: bool
     has_input_gradient: bool
 
@@ -93,7 +92,7 @@ class _Stage:
 
     @property
     def ends(self) -> list[float]:
-        """Bytes of embedding and lm_head, of which a stage that has both holds a tied one once."""
+        """Bytes of embedding and lm_head; a stage that has both counts a tied matrix once."""
         sizes, ends = self.setup.weight_sizes, []
         if self.start == 0 or (self.is_last and self.setup.shape.tied):
             ends.append(sizes.embedding)
@@ -102,11 +101,11 @@ class _Stage:
         return ends
 
     def each_layer(self, start: int) -> list[LayerMemory]:
-        """Return what each layer from ``start`` takes."""
+        """Return the memory of each layer from ``start``."""
         return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
     def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
-        """Return what layers ``start`` to ``stop`` take, those that are alike once."""
+        """Return the memory of layers ``start`` to ``stop``, once for layers that are alike."""
         return [self.kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
 
     @property
@@ -133,7 +132,8 @@ class _Stage:
 
     @property
     def first_backward(self) -> int:
-        """Lowest layer with a backward: a gradient for stages below passes through all."""
+        """Lowest layer with a backward pass; a gradient for stages below passes through all
+        layers."""
         passes_all = self.has_input_gradient or self.setup.unfreeze_all
         lowest = self.start if passes_all else max(self.start, self.setup.first_trained_layer)
         return min(lowest, self.stop)
@@ -153,7 +153,7 @@ class _Stage:
 
 @lru_cache(maxsize=64)
 def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
-    """Return what a layer of each kind takes: planning asks this of many stages of one setup."""
+    """Return the memory of a layer of each kind; planning asks for many stages of one setup."""
     return tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
 
 
@@ -193,20 +193,20 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
 def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
     """Return the bytes of a stage's weights, ``parameters`` of them trained, and how many of these
-    are room for those of other replicas."""
+    are buffers for other replicas' weights."""
     setup, layers = stage.setup, stage.setup.weight_sizes.layers[stage.start : stage.stop]
     if not setup.divides_weights:
         return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters, 0.0
     most = divided(setup, stage.start, stage.stop, stage.ends).most
     if not setup.has_adapters:
         return most.weights, most.room
-    # Of two layers' adapters, too, those of others have room.
+    # Two layers of other replicas' adapters have buffers, too.
     of_two = FLOAT32 * 2 * max(stage.trained_layers, default=0) * (setup.dp - 1) / setup.dp
     return most.weights + FLOAT32 * parameters / setup.dp + of_two, most.room + of_two
 
 
 def held_once(stages: Collection[StageMemory]) -> int:
-    """Return the bytes of a rank's weights that several of its stages count, beyond once."""
+    """Return the excess bytes of weights that several stages of a rank count but share."""
     rooms, tied = [each.room for each in stages], [each.tied for each in stages if each.tied]
     return sum(rooms) - max(rooms, default=0) + sum(tied[1:])
 
@@ -220,9 +220,9 @@ def _in_sums(stage: _Stage, parameters: int) -> int:
 
 
 def _updated(stage: _Stage, parameters: int) -> int:
-    """Return how many of a stage's ``parameters`` the replica updates that updates the most.
+    """Return how many of a stage's ``parameters`` the busiest replica updates.
 
-    Weights go as a whole: a large matrix may be more than a replica's share.
+    Each weight has one owner, so a large matrix may exceed a replica's share.
     """
     setup = stage.setup
     if not setup.divides_optimizer or not parameters:
@@ -243,7 +243,7 @@ def _state_bytes(setup: TrainingSetup) -> int:
 
 
 def _logits(stage: _Stage) -> int:
-    """Return the bytes of the logits of all tokens, where they are held."""
+    """Return the bytes of the logits of all tokens, if they are held."""
     setup = stage.setup
     if not stage.is_last or setup.loss_piece is not None:
         return 0
@@ -251,8 +251,8 @@ def _logits(stage: _Stage) -> int:
 
 
 def _loss_piece(stage: _Stage) -> int:
-    """Return the bytes that pass with the loss of a piece: five arrays of its logits in float32, or
-    as much in 16 bits and in float32."""
+    """Return the temporary bytes of a piece of the loss: five float32 arrays of its logits, or as
+    many bytes in 16 bits and in float32."""
     setup = stage.setup
     if not stage.is_last or setup.loss_piece is None:
         return 0
@@ -265,10 +265,10 @@ def _held(stage: _Stage) -> tuple[int, int]:
     logits = _logits(stage)
     if not live and not stage.trained:
         return 0, 0
-    # Beyond the layers: the input of the last norm; elsewhere the buffer for the gradient to come.
+    # Beyond the layers, the last stage holds its norm's input, others a buffer for the gradient.
     after_forward, after_input = logits + message, 0 if stage.is_last else message
     if stage.is_last and setup.loss_piece is not None:
-        after_forward += message  # both
+        after_forward += message  # input and gradient
         after_input += message
     if live and setup.attention_piece is None:
         after_forward += setup.masks * setup.length**2
@@ -276,7 +276,8 @@ def _held(stage: _Stage) -> tuple[int, int]:
         after_forward += sum(layer.after_forward for layer in live)
         after_input += sum(layer.after_input for layer in live)
     elif live:
-        # The inputs of layers, and their last output, which on the last stage is the norm's input.
+        # Layers hold their inputs. The output is counted above on the last stage, as the norm's
+        # input.
         after_forward += message * (len(live) + (not stage.is_last))
     if stage.is_last and setup.unfreeze_all:
         after_forward += 2 * message
@@ -285,14 +286,14 @@ def _held(stage: _Stage) -> tuple[int, int]:
 
 
 def _passing(stage: _Stage, held: int) -> tuple[float, float]:
-    """Return the bytes that pass in F, and in I or in W where there is no I.
+    """Return the temporary bytes of F, and of I, or of W if there is no I.
 
-    ``held`` are those that F leaves behind.
+    ``held`` are the bytes that F leaves behind.
     """
     setup, logits, loss = stage.setup, _logits(stage), float(_loss_piece(stage))
     lowest = stage.first_backward
     frozen, live = stage.each_kind(stage.start, lowest), stage.each_kind(lowest, stage.stop)
-    # A forward that keeps nothing: the lm_head's moment is the last of them.
+    # A forward without gradients peaks in a layer or in the lm_head, the last entry.
     moments = FROZEN[:1] if live else FROZEN
     passing = [
         moment.nbytes(layer.forward_sizes._replace(logits=logits))
@@ -317,20 +318,20 @@ def _passing(stage: _Stage, held: int) -> tuple[float, float]:
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
-    """Return what passes in W: gradients on their way to the sums.
+    """Return the temporary bytes of W: gradients on their way to the sums.
 
-    ``largest`` are the bytes of those of the largest layer or matrix.
+    ``largest`` is the size of the gradients of the largest layer or matrix.
     """
     setup = stage.setup
     if setup.divides_weights:
-        # The buffer for the gradient between two layers; the gradients of one layer, and as a
-        # bucket on their way those of the one before.
+        # The buffer for the gradient between two layers, one layer's gradients, and the previous
+        # layer's in a bucket under way.
         return setup.message + max(during_input, float(largest)) + largest
     passing = 0.0 if setup.grad_checkpoint else float(largest)
     if not stage.has_input_gradient:
-        passing = max(passing, during_input)  # I and W in one
+        passing = max(passing, during_input)  # I and W are one action
     if setup.unfreeze_all and stage.is_last and setup.loss_piece is not None:
-        # The head's gradient of a piece, and its sum with those before.
+        # A piece's gradient of the head, and the sum of the pieces before it.
         passing = max(passing, _loss_piece(stage) + 2 * largest)
     if setup.dp > 1:
         bucket = max(BUCKET_BYTES, largest)
@@ -339,10 +340,10 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
 
 
 def _during_update(stage: _Stage, summed: int) -> int:
-    """Return what passes in the update, above the gradients of ``summed`` parameters.
+    """Return the temporary bytes of the update, above the gradients of ``summed`` parameters.
 
-    The norm squares a bucket of gradients or the largest matrix. Then layer after layer is updated
-    and its gradients go, so that the matrices at the ends find those of no layer.
+    The norm squares a bucket of gradients, or the largest matrix. Layers are then updated one by
+    one and free their gradients before the matrices at the ends are updated.
     """
     layers, ends = stage.trained_layers, stage.trained_ends
     of_layer, of_end = max(layers, default=0), max(ends, default=0)
@@ -358,19 +359,18 @@ def _during_update(stage: _Stage, summed: int) -> int:
 def rank_peak(
     actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
 ) -> int:
-    """Return the peak bytes of a rank in a step and its update; it holds ``stages``, by index.
+    """Return the peak bytes of a rank with ``stages``, by index, in a step and its update.
 
-    ``actions`` are the rank's lowered ones (``pipeline.lowering``): their order alone decides
-    how many micro-batches are held at a time. Beside these there are the receives posted ahead,
-    and the last message sent, which stays until the next one goes. An I that the stage does not
-    need counts for nothing.
+    ``actions`` are the rank's lowered ones (``pipeline.lowering``): their order decides how many
+    micro-batches are held at a time. Receives posted ahead count too, and the last message sent,
+    which stays until the next. An I that the stage does not need counts for nothing.
     """
     resident = sum(stage.resident for stage in stages.values()) - held_once(stages.values())
     if setup.dp > 1 or (any(stage.tied for stage in stages.values()) and setup.unfreeze_all):
         resident += SUM_BUFFER_BYTES
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[tuple[int, int], int] = {}
-    total = 0  # of what is held
+    total = 0  # held
     sums: dict[int, int] = {}
     sent = False
     peak = resident
@@ -383,7 +383,7 @@ def rank_peak(
                 before = stage.after_forward
                 passing, left = stage.during_forward, stage.after_forward
             case Kind.I if stage.has_input_gradient:
-                # Without W to come nothing is held for it.
+                # If no W follows, nothing is held for it.
                 passing, left = stage.during_input, stage.after_input * stage.is_trained
             case Kind.W:
                 passing, left = stage.during_weight, 0

@@ -1,11 +1,11 @@
 """Derive the memory that each rank may have, and MLX's limits, from plan and machine.
 
 No MLX, no MPI. A rank's process takes more than MLX's arrays: the interpreter, libraries, tokenizer
-and data, MPI. That part is measured before weights are loaded, and what is left of the process's
-limit is for the arrays.
+and data, MPI. The overhead is measured before weights are loaded; the rest of the process's limit
+is for arrays.
 
-What MLX does with them (0.32, ``allocator.cpp`` of each backend, ``resident.cpp``,
-``transforms.cpp``); each array is *active* until it is freed, then its buffer is *cached*:
+Limits of MLX (0.32, ``allocator.cpp`` of each backend, ``resident.cpp``, ``transforms.cpp``); An
+array is *active* until it is freed, then its buffer is *cached*:
 
 - memory limit: while active arrays take more, evaluation waits for what is running before it
   starts anything new; on Metal cached buffers are given back when both together would take more.
@@ -29,23 +29,25 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.cluster import Cluster
 
 LEAST_CACHE = 32 << 20
-"""Bytes that MLX caches on a CPU by default. They are enough there: glibc keeps freed memory too,
-and can divide it. A cache of all that a step frees made steps no faster (measured)."""
+"""Bytes that MLX caches on a CPU by default. A cache of all that a step frees made no step faster
+(measured): glibc keeps freed memory too, and can divide it."""
 
 BOUND_FRACTION = 0.97
-"""Share of a memory cgroup, or of RLIMIT_AS, on which plans count: beyond it a process is killed at
-once, or refused memory. The rest is for mpirun and for page tables."""
+"""Share of a memory cgroup, or of RLIMIT_AS, that plans may use: the rest is for mpirun and page
+tables. A process beyond the limit is killed, or refused memory."""
 
 FRAGMENTED = 0.06
-"""Part of what a step frees that the C library keeps in pieces. Measured on Linux: 0.03 to 0.08."""
+"""Share of a step's freed bytes that the C library keeps in fragments. Measured on Linux: 0.03 to
+0.08."""
 
 CACHE_MARGIN = 1.25
-"""Factor on what a step frees. Measured with SmolLM2: 1.01 times; the plan is within 5%."""
+"""Cache size as a multiple of a step's freed bytes. Measured with SmolLM2: 1.01; plans are within
+5%."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """Bytes that the plan expects of a rank: at its peak, and of these what is always there."""
+    """Planned bytes of a rank: at its peak, and the part that is always there."""
 
     peak: int
     resident: int
@@ -57,8 +59,8 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: bytes that it takes ``outside`` MLX's arrays, and what limits it
-    beside the size of the machine."""
+    """The process of a rank: its bytes ``outside`` MLX's arrays, and its limits beside the size of
+    the machine."""
 
     outside: int = 0
     bounds: tuple[MemoryBound, ...] = ()
@@ -66,12 +68,12 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of MLX's arrays that a rank may have; ``inf`` where the machine is not known, below 0
-    where the rest of the process has no room.
+    """Bytes of MLX's arrays that a rank may have; ``inf`` if the machine is unknown, negative if
+    the rest of the process has no room.
 
-    Its process takes ``outside`` bytes more; both together are limited for the ``reason``, and by
-    ``most`` whatever the user says. ``wirable`` are the bytes that macOS lets the GPU wire, None
-    where nothing is wired.
+    The process takes ``outside`` bytes more; ``reason`` names the limit on both, and ``most`` caps
+    any limit that the user sets. ``wirable`` are the bytes that macOS lets the GPU wire, None if
+    nothing is wired.
     """
 
     host: str
@@ -114,7 +116,7 @@ class MemoryLimits:
     def process_peak(self, peak: int) -> int:
         """Return the bytes that the whole process takes when the arrays are at their ``peak``."""
         passing = max(0, peak - self.planned.resident)
-        # On a CPU what MLX caches, and what the C library keeps, is not there for other arrays.
+        # On a CPU, MLX's cache and the C library's fragments are lost to other arrays.
         kept = min(self.cache, passing) + FRAGMENTED * passing if self.wired is None else 0
         return round(peak + self.outside + kept)
 
@@ -137,15 +139,14 @@ def budgets_of(
     working_sets: Sequence[int | None] = (),
     processes: Sequence[ProcessMemory] = (),
 ) -> tuple[MemoryBudget, ...]:
-    """Return what each world rank may use.
+    """Return the memory budget of each world rank.
 
-    Its process may take the least of: ``limit``, if one is given, else the part of the machine's
-    memory on which plans count; and what bounds the process, shared with the other ranks of its
-    host that it bounds too. Where Metal's working set is known, it bounds the arrays instead of
-    that part of the machine.
+    A process may use the least of ``limit`` (by default the usable share of its machine) and its
+    own bounds, each shared with the other ranks of the host under the same bound. A known working
+    set of Metal bounds the arrays instead of that share.
 
     ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
-    ``processes`` are the ranks'; without them nothing is known but the machines.
+    Without ``processes`` only the machines are known.
     """
     processes = processes or (ProcessMemory(),) * cluster.size
     hosts = [machine.host for machine in cluster.machines]
@@ -190,7 +191,7 @@ def _shared(count: int) -> str:
 
 
 def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
-    """Return the same machines with no more memory than these, all of which may be used."""
+    """Return the same machines with no more memory than ``budgets``, all of it usable."""
     machines = (
         replace(
             machine,
@@ -203,15 +204,15 @@ def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
 
 
 def limited(cluster: Cluster, limit: int | None) -> Cluster:
-    """Return the machines of a plan, with no more memory than the user's ``limit`` for a rank."""
+    """Return a plan's machines, with no more memory than the user's ``limit`` for a rank."""
     return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
 def overfull(
     budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], first: int = 0
 ) -> str | None:
-    """Return how the first rank whose plan does not fit fails, None where all fit; ranks are
-    counted from ``first``."""
+    """Say how the first plan that does not fit fails, None if all fit; ranks count from
+    ``first``."""
     for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True), start=first):
         if plan.peak > budget.nbytes:
             return f"rank {rank} ({budget.host}) would take {in_process(budget, plan.peak)}"
@@ -219,7 +220,7 @@ def overfull(
 
 
 def in_process(budget: MemoryBudget, nbytes: int) -> str:
-    """Return how much a process with ``nbytes`` of arrays takes, and of how much."""
+    """Say how much a process with ``nbytes`` of arrays takes, and of how much."""
     beside = f", {gibibytes(budget.outside)} of it outside MLX," if budget.outside else ""
     return (
         f"{gibibytes(nbytes + budget.outside)}{beside} of its {gibibytes(budget.process)} "
@@ -228,7 +229,7 @@ def in_process(budget: MemoryBudget, nbytes: int) -> str:
 
 
 def how_to_allow(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> str:
-    """Return the remedy that names a limit which is enough, if all machines have that."""
+    """Return the remedy that names a sufficient limit, if all machines have that much."""
     needed = [plan.peak + budget.outside for budget, plan in zip(budgets, planned, strict=True)]
     if any(each > budget.most for each, budget in zip(needed, budgets, strict=True)):
         return ""
@@ -236,7 +237,7 @@ def how_to_allow(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemor
 
 
 def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str:
-    """Return the remedy to raise the limit, where it is not known how much would be enough."""
+    """Return the remedy to raise the limit, if no sufficient limit is known."""
     can_be_raised = limit is not None and any(budget.process < budget.most for budget in budgets)
     return "raise --memory-limit, " * can_be_raised
 
@@ -251,9 +252,9 @@ def limit_for(nbytes: int) -> str:
 def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
     """Return the limits of a rank whose plan fits: see ``overfull``.
 
-    On a CPU nothing gives way, so that cache and plan together stay within the budget. On Metal MLX
-    sees to that, and the cache has room for what a step frees, so that none of it is allocated
-    anew. A larger one would fill with buffers of lengths that do not come again.
+    On a CPU MLX's cache never gives way to arrays, so cache and plan together stay within the
+    budget. On Metal it does, and it holds a step's freed bytes, so that no step allocates anew. A
+    larger cache would fill with buffers of lengths that do not recur.
     """
     memory = int(budget.nbytes)
     of_a_step = planned.peak - planned.resident
@@ -280,7 +281,7 @@ def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
 
 
 def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
-    """Return a warning for each rank whose plan is more than macOS keeps in memory for the GPU."""
+    """Return a warning for each rank whose plan exceeds the memory that macOS wires for the GPU."""
     return tuple(
         f"rank {rank} ({budget.host}) plans {gibibytes(plan.peak)}, of which macOS keeps "
         f"{gibibytes(budget.wirable)} in memory: it may swap the rest out, which is slow; "
@@ -295,7 +296,7 @@ def exceeded(
 ) -> tuple[str, ...]:
     """Return a warning for each rank whose arrays took more than its limit.
 
-    MLX does not enforce it.
+    MLX does not enforce the limit.
     """
     return tuple(
         f"rank {rank} ({host}) held {gibibytes(peak)} in MLX's arrays at its peak, more than its "

@@ -5,10 +5,10 @@ the thread that schedules runs ahead of the one that computes by up to 10 tasks 
 (``MAX_ACTIVE_TASKS`` in mlx/transforms.cpp, ``DISPATCHES_PER_TASK`` in mlx/backend/cpu/encoder.h):
 about a layer's forward, whose arrays then all exist, though few of them are in use.
 
-So the numbers here are nearly whole, and hardly depend on the model. They were counted by tracing
-each allocation and release in real stages (MLX 0.32, CPU; llama, lengths 128 to 1500,
-vocabularies of 3000 and 30000), and are the most that was seen in many micro-batches. Where the
-scheduling thread gets less far ahead, less is held: the numbers are an upper bound.
+The counts are therefore nearly whole, and hardly depend on the model. They come from traces of each
+allocation and release in real stages (MLX 0.32, CPU; llama, lengths 128 to 1500, vocabularies of
+3000 and 30000), and are maxima over many micro-batches: an upper bound, since a slower scheduling
+thread holds less.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """Numbers of arrays by kind, beyond those held when the action begins; or bytes of one each.
+    """Numbers of temporary arrays by kind, or bytes of one of each.
 
-    Halves are of arrays cut into two, as rotary embedding does. What the action has released by
-    then counts below zero.
+    Halves are arrays cut in two, as by rotary embedding. Arrays that the action has released count
+    below zero.
     """
 
     hidden: float = 0.0
     """Residual stream, inside and around norms."""
     answers: float = 0.0
-    """Outputs of all the experts that a token passes through, before they are added up."""
+    """Outputs of all experts of a token, before they are summed."""
     mlp: float = 0.0
-    """Gate, up, what is between them and their product, and the gradients of these."""
+    """Gate, up, their intermediates and product, and the gradients of these."""
     products: float = 0.0
-    """Products of an MLP that are computed again, where W comes along."""
+    """Products of an MLP that are recomputed with W."""
     queries: float = 0.0
     keys: float = 0.0
     """Keys and values."""
     scores: float = 0.0
-    """Attention's, one for each head and pair of positions."""
+    """Attention scores, one for each head and pair of positions."""
     mask: float = 0.0
     """The causal mask."""
     matrices: float = 0.0
-    """Sums of a weight and its adapters, of which DoRA takes the norm."""
+    """Sums of a weight and its adapters, whose norm DoRA takes."""
     gradients: float = 0.0
     """Gradients of all trained weights of a layer."""
     logits: float = 0.0
@@ -56,10 +56,10 @@ class Counts(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The worst moments of an action of a stage.
+    """The peaks of an action of a stage.
 
-    ``recomputed`` are those under gradient checkpointing: in F, of which no arrays are kept, and in
-    I, where the arrays that a layer would have held come on top.
+    ``recomputed`` are those with gradient checkpointing: F keeps no arrays, and I adds the arrays
+    of the recomputed layer.
     """
 
     held: Sequence[Counts]
@@ -70,7 +70,7 @@ FROZEN = (
     Counts(hidden=7, mlp=2, queries=7, keys=4, scores=1),
     Counts(hidden=3, mlp=2, logits=2),
 )
-"""Moments of a forward that keeps nothing for a gradient: in a layer, and in the lm_head."""
+"""Peaks of a forward without gradients: in a layer, and in the lm_head."""
 
 FORWARD: Mapping[str, Moments] = {
     "adapters": Moments(
@@ -125,14 +125,14 @@ FORWARD: Mapping[str, Moments] = {
         ),
     ),
 }
-"""Moments of F, by what is trained: in the last layer, and in the loss."""
+"""Peaks of F by the trained weights: in the last layer, and in the loss."""
 
-# In the MLP, in attention, and in the loss. A layer that is computed again waits for no gradient:
-# MLX computes the last one beside the loss, whose logits are then still there. Answers of experts
-# were counted in float32, the only type MLX gathers on a CPU: in half precision as many bytes.
+# Peaks in the MLP, in attention, and in the loss. A recomputed layer waits for no gradient: MLX
+# computes the last one beside the loss, while its logits exist. Outputs of experts were counted in
+# float32, the only type MLX gathers on a CPU: as many bytes as in half precision.
 BACKWARD: Mapping[str, Moments] = {
     "adapters": Moments(
-        # With quantised weights one hidden array more than without: counted for both.
+        # Quantised weights have one hidden array more, which is counted for both.
         held=(
             Counts(hidden=10, mlp=6.5, queries=4, scores=1, gradients=1, logits=-1),
             Counts(hidden=10, mlp=5.5, queries=4, scores=2, gradients=1, logits=-1),
@@ -200,7 +200,7 @@ BACKWARD: Mapping[str, Moments] = {
         ),
     ),
 }
-"""Moments of I, and of W where there is no I, by what is trained."""
+"""Peaks of I, and of W if there is no I, by the trained weights."""
 
 
 _OF_LAYER = Counts(gradients=1, logits=-1)
@@ -244,26 +244,25 @@ UNLIKE: Mapping[str, Moments] = {
         recomputed=BACKWARD["adapters"].recomputed,
     ),
 }
-"""Moments of I for adapters in layers of more operations than Llama's.
+"""Peaks of I for adapters in layers with more operations than Llama's.
 
-The scheduling thread, which is as many operations ahead as ever, then has not come to attention
-while arrays of the MLP are there. Counted on layers of sixteen families, in five sizes each, and on
-mixtures of up to 8 experts a token.
+The scheduling thread, no more operations ahead than elsewhere, then has not reached attention while
+arrays of the MLP exist. Counted on layers of sixteen families, in five sizes each, and on mixtures
+of up to 8 experts a token.
 """
 
 
 LATENT = Counts(mlp=-1.5)
-"""Difference of I for weights where latent attention, of more operations too, is in a layer."""
+"""Difference of I for weights of a layer with latent attention, which has more operations too."""
 
 
 class Difference(NamedTuple):
-    """Numbers of arrays that pass in the backward beyond those of the tables above, as ``Moments``
-    has them."""
+    """Differences from the tables above in the backward, as in ``Moments``."""
 
     held: Counts
     recomputed: Counts
     selective: Counts = Counts()
-    """Numbers beyond ``held`` where norms and activations are computed again."""
+    """Differences from ``held`` if norms and activations are recomputed."""
 
 
 # A piece has more operations than a layer, so that the scheduling thread gets less far ahead.
@@ -286,10 +285,10 @@ IN_PIECES: Mapping[str, Difference] = {
         held=Counts(mlp=-0.6, scores=-1.7), recomputed=Counts(hidden=-1.5)
     ),
 }
-"""Differences where attention is computed in pieces, of whose scores a kind counts."""
+"""Differences if attention is computed in pieces; ``scores`` then counts those of a piece."""
 
 DORA_DROPS = Difference(held=Counts(hidden=7), recomputed=Counts(hidden=4))
-"""Differences where DoRA's adapters have dropout, beyond those of adapters with dropout."""
+"""Differences of DoRA's adapters with dropout from other adapters with dropout."""
 
 SELECTIVE_MOMENT = Counts(hidden=-1, mlp=3)
-"""Difference where norms and activations are computed again."""
+"""Difference if norms and activations are recomputed."""

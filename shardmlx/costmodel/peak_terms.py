@@ -1,7 +1,7 @@
-"""Know the peak of a stage alone on its rank for many stages. No MLX, no MPI.
+"""Compute the peak of a stage alone on its rank, for many stages. No MLX, no MPI.
 
-What ``rank_peak`` adds up at an action is so many times each number of the stage. How many times
-follows from the order of actions alone, so that it is worked out once.
+``rank_peak`` sums multiples of a stage's numbers. The multiples follow from the order of actions
+alone, so they are worked out once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NUMBERS = (
     *("after_forward", "after_input", "during_forward", "during_input", "during_weight"),
     *("gradients", "message"),
 )
-"""Names of the numbers of a ``StageMemory`` in a term."""
+"""Names of a ``StageMemory``'s numbers in a term."""
 
 Term = tuple[int, ...]
-"""Counts of each number in a sum."""
+"""Multiple of each number in a sum."""
 
 _UNITS: dict[str, Term] = {name: tuple(int(name == other) for other in NUMBERS) for name in NUMBERS}
 _NONE: Term = (0,) * len(NUMBERS)
@@ -29,10 +29,10 @@ _NONE: Term = (0,) * len(NUMBERS)
 def peak_terms(
     actions: Sequence[Action], *, has_input_gradient: bool, is_trained: bool, sums_at_input: bool
 ) -> list[Term]:
-    """Return the sums of which one is the most that a stage takes above what is resident.
+    """Return the sums, the largest of which is a stage's peak above its resident bytes.
 
-    ``actions`` are all of one stage; ``sums_at_input``: its gradients are summed at I already. A
-    sum that another one passes, whatever the numbers are, is left out.
+    ``actions`` are all of one stage; with ``sums_at_input`` its gradients are summed at I already.
+    Sums that another one always reaches are left out.
     """
     to_receive = sum(action.kind is Kind.RECV_F for action in actions)
     held: dict[int, Term] = {}
@@ -68,7 +68,7 @@ def peak_terms(
 
 
 def peak_of(terms: Sequence[Term], stage: StageMemory, setup: TrainingSetup) -> int:
-    """Return what ``rank_peak`` says of a stage whose actions have these ``terms``."""
+    """Return the peak that ``rank_peak`` gives a stage whose actions have these ``terms``."""
     numbers = [getattr(stage, name) for name in NUMBERS]
     most = max((sum(map(mul, term, numbers)) for term in terms), default=0)
     updating = stage.gradients + stage.during_update

@@ -19,8 +19,8 @@ from shardmlx.pipeline.simulate import Simulation, simulate
 class RankPrediction:
     """A pipeline rank, with the slowest and smallest of its replicas.
 
-    ``seconds`` are of one micro-batch through all its stages, ``update`` among them of a step;
-    ``capacity`` is ``inf`` where it is not known.
+    ``seconds`` are of one micro-batch through all its stages, but ``update`` is once a step;
+    ``capacity`` is ``inf`` if unknown.
     """
 
     hosts: tuple[str, ...]
@@ -42,8 +42,8 @@ class RankPrediction:
 class Prediction:
     """Prediction of a step: F and B of all micro-batches, sums over replicas, update.
 
-    Where gradients of several steps make one update, a step has its share of sums and update.
-    ``sent`` are the bytes that the host which sends most sends to others in a step.
+    If several steps make one update, each takes its share of sums and update. ``sent`` are the
+    bytes that the busiest host sends to others in a step.
     """
 
     plan: Plan
@@ -90,8 +90,8 @@ def planned_memory(
 ) -> tuple[PlannedMemory, ...]:
     """Return the memory that the plan expects of each world rank.
 
-    ``lengths`` are T of the longest micro-batch of a step, and of those that only pass forward,
-    such as validation's: 0 if there are none.
+    ``lengths`` are T of a step's longest micro-batch, and of the longest forward-only one, such as
+    validation's; 0 if there are none.
     """
     planned = _planned(plan, workload, cluster, lengths[0], recompute)
     if not lengths[1]:
@@ -138,7 +138,7 @@ def _pipeline(
     message: int,
     replica: int | None,
 ) -> _Pipeline:
-    """Return what one ``replica`` does, or the slowest of all where they have equal rows.
+    """Return the step of one ``replica``, or of the slowest if all have equal rows.
 
     ``message`` are the bytes of a micro-batch's hidden states.
     """
@@ -151,7 +151,7 @@ def _pipeline(
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
     if replica is not None:
-        # Its last micro-batch may have few rows.
+        # The last micro-batch may have few rows.
         full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
         stages = [each.of_share(full) for each in stages]
     simulation = simulate(
@@ -215,7 +215,7 @@ def predict(
 
 
 def _weights(workload: Workload, stages: list[StageMemory]) -> float:
-    """Return the bytes of a rank's parameters; what two of its stages share counts once."""
+    """Return the bytes of a rank's parameters, counting those that two of its stages share once."""
     twice = sum(stage.tied > 0 for stage in stages) == 2
     rooms = [stage.room for stage in stages]
     shared = sum(rooms) - max(rooms) + twice * workload.weight_sizes.embedding

@@ -26,14 +26,14 @@ _AGAIN = "measure again with shardmlx profile"
 
 _MOST_TOKENS = 1 << 30
 _MOST_SECONDS = 1e6
-"""A micro-batch of more is none that was measured."""
+"""Longest plausible time of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """The samples that one rank measured: as many rows in each, in ascending order of length.
+    """The samples of one rank: equal rows in each, in ascending order of length.
 
-    ``chip`` says what kind of machine it is.
+    ``chip`` names the kind of machine.
     """
 
     host: str
@@ -54,7 +54,7 @@ class MachineProfile:
 
 
 def _check_sample(sample: Sample) -> None:
-    """Raise ``ValueError`` for times that no clock shows; embedding and lm_head are differences."""
+    """Raise ``ValueError`` for impossible times; embedding and lm_head are differences of times."""
     if sample.tokens > _MOST_TOKENS:
         raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
     layers = [part for kind in sample.kinds for part in (kind.trained, kind.frozen)]
@@ -70,7 +70,7 @@ def _check_sample(sample: Sample) -> None:
 class Profile:
     """Measured times of one model, trained in one way, on one or more machines.
 
-    ``work`` is what the times depend on beside the machine: see ``work_of``.
+    ``work`` is what was measured, machine aside: see ``work_of``.
     """
 
     work: Mapping[str, Any]
@@ -78,7 +78,7 @@ class Profile:
     path: str = "profile"
 
     def check(self, work: Mapping[str, Any]) -> None:
-        """Raise ``UserError`` when this was measured for other work."""
+        """Raise ``UserError`` if the profile was measured for other work."""
         for key in work:
             if self.work.get(key) != work[key]:
                 raise UserError(
@@ -90,8 +90,8 @@ class Profile:
     def machine(self, host: str, kind: str | None = None) -> MachineProfile:
         """Return the measurements on a host, or on another machine of the same kind.
 
-        A kind is a measured chip or host. Where ranks share a host, the slowest of them speaks
-        for all. Raises ``UserError`` where there are none.
+        A kind is a measured chip or host. If ranks share a host, the slowest counts for all. Raises
+        ``UserError`` without measurements.
         """
         name = socket.gethostname() if host == "localhost" else host
         found = [each for each in self.machines if same_host(each.host, name)]
@@ -113,7 +113,7 @@ class Profile:
     ) -> Measured:
         """Return the times of a model on a host.
 
-        Raises ``UserError`` where there are none of some of its layers.
+        Raises ``UserError`` if some of its layers were not measured.
         """
         samples = self.machine(host, kind).samples
         kinds, pattern = shape.unlike_layers(samples[-1].length)
@@ -139,7 +139,7 @@ def work_of(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what times depend on: sizes of a layer and of the lm_head, and what is trained how.
+    """Return the facts that times depend on: sizes of a layer and the lm_head, and what trains how.
 
     ``quantization`` is the entry of config.json.
     """
@@ -148,7 +148,7 @@ def work_of(
         trained["unfreeze_all"] = fine_tune.unfreeze_all
     else:
         trained["lora_parameters"] = json.loads(json.dumps(dict(fine_tune.lora_parameters)))
-    # Windows are no part of the work: they tell layers apart in samples that are long enough.
+    # Windows are left out: in long enough samples they distinguish layers.
     layer, *others = shape.unlike_layers(1)[0]
     if others:
         trained["other_layers"] = [
@@ -174,7 +174,7 @@ def work_of(
 
 
 def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Fill in defaults: how a model is quantised may be said in several ways."""
+    """Fill in the defaults of a quantisation entry, which can be written in several ways."""
     quantisation = read_quantisation({"quantization": entry})
     if quantisation is None:
         return None
@@ -226,7 +226,7 @@ def read_profile(path: str | Path) -> Profile:
 def merge(profiles: Sequence[Profile]) -> Profile:
     """Return one profile of the machines of several, measured for the same work.
 
-    Raises ``UserError`` where they were measured for different work.
+    Raises ``UserError`` if the work differs.
     """
     first = profiles[0]
     for other in profiles[1:]:

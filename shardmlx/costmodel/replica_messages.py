@@ -1,7 +1,7 @@
 """Predict what ranks send each other in a step, and how long it takes replicas. No MLX, no MPI.
 
-Bytes are those of whole arrays: of n members each sends (n - 1) / n of them, the owner of more than
-an nth so much more.
+Bytes are those of whole arrays: each of n members sends (n - 1) / n of them, and an owner of more
+than an nth sends more in proportion.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.plan import Plan
 
 ROOMS = 2
-"""Number of layers for which a replica has room, by turns: the last ones are still there when the
-next pass, which goes the other way, begins with them."""
+"""Number of layers that a replica buffers by turns: the last ones are still there when the next
+pass, in the other direction, begins with them."""
 
 HANDLING_SECONDS = {"cpu": 1e-9, "metal": 0.0}
-"""Seconds that a byte of a gather between hosts takes from computing, at each end: a core that
-sends does not compute. Measured on an x86 server; a GPU is taken to compute meanwhile."""
+"""Seconds of computing that a byte gathered between hosts costs at each end, since a sending core
+does not compute. Measured on an x86 server; a GPU is assumed to compute meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageGathers:
-    """Bytes of a micro-batch at a stage of divided weights, as a mean of those of a step: of the
-    ``first`` layer, which comes while nothing computes, of the other layers in F and in B, of
-    matrices at its ``ends``, and of gradients that go to their owners."""
+    """Mean bytes of a micro-batch at a stage of divided weights: of the ``first`` layer, gathered
+    while nothing computes, of the other layers in F and in B, of matrices at its ``ends``, and of
+    gradients sent to their owners."""
 
     first: float
     forward: float
@@ -47,11 +47,11 @@ class StageGathers:
 
 
 def stage_gathers(ends: tuple[int, int], plan: Plan, workload: Workload) -> StageGathers:
-    """Return what replicas that divide their weights gather of layers ``ends``.
+    """Return the bytes that replicas with divided weights gather of layers ``ends``.
 
-    In the backward pass layers come down to the lowest that computes then; what is trained comes
-    anew after an update. A matrix at an end of the model stays until then, unless the stage has
-    another one.
+    The backward pass gathers layers down to the lowest that computes then; trained layers are
+    gathered anew after an update. A matrix at an end of the model stays until then, unless the
+    stage has another one.
     """
     tune, sizes, shape = workload.fine_tune, workload.weight_sizes, workload.shape
     start, stop = ends
@@ -88,9 +88,9 @@ def with_gathers(
     workload: Workload,
     cluster: Cluster,
 ) -> Seconds:
-    """Return the times of a stage that gathers each layer, where replicas divide the weights.
+    """Return the times of a stage that gathers each layer, if replicas divide the weights.
 
-    A layer comes while the one before computes. Gradients go to their owners on the same link.
+    A layer arrives while the one before computes. Gradients go to their owners on the same link.
     """
     if plan.mesh.dp == 1 or not workload.fine_tune.divides_weights:
         return stage
@@ -126,8 +126,8 @@ def sum_seconds(
 ) -> float:
     """Return the seconds of summing the slowest stage's gradients over replicas.
 
-    That is an upper bound: buckets start while the backward pass still computes. What divided
-    weights take is a part of each micro-batch.
+    The sum is an upper bound, since buckets start during the backward pass. Divided weights count
+    in each micro-batch instead.
     """
     if plan.mesh.dp == 1 or workload.fine_tune.divides_weights:
         return 0.0
@@ -146,7 +146,7 @@ def bytes_between_hosts(
 ) -> dict[str, float]:
     """Return the bytes that each host sends to others in a step, beside headers.
 
-    Where gradients of several steps make one update, a step has its share of their sums.
+    If several steps make one update, each has its share of their sums.
     """
     mesh, placement = plan.mesh, plan.stage_map.placement
     message = max(each.message for each in stages.values())
@@ -183,13 +183,13 @@ def _gradients(plan: Plan, rank: int, stages: Mapping[int, StageMemory]) -> int:
 
 
 def _gathers_weights(workload: Workload) -> bool:
-    """Tell whether updated weights go back, and not gradients."""
+    """Tell whether replicas gather updated weights instead of gradients."""
     return workload.fine_tune.divides_optimizer and workload.fine_tune.is_full
 
 
 def _summed(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, StageMemory]) -> float:
-    """Return the bytes of an update of a rank's stages: its gradients there and back, or, where
-    replicas divide the optimizer, gradients there and updated weights back."""
+    """Return the bytes of an update of a rank's stages: gradients there and back; with a divided
+    optimizer, updated weights back."""
     gradients = _gradients(plan, rank, stages)
     there = back = workload.sum_bytes(gradients)
     if _gathers_weights(workload):
@@ -200,8 +200,8 @@ def _summed(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, Stag
 def _exchange_seconds(
     cluster: Cluster, plan: Plan, rank: int, nbytes: float, largest: float = 0.0
 ) -> float:
-    """Return the seconds in which each replica of a pipeline rank has sent the others its part of
-    so many bytes, or has got their parts; ``largest`` is that of whoever owns the most."""
+    """Return the seconds in which each replica of a pipeline rank sends the others its part of
+    these bytes, or receives theirs; ``largest`` is the largest owner's part."""
     group = plan.mesh.replicas_of(rank)
     slowest_link = max(
         cluster.link_seconds(a, b, nbytes)
@@ -216,7 +216,7 @@ def _exchange_seconds(
 
 
 def _parts_of_hosts(cluster: Cluster, group: Sequence[int]) -> dict[str, float]:
-    """Return, for each host of a group, which part of an array it sends to the others."""
+    """Return the part of an array that each host of a group sends to the others."""
     hosts = [each.host for each in cluster.machines]
     levels = levels_of(group[0], group, hosts)
     if levels is not None:

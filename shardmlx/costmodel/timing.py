@@ -19,21 +19,20 @@ from shardmlx.partitioners.costs import LayerCosts
 from shardmlx.pipeline.simulate import Costs
 
 COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}
-"""Part of a layer's forward that the backward computes again."""
+"""Share of a layer's forward that the backward recomputes."""
 
 TYPICAL_LENGTH = 512
-"""Number of tokens at which the cost of a layer is taken where no other length is known."""
+"""Number of tokens at which a layer's cost is taken if no other length is known."""
 
 LEAST_SECONDS = 1e-6
-"""Time of a forward that is measured as none: differences of short times may come out negative."""
+"""Least time of a forward: differences of short measurements may be negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Times of a micro-batch in a part; ``update`` is the optimizer's, once a step.
 
-    Those of the embedding may be negative: the first stage spares what others compute for the stage
-    below.
+    The embedding's may be negative: the first stage spares the gradient for a stage below.
     """
 
     forward: float = 0.0
@@ -59,7 +58,7 @@ class Seconds:
         )
 
     def of_share(self, share: float) -> Seconds:
-        """Return the times where only a share of a micro-batch is computed: the update stays."""
+        """Return the times of a share of a micro-batch; the update stays."""
         return replace(self.scaled(share), update=self.update)
 
     @property
@@ -76,8 +75,8 @@ class Seconds:
 class ModelSeconds:
     """Times of each part of a model, on one machine, for micro-batches of one size.
 
-    ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none:
-    whatever lies below has a forward only.
+    ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none;
+    layers below run only forward.
     """
 
     layers: tuple[Seconds, ...]
@@ -87,7 +86,7 @@ class ModelSeconds:
     recompute: str = NONE
 
     def layer(self, index: int) -> float:
-        """Return F + I + W of one layer, and what is computed again of its F."""
+        """Return F + I + W of one layer, and the recomputed share of its F."""
         seconds = self.layers[index]
         again = COMPUTED_AGAIN[self.recompute] * (index >= self.first_trained)
         return max(0.0, seconds.microbatch + again * seconds.forward)
@@ -104,8 +103,8 @@ class ModelSeconds:
     def stage(self, start: int, stop: int) -> Seconds:
         """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.
 
-        A stage with nothing trained below it has no I: its W is its whole backward. What is
-        computed again comes with I, or with that W; all gradients too where it is all.
+        A stage with nothing trained below it has no I: its W is its whole backward. Recomputation
+        counts in I, or in that W; if it is full, so do all gradients.
         """
         parts = list(self.layers[start:stop])
         if start == 0:
@@ -116,7 +115,7 @@ class ModelSeconds:
         forward, update = max(LEAST_SECONDS, total.forward), max(0.0, total.update)
         if stop <= self.first_trained:
             return Seconds(forward)
-        # Only layers are computed again, and only those that have a backward pass.
+        # Only layers with a backward pass are recomputed.
         again = COMPUTED_AGAIN[self.recompute] * sum(
             each.forward for each in self.layers[max(start, self.first_trained) : stop]
         )
@@ -131,7 +130,7 @@ class ModelSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A machine known by its FLOP/s alone: what it reaches in matrix products."""
+    """A machine known by its FLOP/s alone, as reached in matrix products."""
 
     shape: ModelShape
     flops: float
@@ -141,10 +140,10 @@ class Speed:
     recompute: str = NONE
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """Return F, I and W of as many FLOPs each, at the machine's speed (6N: Kaplan et al. 2020).
+        """Return F, I and W of equal FLOPs, at the machine's speed (6N: Kaplan et al. 2020).
 
-        Below ``first_trained`` there is F alone. The few FLOPs of W with adapters are left out,
-        as are embedding, norms and update.
+        Layers below ``first_trained`` run F alone. Embedding, norms, update, and the few FLOPs of W
+        with adapters are left out.
         """
         tokens = rows * length
         layers = [
@@ -178,7 +177,7 @@ class Sample:
     """Times measured with micro-batches of ``rows`` x ``length`` tokens.
 
     ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
-    ``others`` are those of the other kinds of layers.
+    ``others`` are the other kinds of layers.
     """
 
     rows: int
@@ -209,18 +208,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A machine on which samples were taken: of as many rows each, in ascending order of length."""
+    """A machine on which samples were taken: equal rows in each, in ascending order of length."""
 
     pattern: tuple[int, ...]
-    """Number of each layer's kind in the samples."""
+    """Kind of each layer, as its number in the samples."""
     samples: tuple[Sample, ...]
     first_trained: int
     recompute: str = NONE
 
     def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """Return times on the line between the samples of the next shorter and longer sequences.
+        """Return times interpolated between the samples of the next shorter and longer sequences.
 
-        Beyond the samples the outermost line goes on; from one sample times are proportional to
+        The outermost line goes on beyond the samples; times from one sample are proportional to
         tokens. A row costs as much as in the samples.
         """
 

@@ -18,7 +18,7 @@ BACKENDS = ("metal", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """The facts that decide the memory of training. ``ValueError`` for what cannot be."""
+    """The facts that decide the memory of training. Raises ``ValueError`` for a contradiction."""
 
     shape: ModelShape
     weight_sizes: LayerCosts
@@ -48,13 +48,13 @@ class TrainingSetup:
     dp: int = 1
     """Number of replicas."""
     divides_optimizer: bool = False
-    """True if each replica holds the optimizer's state of a part of the weights alone."""
+    """True if each replica holds the optimizer's state only for its part of the weights."""
     divides_weights: bool = False
-    """True if each replica holds a part of the weights, and gathers those of a layer it needs."""
+    """True if each replica holds a part of the weights, and gathers the others layer by layer."""
     master_weights: bool = False
     """True if weights of 16 bits are updated as float32 copies, with state in float32."""
     error_copies: int = 0
-    """Number of copies of what is rounded off of sums that a replica holds."""
+    """Number of copies of the sums' rounding errors that a replica holds."""
     backend: str = "metal"
 
     def __post_init__(self) -> None:
@@ -95,13 +95,13 @@ class TrainingSetup:
 
     @property
     def attention_piece(self) -> int | None:
-        """Queries of a piece of attention; None where it is computed at once."""
+        """Queries of a piece of attention; None if attention is computed at once."""
         chunk, takes = self.savings.attention_chunk, self.shape.family.takes_pieces
         return chunk if takes and chunk is not None and chunk < self.length else None
 
     @property
     def loss_piece(self) -> int | None:
-        """Positions whose logits are in memory at a time; None where those of all are held."""
+        """Positions whose logits are in memory at a time; None if all are."""
         chunk = self.savings.loss_chunk
         if chunk is None or not self.savings.takes_loss_in_pieces(self.tokens):
             return None

@@ -1,4 +1,4 @@
-"""A model and what a run trains of it: what times and memory depend on, beside the layout.
+"""A model and what a run trains of it: the facts behind times and memory, beside the layout.
 
 No MLX, no MPI.
 """
@@ -34,16 +34,16 @@ ROUNDING_SECONDS = {
     "bfloat16": 4.2e-9,
     "int8": 5e-9,
 }
-"""Seconds in which one core rounds and widens a gradient that travels, by --sum-dtype: measured on
-an x86 server."""
+"""Seconds in which one core rounds and widens a gradient for its transfer, by --sum-dtype: measured
+on an x86 server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
     """A model as ranks hold it in memory.
 
-    ``dtype`` is that of activations, ``weight_sizes`` are bytes in memory, ``quantization`` is as
-    config.json has it.
+    ``dtype`` is the type of activations, ``weight_sizes`` are bytes in memory, ``quantization`` is
+    as in config.json.
     """
 
     shape: ModelShape
@@ -66,7 +66,7 @@ class ModelSizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(ModelSizes):
     """A model, what a run trains of it, and its batches; ``counted`` is the share of the tokens
-    that count in the loss. Raises ``UserError`` where the model cannot be trained so."""
+    that count in the loss. Raises ``UserError`` if the model cannot be trained so."""
 
     fine_tune: FineTune
     batch: BatchOptions
@@ -74,7 +74,7 @@ class Workload(ModelSizes):
 
     @classmethod
     def of(cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions) -> Workload:
-        """Return the work of a run on a model of which the headers are known."""
+        """Return the work of a run on a model with known headers."""
         sizes = model_sizes(files, fine_tune.dtype)
         known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
         return cls(**known, fine_tune=fine_tune, batch=batch.first)
@@ -115,7 +115,7 @@ class Workload(ModelSizes):
     def first_trained(self) -> int:
         """Layer at which the backward pass ends: the lowest one with trained weights.
 
-        A trained embedding counts as layer 0: its gradient comes down through all of them.
+        A trained embedding counts as layer 0: its gradient comes down through all layers.
         """
         return 0 if self.fine_tune.unfreeze_all else self.first_trained_layer
 
@@ -128,12 +128,12 @@ class Workload(ModelSizes):
         return count - trained if trained > 0 else 0
 
     def micro_batch(self, rows: int, length: int) -> tuple[int, int]:
-        """Return (rows, tokens a row) that ``rows`` sequences of ``length`` tokens are computed as:
-        with --pack one row of all."""
+        """Return the (rows, tokens a row) in which ``rows`` sequences of ``length`` tokens are
+        computed: with --pack one row of all."""
         return (1, rows * length) if self.batch.pack else (rows, length)
 
     def sum_bytes(self, gradients: int) -> int:
-        """Return the bytes that travel once of gradients of so many bytes in float32."""
+        """Return the bytes sent once for gradients of these bytes in float32."""
         wire = WIRE_FORMATS[self.fine_tune.sum_dtype]
         return gradients if wire is None else wire.nbytes(gradients // DTYPE_BYTES["float32"])
 
@@ -142,16 +142,17 @@ class Workload(ModelSizes):
         return count * ROUNDING_SECONDS.get(self.fine_tune.sum_dtype, 0.0)
 
     def savings(self, recompute: str, backend: str) -> Savings:
-        """Return what stages do to hold less."""
+        """Return how stages save memory."""
         return self.batch.savings(recompute, backend, self.shape.vocab_size)
 
     def setup(
         self, rows: int, length: int, *, recompute: str, dp: int, backend: str
     ) -> TrainingSetup:
-        """Return what decides the run's memory with micro-batches of ``rows`` x ``length``."""
+        """Return the facts that decide the run's memory with micro-batches of ``rows`` x
+        ``length``."""
         tune = self.fine_tune
         rows, length = self.micro_batch(rows, length)
-        # A full fine-tune may have anything there: it is not looked at.
+        # A full fine-tune may have anything there, and ignores it.
         lora = {} if tune.is_full else tune.lora_parameters
         keys = lora.get("keys")
         return TrainingSetup(
@@ -179,7 +180,7 @@ class Workload(ModelSizes):
         )
 
     def at_speed(self, flops: float, recompute: str) -> Speed:
-        """Return the work's times on a machine of which only the speed is known."""
+        """Return the work's times on a machine with a known speed only."""
         return Speed(
             shape=self.shape,
             flops=flops,
@@ -190,7 +191,7 @@ class Workload(ModelSizes):
         )
 
     def as_counted(self, times: ModelSeconds) -> ModelSeconds:
-        """Return the times with a head that is computed only where the run computes it."""
+        """Return the times with a head that computes only the tokens that the run computes."""
         if self.batch.loss_chunk != COUNTED:
             return times
         return replace(times, head=times.head.of_share(self.counted))
@@ -198,17 +199,17 @@ class Workload(ModelSizes):
     def measured(self, profile: Profile, host: str, kind: str | None, recompute: str) -> Measured:
         """Return the work's times on a machine that was measured.
 
-        Raises ``UserError`` where it was not measured, or for other work.
+        Raises ``UserError`` without a measurement of this work.
         """
         profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
         return profile.measured(host, kind, self.shape, self.first_trained, recompute)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
-    """Return the sizes of a model of which the headers are known.
+    """Return the sizes of a model with known headers.
 
-    ``dtype`` is that to which floating weights are cast; None leaves them as stored. Raises
-    ``UserError`` where the files hold no model.
+    ``dtype`` is the type to which floating weights are cast; None leaves them as stored. Raises
+    ``UserError`` if the files hold no model.
     """
     inspection = inspect_files(files)
     if inspection.shape is None:
@@ -230,7 +231,7 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
 
 
 def _has_first_moment(fine_tune: FineTune) -> bool:
-    """Tell whether Adafactor keeps a mean of gradients too; the others do or not by nature."""
+    """Tell whether Adafactor keeps a mean of gradients; for other optimizers it is given."""
     settings = fine_tune.optimizer_settings
     return fine_tune.optimizer == "adafactor" and settings.get("beta_1") is not None
 
@@ -252,8 +253,8 @@ def activation_dtype(inspection: Inspection) -> str:
 
 
 def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
-    """Return bytes in memory: a --dtype casts what is stored in a floating type, and what is
-    ``unpacked`` as it is loaded, from floats of 8 bits."""
+    """Return bytes in memory: --dtype casts weights of floating types, and 8-bit floats are loaded
+    in the type ``unpacked``."""
     total = 0
     for tensor in part.tensors:
         stored, to = tensor.place.dtype, dtype
