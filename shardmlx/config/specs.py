@@ -6,7 +6,7 @@ Each part is made of a command's options by name: ``FineTune.of(config)``. No ML
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -287,6 +287,19 @@ class RunSpec:
     def for_ranks(self, ranks: int) -> RunSpec:
         """Return the same with a layout for so many ranks. Raises ``UserError``."""
         return replace(self, layout=self.layout.for_ranks(ranks))
+
+    def answers(self, asked: RunSpec) -> dict[str, Any]:
+        """Return what this says where ``asked`` leaves something open, by option."""
+        return {
+            name: value
+            for mine, theirs in (
+                (self.fine_tune, asked.fine_tune),
+                (self.batch, asked.batch),
+                (self.layout, asked.layout),
+            )
+            for name, value in asdict(mine).items()
+            if value != getattr(theirs, name)
+        }
 
     @classmethod
     def of(cls, options: Any) -> RunSpec:

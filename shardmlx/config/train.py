@@ -462,11 +462,6 @@ class TrainConfig(DataConfig):
         names = (name.strip().lower() for name in (self.report_to or "").split(","))
         return tuple(name for name in names if name)
 
-    @property
-    def recomputed(self) -> str:
-        """The amount that is recomputed; none where that is left to the run."""
-        return self.recompute or NONE
-
     def _merge_recompute(self) -> None:
         """Let ``recompute`` say what ``grad_checkpoint`` says, mlx_lm's option."""
         if self.grad_checkpoint is None:

@@ -55,7 +55,7 @@ def _time(planned: PlannedRun) -> str:
         planned.inputs.sizes,
         cluster,
         planned.mean_length,
-        recompute=config.recomputed,
+        recompute=planned.inputs.sizes.batch.recomputed,
     ).step_seconds
     source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
     return (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
@@ -62,11 +63,12 @@ _PACKAGES = {"tensorboard": "tensorboardX"}
 class PlannedRun:
     """A run whose plan is made and fits, and of which no weight is read.
 
+    ``config`` is what was asked for, ``chosen`` the answer to what that leaves open, by option.
     ``data`` is on rank 0 only; ``slices`` are those of all stages.
     """
 
     config: TrainConfig
-    run: RunSpec
+    chosen: Mapping[str, Any]
     inputs: PlanInputs[Workload]
     plan: Plan
     slices: list[Slice]
@@ -144,18 +146,17 @@ def plan_run(
         reporter.warn(line)
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
-    run = choice.run
-    share = lengths.counted_share(plan.pack)
-    sizes_of_run = replace(inputs.sizes, batch=run.batch, fine_tune=run.fine_tune, counted=share)
+    way, share = choice.run, lengths.counted_share(plan.pack)
+    sizes_of_run = replace(inputs.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share)
     inputs = replace(inputs, sizes=sizes_of_run)
     backend = inputs.cluster.backend
     return PlannedRun(
-        config=_settled(config, run),
-        run=run,
+        config=config,
+        chosen=way.answers(run),
         inputs=inputs,
         plan=plan,
         slices=slices,
-        optimizer=optimizer_of(run.fine_tune),
+        optimizer=optimizer_of(way.fine_tune),
         data=data,
         sizes=sizes,
         lengths=lengths,
@@ -234,20 +235,6 @@ def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> 
     for warning in data.warnings:
         reporter.warn(warning)
     return data
-
-
-def _settled(config: TrainConfig, run: RunSpec) -> TrainConfig:
-    """Return the options with what was chosen in the place of what they left open."""
-    return replace(
-        config,
-        partitioner=run.layout.partitioner,
-        schedule=run.layout.schedule,
-        pack=run.batch.pack,
-        micro_batch_size=run.batch.micro_batch_size,
-        recompute=run.batch.recompute,
-        loss_chunk=run.batch.loss_chunk,
-        zero=run.fine_tune.zero,
-    )
 
 
 def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:

@@ -183,7 +183,7 @@ class TrainingReport:
             job.workload,
             job.cluster,
             self._lengths.mean,
-            recompute=self._config.recomputed,
+            recompute=self._job.workload.batch.recomputed,
         )
         for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
             self._reporter.warn(str(straggler))
@@ -265,7 +265,8 @@ class TrainingReport:
     def _expected(self) -> Expected:
         """Predict the steps that were run."""
         job = self._job
-        return expect(job.plan, job.workload, job.cluster, self._lengths, self._config.recomputed)
+        recompute = job.workload.batch.recomputed
+        return expect(job.plan, job.workload, job.cluster, self._lengths, recompute)
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:

@@ -36,7 +36,8 @@ from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_ru
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
+    """A run that is ready to start: what was asked for in ``config``, and what was ``chosen`` where
+    that leaves something open. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
 
     ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is;
     ``limits`` are those of the memory of each world rank, and ``mean_length`` that of the training
@@ -44,6 +45,7 @@ class TrainingRun:
     """
 
     config: TrainConfig
+    chosen: Mapping[str, Any]
     transport: Transport
     reporter: Reporter
     model_path: Path
@@ -79,7 +81,8 @@ def _load_run(
     planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
 ) -> TrainingRun:
     """Find the checkpoint to go on from, and load this rank's stages. Collective."""
-    config, plan, tune = planned.config, planned.plan, planned.inputs.sizes.fine_tune
+    config, plan, sizes = planned.config, planned.plan, planned.inputs.sizes
+    tune = sizes.fine_tune
     with transport.longer_timeout(SETUP_SECONDS):
         identity, resumption = _find_checkpoint(
             config, transport, reporter, opened, planned.data, plan
@@ -91,11 +94,12 @@ def _load_run(
             planned.slices,
             opened,
             planned.limits,
-            planned.inputs.sizes.savings(config.recomputed, planned.inputs.cluster.backend),
+            sizes.savings(sizes.batch.recomputed, planned.inputs.cluster.backend),
             divides_weights=tune.divides_weights,
         )
     return TrainingRun(
         config=config,
+        chosen=planned.chosen,
         transport=transport,
         reporter=reporter,
         model_path=opened.path,

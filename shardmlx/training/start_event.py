@@ -25,6 +25,7 @@ def facts_of(job: TrainingRun, step: int) -> dict[str, Any]:
         "version": shardmlx.__version__,
         "options": config.to_adapter_config(),
         "changed": _changed(config),
+        "chosen": dict(job.chosen),
         "sizes": dict(job.sizes),
         "layout": _layout(plan, job.transport.hosts),
         "schedule": _schedule(plan, predicted, job.cluster.unit == "seconds"),
@@ -37,7 +38,7 @@ def facts_of(job: TrainingRun, step: int) -> dict[str, Any]:
 
 
 def _changed(config: Any) -> list[str]:
-    """Return the names of the options that are not at their defaults: given, or chosen."""
+    """Return the names of the options that are not at their defaults."""
     defaults = type(config)()
     return [
         each.name
@@ -52,7 +53,7 @@ def _full_length(job: TrainingRun) -> int:
 
 
 def _predict(job: TrainingRun, length: int) -> Prediction:
-    recompute = job.config.recomputed
+    recompute = job.workload.batch.recomputed
     return predict(job.plan, job.workload, job.cluster, length, recompute=recompute)
 
 

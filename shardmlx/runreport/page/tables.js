@@ -253,14 +253,20 @@ function logTable() {
 
 function optionTables() {
   const options = record(start().options),
-    changed = new Set(list(start().changed));
+    chosen = record(start().chosen),
+    changed = new Set([...list(start().changed), ...Object.keys(chosen)]);
+  // What was asked for, and what the run chose where that left something open.
+  const value = (name) =>
+    name in chosen
+      ? `${format.value(options[name])}: ${format.value(chosen[name])} chosen`
+      : format.value(options[name]);
   const names = Object.keys(options).sort();
   const pairs = (wanted) =>
     element(
       "dl",
       { className: "options" },
       wanted.map((name) =>
-        element("div", {}, element("dt", {}, name), element("dd", {}, format.value(options[name]))),
+        element("div", {}, element("dt", {}, name), element("dd", {}, value(name))),
       ),
     );
   const own = names.filter((name) => changed.has(name)),
