@@ -49,7 +49,7 @@ class Work:
     """Size of the vocabulary, where it is not the model's own."""
     recompute: str = NONE
     chunk: str = AUTO
-    """Tokens of a piece of attention and of the loss."""
+    """Pieces of attention and of the loss: auto or off."""
 
     def flags(self, path: Path) -> list[str]:
         return [
@@ -83,7 +83,7 @@ WORKS = [
 ]
 
 PEAKS = [
-    Work("wide", tune, length, 4, 1, vocabulary, again, "128")
+    Work("wide", tune, length, 4, 1, vocabulary, again, AUTO)
     for length, vocabulary, tune, again in product(
         (512, 2048, 4096), (1024, 49152), ("lora", "full"), RECOMPUTE
     )

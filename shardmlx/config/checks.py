@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import OptionError
-from shardmlx.config.specs import Chunk
 
 Check = tuple[str, Callable[[Any], bool]]
 """The condition that a value must meet: in words, and as a test."""
@@ -238,15 +237,6 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     if not (isinstance(warmup, int) and warmup >= 0):
         raise OptionError(name, f"has warmup {warmup!r}", "give a whole number of steps")
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
-
-
-def checked_chunk(name: str, value: Chunk, words: Sequence[str]) -> Chunk:
-    """Return a number of tokens, ``auto``, ``off`` or one of ``words``. Raises ``OptionError`` for
-    all else."""
-    if value in (AUTO, OFF, *words) or (isinstance(value, int) and value >= 1):
-        return value
-    known = ", ".join(["give a number of tokens from 1", *words, AUTO])
-    raise OptionError(name, f"is {value!r}", f"{known} or {OFF}")
 
 
 def check_replica_rows(value: str) -> None:

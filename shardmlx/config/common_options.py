@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
@@ -124,7 +123,7 @@ AUTO = "auto"
 """The value of an option that is left to the run."""
 
 OFF = "off"
-"""The value of an option that does nothing; the chunk of all at once."""
+"""The value of an option that does nothing."""
 
 SIMPLEST = "1f1b"
 """The schedule of a run that does not know better."""
@@ -155,25 +154,6 @@ def memory_limit_option(group: str) -> Any:
         parse=parse_bytes,
         group=group,
     )
-
-
-def chunk_option(what: str, auto: Mapping[str, int], group: str, also: str = "") -> Any:
-    """Declare how many tokens are computed at a time; ``auto`` are those of each backend, ``also``
-    says what else there is."""
-    return option(
-        AUTO,
-        f"{what} at a time; {also}off: all",
-        metavar="TOKENS",
-        parse=_parse_chunk,
-        no=OFF,
-        unset=f"{auto['metal']}; {auto['cpu']} on a CPU",
-        group=group,
-    )
-
-
-def _parse_chunk(text: str) -> int | str:
-    """Return the number that ``text`` is; words stay words."""
-    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def dtype_option(group: str) -> Any:

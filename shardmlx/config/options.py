@@ -216,7 +216,8 @@ def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
     fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
-        raise OptionError(name, f"is {value!r}", f"give {wanted}")
+        choices = f"choose from {', '.join(rules.choices)}" if rules.choices else None
+        raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
     if rules.metavar in _PATHS and isinstance(value, str):
         value = with_home(name, value)
     if isinstance(value, list) and rules.metavar in _PATHS:

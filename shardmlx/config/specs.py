@@ -111,9 +111,6 @@ class FineTune(Spec):
 RECOMPUTE = NONE, SELECTIVE, FULL = ("none", "selective", "full")
 """Amounts that the backward pass computes again, in ascending order."""
 
-Chunk = int | str
-"""A number of tokens, ``auto`` or ``off``; of logits also ``counted``."""
-
 COUNTED = "counted"
 """The word for logits that are computed only where a token counts."""
 
@@ -162,7 +159,10 @@ NO_SAVINGS = Savings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions(Spec):
-    """The batch of a step, and how a stage takes it; None is left to the run."""
+    """The batch of a step, and how a stage takes it; None is left to the run.
+
+    ``attention_chunk`` and ``loss_chunk`` are ``auto`` or ``off``; the latter also ``counted``.
+    """
 
     batch_size: int
     micro_batch_size: int | None
@@ -170,8 +170,8 @@ class BatchOptions(Spec):
     pack: bool | None
     grad_accumulation_steps: int
     recompute: str | None
-    attention_chunk: Chunk = AUTO
-    loss_chunk: Chunk = AUTO
+    attention_chunk: str = AUTO
+    loss_chunk: str = AUTO
     replica_rows: str | None = None
 
     @property
@@ -194,15 +194,11 @@ class BatchOptions(Spec):
     def savings(self, recompute: str, backend: str, vocab_size: int) -> Savings:
         """Return what stages do to hold less, on machines of one backend."""
         usual = AUTO_CHUNKS[backend]
-
-        def tokens(chunk: Chunk, left_to_run: int) -> int | None:
-            words = {AUTO: left_to_run, COUNTED: left_to_run, OFF: None}
-            return words[chunk] if isinstance(chunk, str) else chunk
-
+        positions = max(usual, AUTO_LOGITS // vocab_size)
         return Savings(
             recompute=recompute,
-            attention_chunk=tokens(self.attention_chunk, usual),
-            loss_chunk=tokens(self.loss_chunk, max(usual, AUTO_LOGITS // vocab_size)),
+            attention_chunk=None if self.attention_chunk == OFF else usual,
+            loss_chunk=None if self.loss_chunk == OFF else positions,
             counted_only=self.loss_chunk == COUNTED,
         )
 

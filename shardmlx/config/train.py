@@ -17,7 +17,6 @@ from shardmlx.config.checks import (
     check_lr_schedule,
     check_optimizer_config,
     check_replica_rows,
-    checked_chunk,
     filled_lr_schedule,
     parse_loss_scale,
     parse_lr_schedule,
@@ -28,7 +27,7 @@ from shardmlx.config.command_line import (
 )
 from shardmlx.config.common_options import (
     AUTO,
-    chunk_option,
+    OFF,
     config_option,
     dtype_option,
     hostfile_option,
@@ -55,6 +54,8 @@ _LORA = "LoRA and the learning rate"
 _PIPELINE = "pipeline"
 _OUTPUT = "reports"
 _CHECKPOINTS = "checkpoints and failures"
+
+_AUTO_CHUNK = f"{AUTO_CHUNKS['metal']}, or {AUTO_CHUNKS['cpu']} on a CPU"
 
 REPORTERS = ("wandb", "swanlab", "tensorboard")
 
@@ -268,14 +269,20 @@ class TrainConfig(DataConfig):
         unset="chosen: the least that fits",
         group=_PIPELINE,
     )
-    attention_chunk: int | str = chunk_option(
-        "queries whose attention is computed", AUTO_CHUNKS, _PIPELINE
+    attention_chunk: str = option(
+        AUTO,
+        f"queries whose attention is computed at a time; auto: {_AUTO_CHUNK}; off: all",
+        choices=(AUTO, OFF),
+        no=OFF,
+        group=_PIPELINE,
     )
-    loss_chunk: int | str = chunk_option(
-        "positions whose logits are computed",
-        AUTO_CHUNKS,
-        _PIPELINE,
-        also=f"{COUNTED}: where tokens count; ",
+    loss_chunk: str = option(
+        AUTO,
+        f"positions whose logits are computed at a time; auto: {_AUTO_CHUNK}; counted: where "
+        "tokens count; off: all",
+        choices=(AUTO, COUNTED, OFF),
+        no=OFF,
+        group=_PIPELINE,
     )
     zero: int | None = option(
         None,
@@ -397,14 +404,6 @@ class TrainConfig(DataConfig):
         if not self.train and self.resume not in ("auto", "never"):
             raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
         self._merge_recompute()
-        for name, *words in (("attention_chunk",), ("loss_chunk", COUNTED)):
-            object.__setattr__(self, name, checked_chunk(name, getattr(self, name), words))
-        if isinstance(self.attention_chunk, int) and self.attention_chunk > self.max_seq_length:
-            raise OptionError(
-                "attention_chunk",
-                f"is {self.attention_chunk} with max_seq_length {self.max_seq_length}",
-                f"give at most {self.max_seq_length}, or off",
-            )
         self._merge_lora()
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)

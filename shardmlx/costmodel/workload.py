@@ -91,13 +91,6 @@ class Workload(ModelSizes):
                 "which shardmlx does not train",
                 "generate with it, or train another model",
             )
-        chunk = self.batch.attention_chunk
-        if isinstance(chunk, int) and not self.shape.family.takes_pieces:
-            raise UserError(
-                f"--attention-chunk {chunk}: the attention of {self.shape.model_type} models adds "
-                "to its scores, and cannot be computed in pieces",
-                "leave it out",
-            )
         if self.fine_tune.train and self.fine_tune.master_weights and self.dtype_bytes > 2:
             raise UserError(
                 f"--master-weights: the model's weights are {self.dtype} already",

@@ -13,7 +13,6 @@ from shardmlx.config.specs import (
     DIVIDED_WEIGHTS,
     RECOMPUTE,
     BatchOptions,
-    Chunk,
     RunSpec,
 )
 from shardmlx.errors import UserError
@@ -158,7 +157,7 @@ def _sizes(
     return [first, *(size for size in larger if rows // size >= pp), *smaller]
 
 
-def _loss_chunks(batch: BatchOptions, facts: Facts, pack: bool) -> tuple[Chunk, ...]:
+def _loss_chunks(batch: BatchOptions, facts: Facts, pack: bool) -> tuple[str, ...]:
     if batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
         return AUTO, COUNTED
     return (batch.loss_chunk,)

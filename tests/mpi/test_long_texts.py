@@ -12,16 +12,18 @@ from tests.helpers.cgroups import memory_cgroups
 from tests.helpers.jobs import ranks_command
 from tests.helpers.mpirun import events, mpirun, train_well
 
+WHOLE = ("--attention-chunk", "off", "--loss-chunk", "off")
+PIECES = ("--attention-chunk", "auto", "--loss-chunk", "counted")
 
-def run(directory: Path, name: str, chunk: str, *more: str | Path) -> list[dict[str, float]]:
+
+def run(directory: Path, name: str, *more: str | Path) -> list[dict[str, float]]:
     """Train on two ranks; return the reports."""
     metrics = directory / f"{name}.jsonl"
     train_well(
         2,
         *("--iters", "4", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
         *("--learning-rate", "1e-3", "--steps-per-report", "1", "--schedule", "1f1b"),
-        *("--attention-chunk", chunk, "--loss-chunk", chunk, "--metrics-file", metrics),
-        *("--adapter-path", directory / name, *more),
+        *("--metrics-file", metrics, "--adapter-path", directory / name, *more),
     )
     return events(metrics, "train")
 
@@ -35,29 +37,40 @@ def peaks(directory: Path, name: str) -> list[int]:
     return [rank["peak_memory_bytes"] for rank in summary["ranks"]]
 
 
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Data whose sequences are longer than a piece of attention."""
+    texts = [" ".join(["The ship sails on"] * number) for number in (15, 20, 17, 12)]
+    for name in ("train", "valid"):
+        rows = "\n".join(json.dumps({"text": text}) for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    return tmp_path
+
+
 @pytest.mark.parametrize(("pack", "recompute"), [("--pack", "selective"), ("--no-pack", "full")])
 def test_the_loss_curve_is_that_without_pieces(
-    small: Path, pirate: Path, tmp_path: Path, pack: str, recompute: str
+    small: Path, texts: Path, tmp_path: Path, pack: str, recompute: str
 ) -> None:
-    given = ("--model", small, "--data", pirate, "--val-batches", "2", pack)
-    whole = run(tmp_path, "whole", "off", *given, "--recompute", "none")
+    given = ("--model", small, "--data", texts, "--val-batches", "1", pack)
+    whole = run(tmp_path, "whole", *WHOLE, *given, "--recompute", "none")
     validated = [event["loss"] for event in events(tmp_path / "whole.jsonl", "val")]
-    ours = run(tmp_path, "pieces", "8", *given, "--recompute", recompute)
+    ours = run(tmp_path, "pieces", *PIECES, *given, "--recompute", recompute)
     assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
     assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
     found = [event["loss"] for event in events(tmp_path / "pieces.jsonl", "val")]
     assert found == pytest.approx(validated, rel=1e-5)
 
 
-def test_a_checkpoint_goes_on_with_other_pieces(small: Path, pirate: Path, tmp_path: Path) -> None:
-    given: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
-    whole = run(tmp_path, "whole", "off", *given)
+def test_a_checkpoint_goes_on_in_pieces(small: Path, texts: Path, tmp_path: Path) -> None:
+    given: list[str | Path] = ["--model", small, "--data", texts, "--val-batches", "0"]
+    whole = run(tmp_path, "whole", *WHOLE, *given)
     given += ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", "2"]
-    run(tmp_path, "first", "8", *given)
+    run(tmp_path, "first", *WHOLE, *given)
     newest = max((tmp_path / "checkpoints").glob("step-*"))
     first = min((tmp_path / "checkpoints").glob("step-*"))
     assert first != newest
-    ours = run(tmp_path, "second", "24", *given, "--resume", first, "--recompute", "selective")
+    again = ("--resume", first, "--recompute", "selective")
+    ours = run(tmp_path, "second", *PIECES, *given, *again)
     assert [report["step"] for report in ours] == [3, 4]
     assert losses(ours) == pytest.approx(losses(whole)[2:], rel=1e-5)
 
@@ -77,9 +90,6 @@ def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
         *("--iters", "1", "--batch-size", "2", "--num-layers", "-1"),
         *("--adapter-path", tmp_path / "out", "--micro-batch-size", "1", "--recompute", "none"),
     ]
-
-
-WHOLE = ("--attention-chunk", "off", "--loss-chunk", "off")
 
 
 def test_long_sequences_fit_that_did_not(long_run: list[str | Path]) -> None:

@@ -198,7 +198,7 @@ MAY_CHANGE: dict[str, Any] = {
     "weight_cache": "elsewhere",
     "grad_checkpoint": True,
     "recompute": "selective",
-    "attention_chunk": 64,
+    "attention_chunk": "off",
     "loss_chunk": "off",
     "clear_cache_threshold": 5,
     "memory_limit": 10**9,

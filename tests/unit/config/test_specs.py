@@ -90,5 +90,5 @@ def test_chunks_that_are_left_to_the_run_go_by_the_backend_and_the_vocabulary() 
 
     assert (chunks("cpu", 49152), chunks("metal", 49152)) == ((128, 128), (512, 512))
     assert (chunks("cpu", 1024), chunks("metal", 1024)) == ((128, 1024), (512, 1024))
-    assert chunks("cpu", 1024, attention_chunk=7, loss_chunk="counted") == (7, 1024)
-    assert chunks("cpu", 1024, attention_chunk="off", loss_chunk=7) == (None, 7)
+    assert chunks("cpu", 1024, attention_chunk="off", loss_chunk="counted") == (None, 1024)
+    assert chunks("cpu", 1024, loss_chunk="off") == (128, None)
