@@ -1,6 +1,6 @@
 """Names of what a rank does, waits for, and failed with.
 
-Its peers name the activity if they lose sight of the rank; its own errors say where it came to.
+Peers name the activity of a rank that they lose; its own errors say where it stood.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from shardmlx.distributed.messages import PeerLost
 class Activity:
     """The activity of the rank called ``name``, such as ``step 12, stage 1, 1F3``.
 
-    The main thread writes it; any thread may read it. ``failure`` is why the rank cannot go on.
+    The main thread writes it; any thread may read it. ``failure`` is the reason why the rank cannot
+    go on.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,10 +34,10 @@ class Activity:
 
     @contextmanager
     def waiting_for(self, what: Callable[[], str]) -> Iterator[None]:
-        """Let ``what`` say, inside, where this rank is.
+        """Name ``what`` as this rank's wait inside the block.
 
-        A wait of another thread than the main one holds nobody up and is left out. After an error
-        ``what`` stays, because that is where this rank came to.
+        Only waits of the main thread count, since others hold nobody up. After an error ``what``
+        stays, as the place of the failure.
         """
         on_main = threading.current_thread() is threading.main_thread()
         if on_main:
@@ -51,12 +52,12 @@ class Activity:
         return self._waiting is not None
 
     def where(self) -> str:
-        """Return what this rank waits for, or else does, with its name."""
+        """Return the wait of this rank, or else its activity, with its name."""
         waiting = self._waiting
         return waiting() if waiting else f"{self._name}, {self._doing}"
 
     def check(self, what: Callable[[], str]) -> None:
-        """Raise ``failure`` if there is one; a ``PeerLost`` with ``what`` this rank does."""
+        """Raise ``failure`` if there is one; a ``PeerLost`` names ``what`` this rank does."""
         failure = self.failure
         if isinstance(failure, PeerLost):
             raise PeerLost(f"{what()}: {failure}") from failure

@@ -1,4 +1,5 @@
-"""Long runs of bytes from one rank to another, in pieces: neither side holds more than three."""
+"""Send long runs of bytes from one rank to another, in pieces: neither side holds more than
+three."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PIECE_BYTES = 16 << 20
 
 
 class Outgoing:
-    """A stream of ``nbytes`` to ``peer``, who iterates over ``incoming``. Write all, then close."""
+    """A stream of ``nbytes`` to ``peer``, which iterates over ``incoming``. Write all, then
+    close."""
 
     def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
         self._transport = transport

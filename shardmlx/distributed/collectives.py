@@ -1,4 +1,4 @@
-"""Python objects between ranks, for all that is small and not in the hot path.
+"""Python objects between ranks, for small messages outside the hot path.
 
 Objects are pickled: the ranks of one job trust each other.
 """
@@ -18,8 +18,8 @@ from shardmlx.distributed.messages import OBJECT_TAG, Array, Handle, buffer_of
 class ObjectCollectives(ABC):
     """Objects from rank to rank, and between all ranks, on top of messages of arrays.
 
-    Each method takes ``what``, the name of the step, which a timeout tells. All ranks must call
-    ``broadcast``, ``gather``, ``all_gather`` and ``barrier``, in the same order.
+    Timeouts name the step ``what`` of a method. All ranks must call ``broadcast``, ``gather``,
+    ``all_gather`` and ``barrier``, in the same order.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class ObjectCollectives(ABC):
 
     @abstractmethod
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
-        """End a message; ``what`` says, if it times out, what was waited for."""
+        """End a message; ``what`` names the wait in a timeout."""
 
     def name(self, rank: int) -> str:
         """Return how messages to the user call a rank."""

@@ -18,27 +18,27 @@ from shardmlx.distributed.wire_formats import WireFormat
 class Exchange:
     """A sum, a scatter or a gather under way, over the world ranks of ``group``.
 
-    ``chunks`` are the parts of all members, chunk by chunk, ``errors`` what was rounded off of
-    them before. Its arrays are in use until it is done.
+    ``chunks`` are the parts of all members, chunk by chunk, ``errors`` their earlier rounding
+    errors. The arrays are in use until the exchange is done.
     """
 
     group: tuple[int, ...]
     scatters: bool
     gathers: bool
     chunks: deque[tuple[np.ndarray | None, ...]]
-    errors: deque[tuple[np.ndarray | None, ...]]  # none where none are kept
+    errors: deque[tuple[np.ndarray | None, ...]]  # None without error feedback
     arrays: Sequence[mx.array]  # keeps the buffers alive
     left: int
     wire: WireFormat | None
-    after: Exchange | None  # begins with what that leaves
-    room: int  # elements, or in a gather bytes, of a chunk
+    after: Exchange | None  # the exchange whose result this one begins with
+    room: int  # elements of a chunk, or bytes in a gather
     ahead: int  # chunks under way at a time
     done: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
 class Step:
-    """A chunk of an exchange: one piece of each member's part, as far as that goes."""
+    """A chunk of an exchange: one piece of each member's part, as long as it lasts."""
 
     exchange: Exchange
     pieces: tuple[np.ndarray | None, ...]
@@ -49,5 +49,5 @@ class Step:
 
 
 def pieces_of(part: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
-    """Return the arrays in pieces of at most ``size`` elements; none of what is empty."""
+    """Return the arrays in pieces of at most ``size`` elements; no piece of an empty array."""
     return [array[start : start + size] for array in part for start in range(0, array.size, size)]

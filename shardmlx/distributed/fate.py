@@ -1,7 +1,8 @@
 """The fate of a job, as one rank sees it: events go in, actions come out.
 
-Rank 0 hears of every rank, and every rank of rank 0. ``JobFate`` decides; ``job_watch`` is the
-thread that tells it what happens, and obeys. No MLX, no MPI, no messages, no threads, no clocks.
+Rank 0 hears every rank, and every rank hears rank 0. ``JobFate`` decides; the thread of
+``job_watch`` feeds it events and carries out its actions. No MLX, no MPI, no messages, no threads,
+no clocks.
 """
 
 from __future__ import annotations
@@ -17,46 +18,45 @@ PERIOD = 0.5
 """Seconds between two signs of life."""
 
 SHORTEST_SILENCE = 3.0
-"""Seconds: a few signs of life may be late, as on a machine that is short of memory."""
+"""Least seconds of silence: signs of life may be late on a machine short of memory."""
 
 LONGEST_SILENCE = 60.0
-"""Seconds after which a silent rank is lost, whatever the time that a message may take."""
+"""Seconds after which a silent rank is lost, however long a message may take."""
 
 SECONDS_OF_QUIET = 5.0
-"""Seconds after which a silent rank is in doubt: what needs it may wait."""
+"""Seconds after which a silent rank is in doubt, and requests that need it may wait."""
 
 OWN_SLEEP = 2.0
-"""Seconds. A process that was not run for so long cannot blame its peers that it heard nothing."""
+"""Seconds of sleep after which a process cannot blame its peers for hearing nothing."""
 
 SECONDS_TO_BE_HEARD = 0.1
-"""Seconds for the last message of a process that has ended, and for answers when mpirun ends the
-job."""
+"""Seconds for the last message of an ended process, and for answers when mpirun ends the job."""
 
 MPIRUN_KILLS = 1.0
-"""Seconds. A SIGTERM so soon after a SIGCONT comes from mpirun, which needs 0.25 s between the two;
-it ends all ranks, and 0.25 s later kills them."""
+"""Seconds after a SIGCONT in which a SIGTERM comes from mpirun, which ends all ranks with both,
+0.25 s apart, and kills them 0.25 s later."""
 
 HURRY = 0.02
 """Seconds between two looks while something is going on."""
 
 SECONDS_TO_RAISE = 4.0
-"""Seconds for the main thread to come to a wait and say what it waited for, after a failure."""
+"""Seconds in which the main thread, after a failure, must reach a wait and report it."""
 
 SECONDS_TO_BE_ENDED = 5.0
-"""Seconds for the rank that said what failed to end the job; then each process ends itself."""
+"""Seconds in which the reporting rank must end the job; then each process ends itself."""
 
 
 class State(Enum):
-    """State of a rank, in its own words."""
+    """State of a rank, as it reports itself."""
 
     ALIVE = auto()
     LEFT = auto()  # it has done its part, and leaves in order
-    SPOKEN = auto()  # it has said what failed, and ends the job
+    SPOKEN = auto()  # it has reported the failure, and ends the job
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: what the rank does, and the signals that asked it to stop so far."""
+    """A sign of life: the rank's activity, and the signals that asked it to stop so far."""
 
     activity: str
     signals: tuple[int, ...] = ()
@@ -82,9 +82,9 @@ class Heard:
 class Looked:
     """Event: time has passed.
 
-    ``processes`` are the states of those peers' processes that are ``gone`` or ``stopped``;
-    ``launched`` is whether mpirun, or its daemon, is still there, and ``failed`` whether this rank
-    cannot go on, as its main thread shall say.
+    ``processes`` has the peers' processes that are ``gone`` or ``stopped``; ``launched`` tells
+    whether mpirun, or its daemon, still runs, and ``failed`` whether this rank cannot go on, which
+    its main thread is to report.
     """
 
     activity: str
@@ -106,15 +106,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Action: let the main thread's next wait raise that a peer is lost."""
+    """Action: make the main thread's next wait raise that a peer is lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Action: say why, and end all ranks with status ``code``. If a peer has ``died``, say too
-    where this rank was."""
+    """Action: report the reason, and end all ranks with status ``code``. If a peer has ``died``,
+    also report where this rank was."""
 
     code: int
     reason: str
@@ -122,9 +122,9 @@ class End:
 
 
 class Do(Enum):
-    """Actions that need no more words."""
+    """Actions without arguments."""
 
-    HUSH = auto()  # say nothing of the end of the job any more: a peer has
+    HUSH = auto()  # report nothing more of the end of the job: a peer has
     GIVE_UP = auto()  # report the failure that the main thread has not raised, and end all ranks
     EXIT = auto()  # end this process: the job has ended without it
 
@@ -150,12 +150,12 @@ class JobFate:
         self.rank = rank
         self.limit = limit
         self.quiet: str | None = None
-        """The rank that is in doubt, in words, if there is one."""
+        """The rank in doubt, in words, if there is one."""
         self.pause = PERIOD
-        """Seconds after which to look again."""
+        """Seconds until the next look."""
         self.others = tuple(peer for peer in range(len(names)) if peer != rank)
         self.watched = self.others if rank == 0 else (0,)
-        """Ranks of which this one hears."""
+        """Ranks that this one hears."""
         self._peers = {peer: _Peer(names[peer], now) for peer in self.watched}
         self._looked = now
         self._sent: float | None = None
@@ -174,7 +174,7 @@ class JobFate:
 
     def stop_requested(self) -> int | None:
         """Return the first signal that asked a rank to stop. Once the run asks for it, it will stop
-        in order, and a first signal is no interruption."""
+        in order, and a first signal no longer interrupts."""
         self._expects_stop = True
         return self._stop()
 
@@ -186,7 +186,7 @@ class JobFate:
         )
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Return what is to be done after an event at ``now``, in seconds of any clock."""
+        """Return the actions after an event at ``now``, in seconds of any clock."""
         if self._over:
             return []
         match event:
@@ -242,7 +242,7 @@ class JobFate:
         return actions
 
     def _send(self, now: float) -> Send:
-        # To all, once: when a rank has died there is no time left to make connections.
+        # To all ranks on the first time: when a rank has died, connecting takes too long.
         peers = self.others if self._sent is None else self.watched
         self._sent = now
         return Send(peers, Beat(self._activity, self._own))
@@ -264,7 +264,7 @@ class JobFate:
             if peer.gone_since is not None and now - peer.gone_since >= self._turn:
                 return _died(peer)
         if self._killed is not None and now >= self._killed + self._turn:
-            # All ranks gave a sign of life when mpirun's signals came, except those that could not.
+            # All ranks gave a sign of life at mpirun's signals, except those that could not.
             for peer in self._alive():
                 if peer.heard < self._continued:
                     return _died(peer)
@@ -272,7 +272,7 @@ class JobFate:
 
     @property
     def _turn(self) -> float:
-        """Seconds in which others are heard first. Short: mpirun ends what is left of the job."""
+        """Seconds in which other ranks may report first; few, since mpirun soon ends the job."""
         return SECONDS_TO_BE_HEARD + 1.5 * HURRY * max(0, self.rank - 1)
 
     def _interruption(self, now: float) -> Action | None:
@@ -312,6 +312,7 @@ def _died(peer: _Peer) -> End:
 def silence_limit(timeout: float) -> float:
     """Return the seconds after which a silent rank is lost, if a message may take ``timeout``.
 
-    Less than that: else a rank might speak first that only waits for one that waits for the lost.
+    The limit is below the timeout: otherwise a rank could first blame one that itself waits for the
+    lost rank.
     """
     return min(max(timeout - 2 * PERIOD, SHORTEST_SILENCE), LONGEST_SILENCE)

@@ -1,9 +1,9 @@
 """The watch that each rank keeps over the job, on a thread of its own.
 
-It sends this rank's signs of life, hears those of its peers and the signals of this process, tells
-``JobFate``, and does what that decides: this rank fails by name, or says the job's last line and
-ends it. ``MPITransport`` makes the ``JobWatch``, which makes ``Signals`` and is given all else:
-``Activity``, ``JobFate`` and ``Mail`` below it, and ``end``, the way to end all ranks.
+It sends this rank's signs of life, hears its peers' and the signals of this process, tells
+``JobFate``, and carries out its actions: this rank fails by name, or prints the job's last line and
+ends it. ``MPITransport`` makes the ``JobWatch``, which makes ``Signals`` and is given ``Activity``,
+``JobFate``, ``Mail``, and ``end``, which ends all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mail(Protocol):
         """Send, unless the message before is still on its way."""
 
     def fetch(self) -> Iterable[tuple[int, bytes]]:
-        """Yield sender and data of what has come."""
+        """Yield sender and data of each message that has come."""
 
     def close(self) -> None:
         """Receive no more."""
@@ -54,9 +54,9 @@ class Mail(Protocol):
 class JobWatch:
     """The thread that feeds a rank's ``fate``, and obeys it, until ``close``.
 
-    ``pids`` are the processes of ranks on this host. ``end(code, reason)`` ends all ranks, after
-    the last words to those whom this rank serves if there is a reason. Made on the main thread,
-    which alone hears signals.
+    ``pids`` are the processes of ranks on this host. ``end(code, reason)`` ends all ranks; a reason
+    is first told to the clients of this rank. Must be made on the main thread, which alone hears
+    signals.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class JobWatch:
         self.fate = fate
         self._shutdown = shutdown
         self._activity = activity
-        # From inside a container the number of a peer's process may be none.
+        # In a container, a peer's process may have no number that is valid here.
         self._pids = {
             peer: pids[peer]
             for peer in fate.watched
@@ -87,7 +87,7 @@ class JobWatch:
         self._thread.start()
 
     def _listen(self) -> None:
-        """Hear at once, from now on, if a peer speaks."""
+        """From now on, wake at once when a peer reports."""
         if not self._closed:
             self._in_hurry = True
             self._signals.wake()
@@ -101,7 +101,7 @@ class JobWatch:
         self._send(self.fate.others, Beat(str(self._activity), (), state))
 
     def fail(self, error: Exception) -> None:
-        """Let the main thread's next wait raise ``error``; end the job if it comes to none soon."""
+        """Make the main thread's next wait raise ``error``; end the job if none comes soon."""
         if self._activity.failure is None:
             self._activity.failure = error
             self._listen()
@@ -120,7 +120,7 @@ class JobWatch:
             while not self._closed:
                 self._look()
         except Exception as error:
-            self.fail(error)  # else the others would find this rank silent
+            self.fail(error)  # otherwise the others would find this rank silent
             time.sleep(SECONDS_TO_RAISE)
             self._give_up()
 
@@ -149,7 +149,7 @@ class JobWatch:
             case End(code, reason, died):
                 text = reason
                 if died:
-                    # mpirun leaves no time for the main thread to say so.
+                    # mpirun leaves no time for the main thread to report it.
                     self._activity.failure = PeerLost(reason)
                     text = f"failed: {self._activity.where()}: {reason}"
                 self._shutdown.say(text)

@@ -17,7 +17,7 @@ from shardmlx.distributed.transport import Transport
 
 
 class LocalTransport(Transport):
-    """A rank on a thread, of the world that its ``LocalNetwork`` is."""
+    """A rank on a thread, in the world of its ``LocalNetwork``."""
 
     def __init__(self, network: LocalNetwork, rank: int) -> None:
         super().__init__(rank, ("localhost",) * network.size, network.timeout)
@@ -41,7 +41,7 @@ class LocalTransport(Transport):
 
 
 class LocalNetwork:
-    """A world of ``size`` ranks: what their threads share."""
+    """A world of ``size`` ranks: the state that their threads share."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
@@ -129,17 +129,17 @@ class LocalNetwork:
 
 
 class _Pool:
-    """Threads that do one thing after the other.
+    """Threads that are used again.
 
-    MLX gives every thread that computes a thread of its own, which it never ends: with new threads
-    for each run, a process that makes many runs would come to have thousands.
+    MLX adds a thread to every thread that computes, and never ends it: with new threads for each
+    run, a process of many runs would have thousands.
     """
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
 
     def start(self, work: Callable[[], None]) -> threading.Event:
-        """Begin ``work``, which raises nothing; return an event that is set when it is done."""
+        """Begin ``work``, which must not raise; return an event that is set when it is done."""
         done = threading.Event()
         try:
             thread = self._idle.pop()
@@ -165,8 +165,8 @@ class _Thread:
     def _run(self) -> None:
         while (work := self.works.get()) is not None:
             work()
-            del work  # and with it all that it holds
-        mx.clear_streams()  # MLX asks each thread for this at its end
+            del work  # free all that it holds
+        mx.clear_streams()  # MLX requires this of each thread at its end
 
     def _end(self) -> None:
         self.works.put(None)

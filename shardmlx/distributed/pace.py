@@ -1,10 +1,9 @@
 """The pace of a sum: how much of it is under way at a time.
 
-Two hosts take large chunks: nothing is faster. Of three or more, each sends to all others at once,
-and over each link come the streams of several. None of these may run far ahead of another: a link
-would then stand idle while it waits for the slow ones. So what is under way is what a link carries
-in a few milliseconds, by a measurement. Measured at 100 Mbit/s, as multiples of the bound, chunks
-of 512 KiB took 1.2, and of 24 KiB 1.07.
+Two hosts are fastest with large chunks. Each of three or more sends to all others at once, and each
+link carries several streams. If one stream ran far ahead, a link would stand idle waiting for the
+slow ones; so only as much is under way as a link carries in a few milliseconds, by a measurement.
+At 100 Mbit/s, as multiples of the bound, chunks of 512 KiB took 1.2, and of 24 KiB 1.07.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from shardmlx.distributed.messages import SCATTER_TAG
 from shardmlx.distributed.transport import Transport
 
 SECONDS_OF_CHUNK = 1.8e-3
-"""Time in which a link carries a chunk, beside the latency."""
+"""Seconds in which a link carries a chunk, beside the latency."""
 
 LEAST_BYTES = 1 << 12
 
 SAMPLE_BYTES = 1 << 18
-"""Size of the message that is measured: a fiftieth of a second at 100 Mbit/s."""
+"""Size of the measured message: a fiftieth of a second at 100 Mbit/s."""
 
 ROUNDS = 3
 
@@ -38,23 +37,23 @@ class Pace:
 
 
 FULL = Pace(8, 1 << 19)
-"""Pace of two hosts, and of the ranks of one: what costs least."""
+"""Pace of two hosts, and of the ranks of one, with the least overhead."""
 
 
 def pace_between_hosts(transport: Transport, room: np.ndarray) -> Pace:
     """Measure how fast all ranks send, each to the next, and return the pace of sums of three hosts
     or more; ``room`` is overwritten.
 
-    It is the same on all ranks. All ranks must call it.
+    All ranks must call it, and get the same pace.
     """
     if len(set(transport.hosts)) < 3:
         return FULL
     count = SAMPLE_BYTES // room.itemsize
     if min(transport.all_gather(room.size, "measuring links")) < 2 * count:
-        return FULL  # a rank has no room: it sums nothing
+        return FULL  # a rank without a buffer sums nothing
     small, large = [], []
     for _ in range(ROUNDS):
-        # The small one also lets neighbours begin together.
+        # The small message also lets neighbours begin together.
         small.append(_seconds(transport, room[0:1], room[1:2]))
         large.append(_seconds(transport, room[:count], room[count : 2 * count]))
     latency = min(small)

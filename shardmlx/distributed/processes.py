@@ -29,7 +29,7 @@ SECONDS_TO_FOLLOW = 4.0
 """Seconds for mpirun to end after a rank that has ended the job."""
 
 SIGNALS_THAT_END = (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
-"""mpirun leaves at once after the third SIGTERM; its daemons do not."""
+"""Signals to send in order: mpirun ends at the third SIGTERM, its daemons do not."""
 
 SECONDS_BETWEEN_SIGNALS = 0.2
 
@@ -45,8 +45,8 @@ def process_state(pid: int) -> str | None:
 
 
 def open_file(pid: int, fd: int) -> str | None:
-    """Return the path of what a process of this machine has open as ``fd``; None where that cannot
-    be seen. What has no path is called as the system does, like ``pipe:[4711]``."""
+    """Return the path that a process of this machine has open as ``fd``; None if it cannot be seen.
+    A file without a path is named as the system does, like ``pipe:[4711]``."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             return os.readlink(f"/proc/{pid}/fd/{fd}")
@@ -56,15 +56,15 @@ def open_file(pid: int, fd: int) -> str | None:
             text=True,
             check=False,
         )
-        # A line for each field, whose first letter says which it is.
+        # Each line has a field, named by its first letter.
         return next((line[1:] for line in listing.stdout.splitlines() if line[:1] == "n"), None)
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class MpirunProcess:
-    """The mpirun of this job, or its daemon on this host. ``direct`` is whether this process is its
-    child."""
+    """The mpirun of this job, or its daemon on this host. ``direct`` tells whether this process is
+    its child."""
 
     process: psutil.Process
     name: str
@@ -72,25 +72,25 @@ class MpirunProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Process number."""
         return self.process.pid
 
     @property
     def is_mpirun(self) -> bool:
-        """True if it is mpirun itself, and no daemon: signals to it go to all ranks."""
+        """True for mpirun itself, not a daemon: signals to it go to all ranks."""
         return self.name != _DAEMON
 
     def runs(self) -> bool:
-        """Return whether it is still there. Asked all the time."""
+        """Return whether it still runs. Called very often."""
         return os.getppid() == self.pid if self.direct else process_state(self.pid) != "gone"
 
     def see_off(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
-        """Leave a process behind that ends it, if it does not end by itself within ``seconds``.
+        """Start a process that ends it, unless it ends by itself within ``seconds``.
 
-        It may wait for ever, having killed the ranks: for a host that does not answer, or for a
-        rank that died while it came to them.
+        After killing the ranks it may wait for ever: for a host that does not answer, or for a rank
+        that died meanwhile.
         """
-        if not self.process.is_running():  # nor is a later process with the same number
+        if not self.process.is_running():  # false for a later process with the same number, too
             return
         with contextlib.suppress(OSError, psutil.Error):
             started = psutil.Process(self.pid).create_time()
@@ -99,7 +99,7 @@ class MpirunProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # mpirun kills what is in the rank's process group
+                start_new_session=True,  # mpirun kills the rank's process group
             )
 
 
@@ -121,16 +121,16 @@ def end_process(pid: int, started: float, patience: float) -> None:
 
 
 def under_mpirun() -> bool:
-    """Return whether this process is a rank of a job, of whatever launcher."""
+    """Return whether this process is a rank of a job, of any launcher."""
     return "PMIX_NAMESPACE" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 def find_mpirun() -> MpirunProcess | None:
     """Return the mpirun that started this process, itself or through a script.
 
-    None without one, where it cannot be seen from here, or where it is there for other jobs too.
+    None without mpirun, if it cannot be seen from here, or if it serves other jobs too.
     """
-    # Open MPI names a job of its own mpirun prterun-HOST-PID@NUMBER.
+    # Open MPI names a job of a separate mpirun prterun-HOST-PID@NUMBER.
     namespace = os.environ.get("PMIX_NAMESPACE", "")
     if not namespace.startswith("prterun-"):
         return None

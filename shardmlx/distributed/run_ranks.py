@@ -1,4 +1,4 @@
-"""Run a command as one process a rank: MPI starts last, failures are named."""
+"""Run a command as one process a rank: MPI starts last, and failures are reported."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ SECONDS_FOR_RANK_0 = 5.0
 """Seconds, more than ranks start apart, and than mpirun needs to end the others."""
 
 SECONDS_FOR_THE_SPEAKER = 2.0
-"""Seconds for the rank that has said what failed to end the job, with its own exit status."""
+"""Seconds in which the rank that reported the failure ends the job, with its own exit status."""
 
 
 @contextlib.contextmanager
 def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransport]:
     """Join the ranks of ``mpirun`` for the length of a block. All ranks must call it, once.
 
-    A program that was started without mpirun is a single rank. A wait for another rank fails after
-    ``timeout`` seconds, and says what it waited for. All ranks must have the same shardmlx and MLX,
-    unless they need not be ``alike``. What all ranks raise alike (``AgreedError``,
-    ``AgreedFailure``, ``Stopped``) goes on to the caller, when all have left; so does
-    ``sys.exit(0)``, with which a rank leaves in order. Any other exception ends the job: this rank
-    says what failed, and all processes end, with status 2 after a ``UserError``, with its own
-    after ``sys.exit`` and else 1, since the others know nothing of it and would wait.
+    A program started without mpirun is a single rank. A wait for another rank fails after
+    ``timeout`` seconds, and names what it waited for. All ranks must run the same shardmlx and MLX,
+    if ``alike``. Exceptions that all ranks raise together (``AgreedError``, ``AgreedFailure``,
+    ``Stopped``) reach the caller when all have left; so does ``sys.exit(0)``, with which a rank
+    leaves in order. Any other exception ends the job, since the other ranks would wait: this rank
+    reports it, and all processes end, with status 2 after a ``UserError``, the given one after
+    ``sys.exit``, otherwise 1.
     """
     prepare()
 
-    # MPI last: it starts when it is imported, and what fails before it ends this process simply.
+    # MPI comes last: it starts at its import, and any earlier failure ends this process simply.
     from shardmlx.distributed.agreement import AgreedError
     from shardmlx.distributed.version_check import compare_versions
 
@@ -71,7 +71,7 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
 
 
 def status_of(error: BaseException) -> int:
-    """Return the status with which a job ends that one rank cannot go on with."""
+    """Return the job's exit status for an error of one rank."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code & 0xFF or 1
     return 2 if isinstance(error, UserError) else 1
@@ -86,15 +86,15 @@ def run_ranks(
 ) -> int:
     """Run ``load()(options, transport, blas)`` on this rank; return the exit status of the process.
 
-    Rank 0's is that of the job: 0, 2 after bad input, 1 where all ranks found that they cannot go
-    on, or 128 + a signal that all ranks obeyed. The others then return 0: mpirun ends what it has
-    not seen end once one has ended badly. A failure at run time ends all ranks.
+    Rank 0 returns the job's status: 0, 2 after bad input, 1 if all ranks agree that they cannot go
+    on, or 128 + a signal that all ranks obeyed. The others return 0, since mpirun kills the
+    remaining ranks after a bad status. A failure at run time ends all ranks.
 
-    ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports what does.
-    Rank 0's options are those that count, on all ranks; these must be ``alike`` in their versions.
+    ``read_options`` is given the rank and needs neither MLX nor MPI; ``load`` imports both. Rank
+    0's options count on all ranks, whose versions must be the same if ``alike``.
     """
-    # Else Python, when it ends, looks for cycles among a million objects: it takes a second, and
-    # several where ranks share a core, in which the job seems to hang.
+    # Otherwise Python, at its end, searches a million objects for cycles: for a second, or several
+    # where ranks share a core, in which the job seems to hang.
     atexit.register(gc.freeze)
     rank = launched_rank()
     write_to_terminal()
@@ -120,8 +120,8 @@ def _run(
     *,
     alike: bool,
 ) -> int:
-    """Return the exit status of the job, on all ranks. What is to be said is said before they
-    leave: mpirun ends all of them as soon as one has ended badly."""
+    """Return the exit status of the job, on all ranks. Messages are printed before ranks leave:
+    mpirun ends all of them as soon as one has ended badly."""
     from shardmlx.distributed.agreement import AgreedError
     from shardmlx.distributed.version_check import compare_versions
 
@@ -145,14 +145,13 @@ def _run(
 
 
 def _end_job(status: int, shutdown: JobShutdown) -> int:
-    """Return the status, of which ``launch`` is told too: mpirun's own says little where it has
-    lost a host."""
+    """Return the status, and tell it to ``launch``: mpirun's own says little after a lost host."""
     if LAUNCHED in os.environ:
-        with contextlib.suppress(OSError):  # then launch takes a good end for a bad one
+        with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
             Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
     if status != 0:
         see_off = JobShutdown.see_off_mpirun
-        atexit.unregister(see_off)  # of an earlier job in this process
+        atexit.unregister(see_off)  # one of an earlier job in this process
         atexit.register(see_off, shutdown, SECONDS_TO_AGREE)
     return status
 

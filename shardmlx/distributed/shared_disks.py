@@ -1,6 +1,7 @@
 """Find out which ranks see the same disk.
 
-Ranks need not see the same directory. Each writes a file there, and all look whose they find.
+One path may be different directories on different ranks. Each rank writes a file there, and all
+look whose files they find.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shardmlx.distributed.transport import Transport
 
 PROBE = ".rank-"
-"""Beginning of the names of the files by which ranks find out who sees the same directory."""
+"""Prefix of the files by which ranks find out which of them share a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Disks:
     """Groups of ranks that see the same disk.
 
     ``groups[i]`` are the ranks that see disk i, each rank once; in order of their lowest.
-    ``problems[r]`` is why rank r cannot write there, None if it can.
+    ``problems[r]`` says why rank r cannot write there, None if it can.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -42,12 +43,12 @@ class Disks:
         return next(i for i, group in enumerate(self.groups) if rank in group)
 
     def leader(self, rank: int) -> int:
-        """Return the rank that acts for all that see the same disk."""
+        """Return the rank that acts for all ranks on its disk."""
         return self.groups[self.of(rank)][0]
 
 
 def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:
-    """Find out which ranks see the same ``directory``; ``make`` it where it is missing.
+    """Find out which ranks see the same ``directory``; ``make`` it if it is missing.
 
     All ranks must call it.
     """
@@ -65,12 +66,12 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
     except OSError as error:
         problem = error.strerror or one_line(error)
     problems = transport.all_gather(problem, what)
-    # By name, not by listing: a network disk may keep an old listing for a minute.
+    # Look names up instead of listing: a network disk may keep an old listing for a minute.
     seen = [rank for rank in range(transport.size) if _exists(mark(rank))]
     everyone = transport.all_gather(seen, what)
     with contextlib.suppress(OSError):
         mark(transport.rank).unlink()
-    # Who cannot write is seen by nobody, but may see others.
+    # A rank that cannot write is seen by nobody, but may see others.
     groups: list[set[int]] = []
     for rank, others in enumerate(everyone):
         joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))

@@ -1,7 +1,6 @@
 """The end of a job that cannot go on: one line, from one rank, and then every process.
 
-While there are messages, ranks tell each other by a ``JobWatch`` that one of them has said what
-went wrong.
+While messages work, the ``JobWatch`` of a rank tells the others that it has reported the failure.
 """
 
 from __future__ import annotations
@@ -28,43 +27,44 @@ from shardmlx.distributed.processes import (
 from shardmlx.errors import one_line
 
 SECONDS_OF_A_TURN = 0.2
-"""Seconds between the ranks that see the same failure: the lowest speaks first, the others hear."""
+"""Seconds between ranks that see the same failure: the lowest reports first, and the others hear
+it."""
 
 SECONDS_TO_KILL = 0.7
 """Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
 
 
 SECONDS_FOR_PEERS = 5.0
-"""Seconds for the other ranks of rank 0's host to be gone before it."""
+"""Seconds for the other ranks of rank 0's host to end before it."""
 
 SECONDS_TO_AGREE = 15.0
-"""Seconds for mpirun to end after ranks that have ended by themselves: it does in one, but where
-the cores are busy."""
+"""Seconds for mpirun to end after ranks that ended by themselves; it takes one, unless cores are
+busy."""
 
 
 class JobShutdown:
-    """A rank's part in the end of a job. All methods may be called on any thread."""
+    """One rank's control of the end of a job. All methods may be called on any thread."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
         self.said = threading.Event()
-        """Set once somebody has said what went wrong: this rank or a peer."""
+        """Set once this rank or a peer has reported the failure."""
         self._saying = threading.Lock()
         self.on_turn: Callable[[], None] = lambda: None
-        """Function called when this rank begins to wait for its turn to speak."""
+        """Function called when this rank begins to wait for its turn to report."""
         self.on_said: Callable[[], None] = lambda: None
-        """Function called once this rank has said what went wrong."""
+        """Function called once this rank has reported the failure."""
         self.leave_before: tuple[int, ...] = ()
         """Processes that ``leave_last`` waits for."""
-        # Now: after mpirun's end this process is the child of whoever adopts it.
+        # Now: after mpirun's end this process has another parent.
         self.mpirun: MpirunProcess | None = find_mpirun()
 
     def say(self, text: str, turn: float = 0.0) -> bool:
-        """Print ``shardmlx: TEXT`` unless the end of the job has been explained.
+        """Print ``shardmlx: TEXT`` unless the end of the job has been reported.
 
-        A peer may explain it within ``turn`` seconds. Returns whether this rank did; the peers then
-        say nothing.
+        A peer may report it within ``turn`` seconds. Returns whether this rank did; the peers then
+        stay silent.
         """
         if turn:
             self.on_turn()
@@ -73,15 +73,16 @@ class JobShutdown:
             if self.said.is_set():
                 return False
             self.said.set()
-            # One write: lines of several ranks and of mpirun must not mix.
-            with contextlib.suppress(OSError):  # mpirun, which passes it on, may be gone
+            # One write, so that lines of several ranks and of mpirun do not mix.
+            with contextlib.suppress(OSError):  # mpirun, which relays it, may be gone
                 sys.stderr.write(f"shardmlx: {text}\n")
                 sys.stderr.flush()
         self.on_said()
         return True
 
     def report(self, error: BaseException) -> bool:
-        """Say what failed; of ranks that fail at once, as on a full disk, the lowest does."""
+        """Report a failure; if several ranks fail at once, as on a full disk, the lowest
+        reports."""
         if os.environ.get("SHARDMLX_TRACEBACK"):
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
@@ -94,35 +95,35 @@ class JobShutdown:
         return self.mpirun is None or self.mpirun.runs()
 
     def see_off_mpirun(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
-        """See to it that mpirun, or its daemon on this host, ends too, within ``seconds``."""
+        """Make sure that mpirun, or its daemon on this host, ends too, within ``seconds``."""
         if self.mpirun is not None:
             self.mpirun.see_off(seconds)
 
     def leave_last(self) -> None:
         """Let the other ranks of this host go before rank 0, which alone has the job's status.
 
-        At a bad status mpirun kills the ranks that it has not seen end, and while others end at
-        the same moment it may lose count of them and wait for ever.
+        After a bad status mpirun kills the remaining ranks; if some end at the same moment, it may
+        lose count of them and wait for ever.
         """
         end = time.monotonic() + SECONDS_FOR_PEERS
         while any(map(psutil.pid_exists, self.leave_before)) and time.monotonic() < end:
             time.sleep(HURRY)
 
     def stop_command(self) -> str | None:
-        """Return what to type on this host so that the run stops in order, if that is known."""
+        """Return the shell command for this host that stops the run in order, if it is known."""
         if LAUNCHED in os.environ:
             return None
         if self.mpirun is not None and self.mpirun.is_mpirun:
-            # To mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
+            # Send it to mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
             return f"kill -USR1 {self.mpirun.pid}"
         return None if under_mpirun() else f"kill -TERM {os.getpid()}"
 
 
 class Deadline:
-    """The time that one ``with`` block may take: then this process ends, with a line.
+    """Time limit of one ``with`` block: beyond it this process ends, with a line.
 
-    For calls that wait for all ranks, know no timeout, and release the GIL. Its thread starts here:
-    it may be for the interpreter's exit, when Python starts none.
+    Meant for calls that wait for all ranks, have no timeout, and release the GIL. The thread starts
+    here, because Python starts none at the interpreter's exit.
     """
 
     def __init__(self, shutdown: JobShutdown, seconds: float, what: str) -> None:
@@ -146,7 +147,7 @@ class Deadline:
         if self._left.wait(self._seconds):
             return
         shutdown = self._shutdown
-        # Only mpirun can tell the others, and ends them: the next rank waits for that.
+        # Only mpirun can tell and end the others, so the next rank waits for that.
         shutdown.said.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
         with self._lock:
             if self._left.is_set():

@@ -1,7 +1,7 @@
-"""Signals that a thread hears at once, also while the main thread computes in C for minutes.
+"""Handle signals at once, even while the main thread computes in C for minutes.
 
-Python runs its handlers on the main thread between two bytecodes. What writes to the wakeup file
-descriptor runs when the signal comes.
+Python runs its handlers on the main thread between two bytecodes, but writes to the wakeup file
+descriptor as soon as the signal comes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import threading
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to stop. mpirun passes SIGUSR1 on as it is, and kills at once after the
-others."""
+"""Signals that ask a run to stop. mpirun forwards SIGUSR1, and kills soon after the others."""
 
 
 class Signals:
     """Signals that this process was sent: those that ask it to stop, and SIGCONT.
 
-    Made on the main thread; without it only ``wait`` and ``wake`` do anything.
+    Must be made on the main thread; elsewhere only ``wait`` and ``wake`` do anything.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Signals:
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the signals that come within ``seconds``; at once if any has, or on ``wake``."""
+        """Return the signals that come within ``seconds``; return early at a signal or ``wake``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return []
         return [number for number in os.read(self._read, 512) if number]
@@ -47,7 +46,7 @@ class Signals:
             os.write(self._write, b"\0")
 
     def close(self) -> None:
-        """Put back the handlers that were there before; nobody waits any more."""
+        """Restore the earlier handlers, when nobody waits any more."""
         if self._installed:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._before.items():
@@ -57,4 +56,4 @@ class Signals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: unlike for SIG_IGN, Python writes to the wakeup file descriptor."""
+    """Do nothing: with SIG_IGN Python would not write to the wakeup file descriptor."""

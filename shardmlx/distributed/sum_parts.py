@@ -9,10 +9,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The groups in which a rank sums in two levels: those ``inside`` its host, then those
-    ``between`` hosts that have the same ``place`` as it.
+    """The groups in which a rank sums in two levels: ``inside`` its host, then ``between`` hosts,
+    with the members in the same ``place``.
 
-    ``places`` are, for each place, the members of the group that have it, by their index there.
+    ``places`` are the members of the group in each place, as indices into the group.
     """
 
     inside: tuple[int, ...]
@@ -24,7 +24,7 @@ class Levels:
 def levels_of(rank: int, group: Sequence[int], hosts: Sequence[str]) -> Levels | None:
     """Return the levels of a group of world ranks on ``hosts[rank]``.
 
-    None where there is one host, or hosts have one member each, or not all as many.
+    None for a single host, hosts of one member each, or hosts with unequal numbers of members.
     """
     on_host: dict[str, list[int]] = {}
     for member, each in enumerate(group):
@@ -44,16 +44,16 @@ def levels_of(rank: int, group: Sequence[int], hosts: Sequence[str]) -> Levels |
 
 
 def equal_parts(size: int, members: int) -> list[int]:
-    """Return the ends of parts of ``size`` elements that differ by one at most: 0, ..., size."""
+    """Return the ends of nearly equal parts of ``size`` elements: 0, ..., size."""
     return [size * member // members for member in range(members + 1)]
 
 
 def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
-    """Return the ends of parts with which the slowest link is through first: 0, ..., size.
+    """Return the ends of the parts that the slowest link finishes first: 0, ..., size.
 
-    Of n members, number i sends and receives ``size`` + (n - 2) times its part, at ``speeds[i]``:
-    links are all through at the time T where the parts, (T speed - size) / (n - 2), add up to
-    ``size``. A link that is too slow for that owns nothing.
+    Member i of n sends and receives ``size`` + (n - 2) times its part, at ``speeds[i]``. All links
+    finish at the time T for which the parts, (T speed - size) / (n - 2), add up to ``size``. A link
+    that is too slow for that owns nothing.
     """
     members = len(speeds)
     if members <= 2 or min(speeds) == max(speeds):

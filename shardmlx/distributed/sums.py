@@ -1,7 +1,7 @@
 """Sums and gathers of arrays between the ranks of a group, above ``send`` and ``receive``.
 
-Each member owns a part of the array. It receives what the others have for its part, adds in the
-order of the group, in float32, and sends the sum to all, chunk after chunk::
+Each member owns a part of the array. It receives the others' contributions, adds them in the order
+of the group, in float32, and sends the sum to all, chunk after chunk::
 
     member     0                       1                       2
     scatter    gets its part of 1, 2   gets its part of 0, 2   gets its part of 0, 1
@@ -9,19 +9,19 @@ order of the group, in float32, and sends the sum to all, chunk after chunk::
     gather     gets b and c            gets a and c            gets a and b
 
 Each member sends and receives 2 (n - 1) / n of the array, as in a ring, but in two steps instead of
-2 (n - 1). The order of adding does not depend on who owns what: any parts give the same bits.
+2 (n - 1). The order of adding does not depend on the owners: any parts give the same bits.
 
-A thread does it, so that the main thread computes meanwhile. It has some chunks on their way to
-their owners, and as many on their way back (``pace`` says how many)::
+A thread does it while the main thread computes. It has some chunks on their way to their owners,
+and as many on their way back (``pace`` says how many)::
 
     chunk      0        1        2        3        4        5
     thread     scatter  scatter  scatter  scatter  scatter  ...
                                                    add, gather
                                                             add, gather
 
-Where each host has as many of the members as the others, two or more, there are two levels: sums
-within a host, then between those that have the same place on their hosts, and back. So the link of
-a host carries each number once, for all its members. The order of adding is then host by host.
+If all hosts have equally many members, two or more, there are two levels: sums within a host, then
+between the members in the same place on each host, and back. A host's link then carries each number
+once, for all its members. The order of adding is then host by host.
 
 All members start the same sums in the same order. A rank in several groups starts those of one
 before those of the next, all ranks in the same order of groups; so the messages of two ranks pair
@@ -55,21 +55,22 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import BLOCK, WireFormat
 
 SECONDS_TO_LOOK_HARD = 0.02
-"""Seconds for which a chunk is looked for as often as a message that the main thread waits for."""
+"""Seconds in which this thread looks for a chunk as often as the main thread for a message."""
 
 PAUSE = 2e-3
 """Seconds between two looks after that: a peer may compute for minutes before its sum begins."""
 
 SLICE = 0.1
-"""Seconds between two looks of the main thread, which waits, at what may have failed meanwhile."""
+"""Seconds between two looks of the waiting main thread for a failure."""
 
 
 class Sums:
-    """The exchanges of one rank. ``room`` is the buffer, float32, for what others contribute; it is
-    of one size on all ranks, and the chunks of larger groups are smaller. All ranks must build one.
+    """The exchanges of one rank. ``room`` is the float32 buffer for others' contributions, of one
+    size on all ranks; larger groups have smaller chunks. All ranks must build one.
 
-    Contributions and sums travel as ``wire`` has them. In bfloat16 a rank rounds its own as well,
-    so that the bits depend on nobody's part; in int8 blocks begin with the parts, and they do.
+    Contributions and sums travel in the format ``wire``. In bfloat16 a rank rounds its own
+    contribution too, so that the bits do not depend on the parts; in int8 they do, since blocks
+    begin with the parts.
     """
 
     def __init__(
@@ -97,9 +98,8 @@ class Sums:
         """Start summing an evaluated float32 ``array`` (N,) in place, on all members alike.
 
         ``bounds`` are the n + 1 ends of the parts, by default of equal parts. ``errors`` (N,) are
-        added to what leaves this rank, and become what is then rounded off of it: kept from one
-        sum of these numbers to the next (1-bit SGD: Seide et al. 2014). All ranks of the group
-        must call it.
+        added to this rank's contribution, and become its rounding errors, kept for the next sum of
+        these numbers (1-bit SGD: Seide et al. 2014). All ranks of the group must call it.
         """
         bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
         kept = [] if errors is None else [errors]
@@ -115,8 +115,8 @@ class Sums:
     ) -> Exchange:
         """Start summing ``arrays`` (N,), float32, in place, on each member its own part of each.
 
-        What is in the other parts then means nothing. ``bounds`` and ``errors``, if any, are those
-        of ``all_reduce``, for each array. All ranks of the group must call it.
+        The other parts are then undefined. ``bounds`` and ``errors`` are as in ``all_reduce``, for
+        each array. All ranks of the group must call it.
         """
         parts = self._parts(arrays, bounds), self._parts(errors, bounds)
         return self._begin(group, *parts, [*arrays, *errors], scatters=True, gathers=False)
@@ -124,17 +124,17 @@ class Sums:
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
 
-        Those of the others are received into their buffers. All ranks of the group must call it.
+        Arrays of the others are received into their buffers. All ranks of the group must call it.
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
         arrays = [each for part in owned for each in part]
         return self._begin(group, parts, [], arrays, scatters=False, gathers=True)
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
-        """Return once an exchange is done; ``what`` says for whom it waits.
+        """Wait for an exchange; ``what`` names the wait.
 
-        Raises ``TransportTimeout``, which names a rank, where nothing has moved for the transport's
-        ``patience``; ``PeerLost`` where a link or a peer broke; ``failure`` if there is one.
+        Raises ``TransportTimeout``, which names a rank, if nothing has moved for the transport's
+        ``patience``; ``PeerLost`` if a link or a peer broke; ``failure`` if there is one.
         """
         transport = self._transport
 
@@ -147,7 +147,7 @@ class Sums:
         with transport.activity.waiting_for(whom):
             while self._error is None and not exchange.done.wait(SLICE):
                 transport.check(whom)
-                # By slices: a process that was stopped cannot blame its peers.
+                # In slices, since a process that was stopped cannot blame its peers.
                 idle, moved = (idle + SLICE if moved == self._moved else 0.0), self._moved
                 if idle > transport.patience:
                     raise TransportTimeout(
@@ -179,7 +179,7 @@ class Sums:
         scatters: bool,
         gathers: bool,
     ) -> Exchange:
-        """Start an exchange, in two levels where the hosts are so; return its last part."""
+        """Start an exchange, in two levels if the hosts allow it; return its last part."""
         if len(parts) != len(group):
             raise ValueError(f"{len(parts)} parts for {len(group)} ranks")
         levels = levels_of(self._transport.rank, group, self._transport.hosts)
@@ -187,7 +187,7 @@ class Sums:
         wire = self._wire if scatters else None
         if levels is None:
             return start(group, parts, errors, scatters=scatters, gathers=gathers, wire=wire)
-        # What belongs to all that have the same place on their hosts.
+        # The parts of all members in the same place on their hosts.
         of_places = [[each for m in column for each in parts[m]] for column in levels.places]
         column = levels.places[levels.place]
         between = [parts[m] for m in column], [errors[m] for m in column] if errors else []
@@ -238,14 +238,14 @@ class Sums:
         return exchange
 
     def _room_of_chunk(self, members: int, nbytes: int) -> int:
-        """Return the elements of a chunk, as large as those of each other member have room."""
+        """Return the elements of a chunk, for which each other member has a buffer."""
         most = nbytes // self._room.itemsize
         size = max(1, min(most, self._room.size // FULL.ahead // max(1, members - 1)))
-        # Whole blocks in int8: then it does not matter for the bits how large chunks are.
+        # Whole blocks in int8, so that chunk sizes do not change the bits.
         return size - size % BLOCK if size > BLOCK else size
 
     def _run(self) -> None:
-        """Move exchanges until there are none."""
+        """Move exchanges until none is left."""
         posted: deque[Step] = deque()
         returned: deque[Step] = deque()
         try:
@@ -268,15 +268,15 @@ class Sums:
             self._error = error  # the main thread's next wait raises it
 
     def _next(self, *, is_last: bool) -> Step | None:
-        """Return the next chunk, if any exchange has one; without, this thread ends if it was the
-        last."""
+        """Return the next chunk of an exchange, if any; if not, and ``is_last``, this thread
+        ends."""
         with self._lock:
             if not self._queue:
                 self._runs = not is_last
                 return None
             exchange = self._queue[0]
             if exchange.after is not None and not exchange.after.done.is_set():
-                return None  # that is under way still, and ends without this one
+                return None  # the other exchange is still under way, and ends without this one
             pieces = exchange.chunks.popleft()
             errors = exchange.errors.popleft() if exchange.errors else ()
             if not exchange.chunks:
@@ -284,7 +284,7 @@ class Sums:
         return Step(exchange, pieces, errors)
 
     def _scatter(self, step: Step) -> None:
-        """Send the others what is theirs of a chunk, and receive what is this rank's."""
+        """Send the others their pieces of a chunk, and receive this rank's."""
         exchange = step.exchange
         if not exchange.scatters:
             return
@@ -302,7 +302,7 @@ class Sums:
             self._send(step, peer, self._encoded(step, peer), SCATTER_TAG)
 
     def _add(self, step: Step) -> None:
-        """Add what has come to this rank's own, in the order of the group."""
+        """Add the received pieces to this rank's own, in the order of the group."""
         exchange, me = step.exchange, self._transport.rank
         wire, mine = exchange.wire, step.pieces[self._member(exchange)]
         rounds = wire is not None and not wire.keeps_errors
@@ -320,7 +320,7 @@ class Sums:
                 each = mine
             else:
                 continue
-            # Into this rank's own where that is one of the two, so that it ends there.
+            # Add into this rank's own piece, so that the sum ends there.
             into = mine if each is mine else total
             total = each if total is None else np.add(total, each, out=into)
         step.sum = mine
@@ -331,7 +331,8 @@ class Sums:
         self._end_sends(step)
 
     def _return(self, step: Step) -> None:
-        """Send this rank's piece to all, and receive theirs in the place of what they were sent."""
+        """Send this rank's sum to all, and receive theirs in the place of the pieces sent to
+        them."""
         exchange = step.exchange
         if not exchange.gathers:
             return
@@ -345,7 +346,7 @@ class Sums:
             self._send(step, peer, step.sum, GATHER_TAG)
 
     def _finish(self, step: Step) -> None:
-        """End what ``_return`` began, and with its last chunk the exchange."""
+        """End the messages of ``_return``, and with the last chunk the exchange."""
         for peer, (handle, inbox) in step.receives.items():
             self._await(handle, peer)
             piece, wire = step.pieces[step.exchange.group.index(peer)], step.exchange.wire
@@ -357,7 +358,7 @@ class Sums:
             step.exchange.done.set()
 
     def _encoded(self, step: Step, rank: int) -> np.ndarray | None:
-        """Return a member's piece as it travels; what is rounded off of it is kept."""
+        """Return a member's piece as it travels, and keep its rounding errors."""
         member = step.exchange.group.index(rank)
         piece, wire = step.pieces[member], step.exchange.wire
         if piece is None or wire is None:
@@ -380,7 +381,7 @@ class Sums:
         step.sends.clear()
 
     def _await(self, handle: Handle, peer: int) -> None:
-        """End a message. Without a limit: the main thread has one, once it waits."""
+        """End a message, without a limit: the main thread has one once it waits."""
         transport = self._transport
         self._awaited = peer
         if not (handle.done or transport.progress(handle, SECONDS_TO_LOOK_HARD)):
@@ -395,6 +396,6 @@ class Sums:
         return exchange.group.index(self._transport.rank)
 
     def _others(self, exchange: Exchange) -> Iterator[int]:
-        """Yield the other members, the next one first: so not all send to one at a time."""
+        """Yield the other members, the next one first, so that not all send to one at a time."""
         group, me = exchange.group, self._member(exchange)
         return (group[(me + distance) % len(group)] for distance in range(1, len(group)))

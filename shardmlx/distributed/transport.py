@@ -18,7 +18,7 @@ from shardmlx.distributed.collectives import ObjectCollectives
 from shardmlx.distributed.messages import Handle, PeerLost, TransportTimeout
 
 _longer = threading.local()
-"""Seconds that this thread may wait, where that is longer than the transport's own timeout."""
+"""Seconds that this thread may wait, if longer than the transport's own timeout."""
 
 
 class Transport(ObjectCollectives):
@@ -29,7 +29,7 @@ class Transport(ObjectCollectives):
     """
 
     library: str | None = None
-    """Name of what carries the messages, such as ``Open MPI v5.0.11``."""
+    """Name of the message library, such as ``Open MPI v5.0.11``."""
 
     last_words: Callable[[str], None] = staticmethod(lambda reason: None)
     """Function called, on any thread and if there is time, before this process is ended for
@@ -48,16 +48,17 @@ class Transport(ObjectCollectives):
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """End the job on all ranks. Called by a rank that failed; its peers wait for ever."""
+        """End the job on all ranks. Called by a failed rank, for which peers would wait for
+        ever."""
 
     def close(self) -> None:
-        """Release what the transport holds; all its messages are done."""
+        """Release all resources, once all messages are done."""
 
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
-        """End a message; ``what`` says, if it times out, what was waited for.
+        """End a message; ``what`` names the wait in a timeout.
 
-        Raises ``TransportTimeout`` after ``patience`` seconds;
-        ``PeerLost`` where the link or the peer broke; ``failure`` if there is one.
+        Raises ``TransportTimeout`` after ``patience`` seconds; ``PeerLost`` if the link or the peer
+        broke; ``failure`` if there is one.
         """
         self.check(what)
         if handle.done:
@@ -74,29 +75,29 @@ class Transport(ObjectCollectives):
         raise TransportTimeout(f"{what()}: nothing came for {seconds:g} s (see --timeout)")
 
     def set_timeout(self, seconds: float) -> None:
-        """Let messages take so long from now on."""
+        """Set the seconds that a message may take from now on."""
         self.timeout = seconds
 
     @property
     def patience(self) -> float:
-        """Seconds that a wait of this thread may last: ``timeout``, or those of
+        """Seconds that a wait of this thread may last: ``timeout``, or the time of
         ``longer_timeout``."""
         return max(self.timeout, getattr(_longer, "seconds", 0.0))
 
     def limit_silence(self, seconds: float) -> None:
-        """Take a rank for lost that has given no sign of life for so long, if not sooner. All ranks
-        must call it."""
+        """Take a rank for lost after so many seconds without a sign of life, at the latest. All
+        ranks must call it."""
 
     def quiet_rank(self) -> str | None:
-        """Return in words which rank is in doubt, since it has been silent for a while. Only rank 0
-        hears all of them."""
+        """Return in words which rank is in doubt, after a while of silence. Only rank 0 hears all
+        ranks."""
         return None
 
     @contextmanager
     def longer_timeout(self, seconds: float) -> Iterator[None]:
-        """Let waits of this thread last at least so long inside.
+        """Let waits of this thread last at least so long in the block.
 
-        For work whose time disk and network decide.
+        Meant for work that depends on disk and network.
         """
         usual = getattr(_longer, "seconds", 0.0)
         _longer.seconds = max(usual, seconds)
@@ -113,26 +114,26 @@ class Transport(ObjectCollectives):
     def fail(self, error: Exception) -> None:
         """Note, on any thread, that this rank cannot go on.
 
-        The main thread's next wait raises ``error``; if it comes to none soon, the job ends all
-        the same. Only the first failure counts.
+        The main thread's next wait raises ``error``; without a wait soon, the job ends all the
+        same. Only the first failure counts.
         """
         if self.activity.failure is None:
             self.activity.failure = error
 
     def check(self, what: Callable[[], str]) -> None:
-        """Raise ``failure`` if there is one; a lost peer with ``what`` this rank does."""
+        """Raise ``failure`` if there is one; a lost peer names ``what`` this rank does."""
         self.activity.check(what)
 
     def stop_requested(self) -> int | None:
         """Return, on rank 0, the number of a signal that asked some rank to stop.
 
-        None without one, and on the other ranks.
+        None without a signal, and on the other ranks.
         """
         return None
 
     def stop_command(self) -> str | None:
-        """Return what to type on this host so that the run stops in order.
+        """Return the shell command for this host that stops the run in order.
 
-        None where it is not known, or where Ctrl-C does.
+        None if it is unknown, or if Ctrl-C does.
         """
         return None

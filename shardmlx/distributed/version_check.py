@@ -19,7 +19,7 @@ def package_versions() -> dict[str, str]:
 
 
 ROOT = Path(__file__).parents[1]
-"""The package shardmlx, with all that lies in it."""
+"""Directory of the package shardmlx."""
 
 
 def source_digest(package: Path = ROOT) -> str:
@@ -41,7 +41,8 @@ def _directories(directory: Path) -> Iterator[Path]:
 
 
 def compare_versions(transport: Transport) -> None:
-    """Raise ``AgreedError`` unless all ranks run the same. All ranks must call it, first of all."""
+    """Raise ``AgreedError`` unless all ranks run the same versions. All ranks must call it, first
+    of all."""
     everyone = transport.all_gather((package_versions(), source_digest()), "comparing versions")
     wanted, source = everyone[0]
     for rank, (versions, other_source) in enumerate(everyone):

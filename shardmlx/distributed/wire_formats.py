@@ -1,4 +1,4 @@
-"""The form in which contributions to sums travel, where that is not float32."""
+"""Wire formats of contributions to sums, other than float32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ BLOCK = 256
 
 
 class WireFormat(ABC):
-    """A shorter form of float32 numbers. The same numbers have the same form on all ranks."""
+    """A shorter form of float32 numbers. Equal numbers have equal bytes on all ranks."""
 
     keeps_errors: bool
-    """True if what is rounded off must be added to the next sum, since it is too much to lose;
-    then a rank's own numbers stay as they are."""
+    """True if rounding errors are too large to lose and are added to the next sum; a rank's own
+    contribution is then not rounded."""
 
     @abstractmethod
     def nbytes(self, count: int) -> int:
@@ -28,7 +28,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        """Return the float32 numbers of which these are the bytes."""
+        """Return the float32 numbers that these bytes encode."""
 
 
 class BFloat16(WireFormat):
@@ -55,7 +55,7 @@ class BFloat16(WireFormat):
 class Int8(WireFormat):
     """Multiples of a scale, which ``BLOCK`` numbers share: its 127-fold is the largest of them.
 
-    What is not finite makes its block not a number. A block begins with each array.
+    An infinite or NaN number makes its whole block NaN. Each array begins a new block.
     """
 
     keeps_errors = True
@@ -71,7 +71,7 @@ class Int8(WireFormat):
             scales = np.abs(blocks).max(axis=1) * np.float32(1 / 127)
             blocks /= scales[:, None]
             np.rint(blocks, out=blocks)
-            # Of zeros the scale is zero; a scale below the smallest number rounds to it too.
+            # The scale of zeros is zero; a scale below the smallest number rounds to zero too.
             blocks[~(np.abs(blocks) <= 127)] = 0
         data = np.empty(self.nbytes(count), np.uint8)
         data[:count] = blocks.astype(np.int8).reshape(-1)[:count].view(np.uint8)
@@ -94,4 +94,4 @@ WIRE_FORMATS: Mapping[str, WireFormat | None] = {
     "bfloat16": BFloat16(),
     "int8": Int8(),
 }
-"""The form for each ``--sum-dtype``: None where numbers travel as they are."""
+"""The wire format for each ``--sum-dtype``: None for float32."""

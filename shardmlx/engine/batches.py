@@ -21,14 +21,14 @@ Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
 
 NO_TOKENS = np.dtype([])
-"""Type of ``tokens`` on a rank that reads none: they have a shape and take no bytes."""
+"""Type of ``tokens`` on a rank that reads none: a shape without bytes."""
 
 
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
 
-    ``tokens`` int32, those of all samples; ``bounds`` (samples, 3) int64: where each begins and
-    ends in ``tokens``, and the position at which its loss starts to count.
+    ``tokens``, int32, are all samples' in a row; ``bounds`` (samples, 3), int64, are each sample's
+    begin and end in ``tokens``, and the position at which its loss starts to count.
     """
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
@@ -48,7 +48,8 @@ class Samples(Sequence[Sample]):
         return starts
 
     def counted(self, most: int) -> np.ndarray:
-        """Return the number of tokens that count in the loss of each, cut at ``most`` tokens."""
+        """Return the number of each sample's tokens that count in the loss, cut at ``most``
+        tokens."""
         first = np.maximum(self.starts, 1)
         counted: np.ndarray = np.maximum(np.minimum(self.lengths, most) - first, 0)
         return counted
@@ -135,8 +136,7 @@ IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
 
 def padded_width(length: IntOrArray) -> IntOrArray:
-    """Return the tokens of a row that is padded as mlx-lm pads it, given those of its longest
-    sequence."""
+    """Return the padded width, as in mlx-lm, of rows whose longest has ``length`` tokens."""
     return 1 + PAD_TO * -(-length // PAD_TO)
 
 
@@ -147,7 +147,7 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
     tokens = np.zeros((len(samples), min(padded_width(longest), max_seq_length)), np.int32)
     for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
         tokens[row, :length] = ids[:length]
-    # Of a row without a token to learn, its padding does not count either.
+    # A row without a token to learn does not count its padding either.
     spans = np.array(
         [
             (start if length > max(start, 1) else max(start, length + 1), length)
@@ -161,9 +161,9 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
 class Batches(Iterator[Batch]):
     """Global batches in mlx-lm's order, given a ``random`` in the state of its ``np.random``.
 
-    Each batch is a fixed run of samples. The order of batches is drawn anew in each epoch, when its
-    first batch is asked for, from a state that others may draw from too. Samples that are left over
-    at the end and fill no batch are not used. With ``loop`` epoch follows epoch.
+    Each batch is a fixed run of samples. Each epoch draws the order of batches anew when its first
+    batch is asked for, from a state that others may draw from too. Samples at the end that fill no
+    batch are not used. With ``loop`` epochs repeat.
     """
 
     def __init__(
@@ -245,11 +245,11 @@ def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[Mi
 def pack(batch: Batch, count: int) -> list[MicroBatch]:
     """Pack the rows into ``count`` micro-batches of one row each, about equally long.
 
-    There is no padding. From the longest on, each row goes to the micro-batch that is shortest so
-    far (LPT: Graham 1969). None gets longer than the longest row times rows / ``count``, rounded
+    There is no padding. Longest rows first, each goes to the shortest micro-batch so far (LPT:
+    Graham 1969). No micro-batch gets longer than the longest row times rows / ``count``, rounded
     up.
     """
-    # What comes after the last target that counts concerns nobody.
+    # Tokens after the last counted target have no effect.
     lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])
     packed: list[list[int]] = [[] for _ in range(count)]
     for row in np.argsort(-lengths, kind="stable").tolist():

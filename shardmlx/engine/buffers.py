@@ -4,17 +4,17 @@ PREPOSTED = 2
 """Inputs that are received ahead of the micro-batch that is computed."""
 
 COMPILED_POSITIONS = 32
-"""Number of positions of which a compiled piece of the loss takes a multiple: each number is a
-graph of its own."""
+"""Number of positions in a compiled piece of the loss is a multiple of this: each number is a graph
+of its own."""
 
 BUCKET_BYTES = 32 << 20
 """Gradients that replicas sum at a time."""
 
 SUM_BUFFER_BYTES = 8 << 20
-"""Contributions of others to sums, until they are added: of the chunks that are under way."""
+"""Bytes of others' contributions to sums in the chunks under way, until they are added."""
 
 
 def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:
-    """Return the positions whose loss is computed at a time: since all arrays of a piece exist
-    together, its logits and several in float32, half as many as ``chunk`` allows."""
+    """Return how many positions a piece of the loss has: half as many as ``chunk`` allows, since
+    its logits exist together with several float32 arrays."""
     return max(chunk // 2, multiple_of)

@@ -1,18 +1,17 @@
 """Divide all weights of a rank's stages among replicas: each gathers a layer when it needs it.
 
 ZeRO, stage 3 (Rajbhandari et al., arXiv:1910.02054), with whole weights, as ``engine.shards``. A
-replica keeps the weights that it owns. Those of the others are received, layer after layer, into
-the room of two layers::
+replica keeps the weights that it owns. The others' weights are received, layer after layer, into
+buffers for two layers, the rooms::
 
     layer           0              1              2              3
     computes        with room 0    with room 1    with room 0    with room 1
     is received     1 to room 1    2 to room 0    3 to room 1    ...
 
-So the graphs of layers 0 and 2 refer to the same arrays. What a graph reads there is right as long
-as its layer is gathered again before it is evaluated: ``use`` does that, in forward and backward.
-Embedding and lm_head share a third room, as far as they are alike. Where a replica owns a matrix in
-each of layers 0, 2, 4, ..., that needs no room: owners are chosen so, and so that each has about
-as much of a layer as the others.
+The graphs of layers 0 and 2 refer to the same arrays, so a layer must be gathered again before its
+graph is evaluated: ``use`` does that, in forward and backward. Embedding and lm_head share a third
+room, as far as they are alike. A matrix that a replica owns in each of layers 0, 2, 4, ... needs no
+room there: owners are chosen so, each with about an equal part of a layer.
 
 All replicas use the same layers in the same order, and so start the same exchanges.
 """
@@ -32,7 +31,7 @@ from shardmlx.engine.trace import Recorder, Span
 from shardmlx.models.slice import Slice
 
 ENDS = 2
-"""Number of the room of embedding and lm_head; those of layers are 0 and 1."""
+"""Number of the room of embedding and lm_head; layers have rooms 0 and 1."""
 
 Place = tuple[int, tuple[int, ...], mx.Dtype, int]
 """The room of a weight, its shape and type, and its number among those that are alike there."""
@@ -41,9 +40,9 @@ Place = tuple[int, tuple[int, ...], mx.Dtype, int]
 class DividedWeights:
     """The weights of one rank's stages, of which it holds its own and two layers of the others.
 
-    ``parts`` are the slices of the stages, of which nothing is read yet: in the place of what other
-    replicas own they get the arrays of a room. ``replicas`` are the world ranks that hold the same
-    stages, and ``rank`` is one of them.
+    ``parts`` are the stages' slices, still unread: arrays of a room replace weights that other
+    replicas own. ``replicas`` are the world ranks that hold the same stages, and ``rank`` is one of
+    them.
     """
 
     def __init__(self, rank: int, replicas: Sequence[int], parts: Sequence[Slice]) -> None:
@@ -63,7 +62,7 @@ class DividedWeights:
     def _in_room(self, place: Place) -> mx.array:
         if place not in self._room:
             _, shape, dtype, _ = place
-            # A buffer of its own: it is written behind MLX's back.
+            # Its own buffer, since messages write into it behind MLX's back.
             self._room[place] = new_buffer(shape, dtype)
         return self._room[place]
 
@@ -72,7 +71,7 @@ class DividedWeights:
         return self.owners[name] == self._member
 
     def nbytes(self, parts: Sequence[Slice]) -> int:
-        """Return the bytes of this replica's weights, and of the room for those of the others."""
+        """Return the bytes of this replica's weights, and of the rooms for others'."""
         own = {
             name: array.nbytes
             for part in parts
@@ -82,14 +81,14 @@ class DividedWeights:
         return sum(own.values()) + sum(array.nbytes for array in self._room.values())
 
     def connect(self, sums: Sums, recorder: Recorder, who: str) -> None:
-        """Take what reaches the other replicas, before the first ``use``."""
+        """Set how to reach the other replicas, before the first ``use``."""
         self._sums, self._recorder, self._who = sums, recorder, who
 
     def use(self, part: Slice, group: int, following: int | None = None) -> None:
-        """Return once all weights of a group of ``part`` are there: ``Slice.groups`` has them.
+        """Wait until all weights of a ``group`` of ``part`` (``Slice.groups``) are there.
 
-        The ``following`` group is then on its way, so that it is received while this one computes.
-        What was there before those two is gone. All replicas must call it.
+        The ``following`` group is then under way, received while this one computes. Earlier groups
+        are overwritten. All replicas must call it.
         """
         self._start(part, group)
         self._finish()
@@ -103,13 +102,13 @@ class DividedWeights:
                 del self._present[self._places[name]]
 
     def _start(self, part: Slice, group: int) -> None:
-        """Start to receive what is not there of a group, and to send this replica's own."""
+        """Start to receive the missing weights of a group, and to send this replica's own."""
         lacking = [
             name for name in part.groups[group] if self._present.get(self._places[name]) != name
         ]
         if not lacking:
             return
-        # One at a time: two might be for the same room.
+        # One exchange at a time: two might be for the same room.
         self._finish()
         owned: list[list[mx.array]] = [[] for _ in self._replicas]
         for name in lacking:

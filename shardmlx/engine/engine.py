@@ -63,7 +63,7 @@ MAX_STAGES = 1024
 
 @dataclass(slots=True)
 class _Run:
-    """A list of actions on its way: what is posted, what is there, what is being sent."""
+    """A list of actions in progress: posted receives, messages there, messages under way."""
 
     microbatches: Sequence[MicroBatch]
     to_receive: deque[Action]
@@ -80,11 +80,11 @@ class _Run:
 class Engine:
     """The engine of one rank: runs its stages, and sends and receives what they exchange.
 
-    ``stages`` are those that ``plan`` puts on this rank, as ``build_stages`` makes them. Where it
-    ``divides_optimizer``, a replica gets the gradients of those weights alone that it updates, and
-    where it has ``weights``, it holds no others: its stages are then ``GatheredStage``s of them.
-    ``links`` are the speeds of all world ranks' links, in any unit, where they are known; gradients
-    travel as ``sum_dtype``. All ranks must build their engine, and call its methods alike.
+    ``stages`` are this rank's in ``plan``, made by ``build_stages``. With ``divides_optimizer`` a
+    replica gets only the gradients of weights that it updates; with ``weights`` it holds only
+    those, and its stages are ``GatheredStage``s. ``links`` are the speeds of all world ranks'
+    links, in any unit, if known; gradients travel as ``sum_dtype``. All ranks must build their
+    engine and call its methods alike.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Engine:
     ) -> dict[int, float]:
         """Run forward and backward of this replica's micro-batches. All ranks must call it.
 
-        Adds to the gradients of the stages. With ``reduce`` they are, at the return, those of the
-        whole global batch. ``scale`` is 1 / valid tokens of the global batch, ``key`` seeds the
-        masks of dropout. Returns, on the rank of the last stage, the summed loss of each
-        micro-batch; nothing elsewhere. Raises ``EngineError`` or ``TransportError``, which name
-        rank, stage and action.
+        Adds to the gradients of the stages. With ``reduce`` the gradients are then summed over the
+        global batch. ``scale`` is 1 / valid tokens of the global batch, ``key`` seeds the masks of
+        dropout. Returns, on the rank of the last stage, the summed loss of each micro-batch;
+        nothing elsewhere. Raises ``EngineError`` or ``TransportError``, which name rank, stage and
+        action.
         """
         actions = self.plan.actions_of(self.replica)[self.pipeline_rank]
         run = self._new_run(actions, microbatches, train=True)
@@ -157,7 +157,7 @@ class Engine:
     def gradient_norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm after a step that reduced; the same on all ranks.
 
-        It is not a number if any rank says that its part is ``spoiled``. All ranks must call it.
+        The norm is not a number if any rank's part is ``spoiled``. All ranks must call it.
         """
         with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
             return self.reducer.norm(spoiled)

@@ -7,10 +7,10 @@ nothing is sent or awaited inside of a graph::
     F   gather layer 0, compute, gather layer 1 meanwhile, compute ...       each graph stays lazy
     B   gather layer n, gradients, gather layer n-1 meanwhile, gradients ...
 
-Where a segment ends, the gradient that comes down is copied into the buffer that its graph takes
-for its cotangent: one for all segments, which are evaluated one after the other. I and W are one:
-W apart would gather all layers once more. The sums of a segment's gradients over replicas start at
-once, in every micro-batch, so that no replica holds those of all layers.
+At a segment's end the incoming gradient is copied into its graph's cotangent buffer, which all
+segments share, one after the other. I and W are one action: a separate W would gather all layers
+again. The sums of a segment's gradients over replicas start at once, in every micro-batch, so that
+no replica holds those of all layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardmlx.models.slice import Slice
 
 @dataclass(slots=True)
 class _Segment:
-    """A segment of a micro-batch between its forward and its backward: gradients, lazy.
+    """A segment of a micro-batch between its forward and its backward, with lazy gradients.
 
     ``to_head`` is the input of a trained head whose gradients are computed in pieces.
     """
@@ -49,8 +49,9 @@ class _Segment:
 class _InFlight:
     """A micro-batch between the beginning of its forward and the end of its backward.
 
-    ``cotangent`` is the buffer to which the graphs of layers refer, ``gradient`` that which comes
-    down to the last of the ``segments``: at first a buffer for what other stages send, if any do.
+    ``cotangent`` is the buffer to which the graphs of layers refer, ``gradient`` the incoming
+    gradient of the last of the ``segments``: at first a buffer for one that another stage sends, if
+    any.
     """
 
     cotangent: mx.array
@@ -61,8 +62,8 @@ class _InFlight:
 class GatheredStage(Stage):
     """A stage that gathers each layer before it computes it, in forward and backward.
 
-    Of ``weights`` this replica has a part. All replicas run the same micro-batches in the same
-    order. The gradients are those of ``Stage``.
+    This replica holds a part of ``weights``. All replicas run the same micro-batches in the same
+    order. The gradients equal those of ``Stage``.
     """
 
     reduces_each = True
@@ -85,9 +86,9 @@ class GatheredStage(Stage):
             tuple(name for name in self.names if name in group) for group in part.groups
         ]
         self._tail = len(part.groups) - 1
-        # A tied matrix is in the first group too, with which its gradient is complete.
+        # A tied matrix is in the first group too, which completes its gradient.
         self._last_names = tuple(n for n in self._trained[-1] if n not in self._trained[0])
-        # The lowest group with a backward: a gradient for stages below passes through all.
+        # The lowest group with a backward; a gradient for stages below passes through all groups.
         with_gradients = [group for group, names in enumerate(self._trained) if names]
         self._lowest = 0 if needs_input_gradient or not with_gradients else with_gradients[0]
 
@@ -177,8 +178,8 @@ class GatheredStage(Stage):
         return self.part(source, checkpoint=checkpoint, attention_chunk=chunk, visit=visit, **how)
 
     def _begin_layer(self, i: int, x: mx.array) -> int:
-        """Gather layer ``i``, of which ``x`` is the input; return the number of its group."""
-        # The embedding is used before another matrix takes its place.
+        """Gather layer ``i``, with input ``x``; return the number of its group."""
+        # The embedding is used before another matrix takes its room.
         mx.eval(x)
         group = i - self.part.start + 1
         following = group + 1 if group < self._tail - 1 or self.part.is_last else None
@@ -193,8 +194,8 @@ class GatheredStage(Stage):
         cotangent: mx.array,
         *inputs: mx.array,
     ) -> tuple[mx.array, _Segment]:
-        """Return the output of ``run``, and its gradients: for the weights ``names``, and for its
-        input if it has one and something below is trained. Lazy."""
+        """Return the output of ``run``, and its lazy gradients: for the weights ``names``, and for
+        its input if it has one and something below is trained."""
         differentiates = bool(inputs) and group > self._lowest
 
         def with_weights(*primals: mx.array) -> mx.array:

@@ -4,11 +4,11 @@ Replicas of a stage sum in float32, in buckets, each started as soon as its grad
 so that it travels while the rest of the backward pass computes. Tied embeddings are held by the
 first and the last stage: their gradient sums over both, and counts once in the norm.
 
-Where replicas divide the optimizer (``shards``), each gets the sums of the weights that it owns. A
-bucket of a large matrix goes to one replica, and would leave the links of the others idle: buckets
-then wait for some that go elsewhere, and travel together.
+With a divided optimizer (``shards``), each replica gets the sums of the weights that it owns. A
+bucket of one large matrix goes to one replica and leaves other links idle: such buckets wait for
+buckets of other owners, and travel with them.
 
-What a wire format rounds off of a rank's contribution is added to the next one of the same weight.
+Rounding errors of a rank's contribution are added to its next one for the same weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_UNEVEN = 1.25
 class _Bucket:
     stage: Stage
     sizes: Mapping[str, int]
-    ends: Sequence[int]  # of what each replica owns
+    ends: Sequence[int]  # the end of each replica's part
     total: mx.array
     errors: mx.array | None
 
@@ -50,7 +50,7 @@ class _Bucket:
 class GradientReducer:
     """The sums that one rank takes part in, for its own stages. Methods are collective.
 
-    ``errors`` are what a wire format has rounded off of its gradients.
+    ``errors`` are the rounding errors of its gradients on the wire.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class GradientReducer:
         if len(self._replicas) == 1 or not names:
             return
         if stage.reduces_each:
-            # At most one bucket is there besides the new one.
+            # At most one bucket is held besides the new one.
             self._finish_buckets(lambda: f"{self._who}, summing gradients")
-        # What one replica owns stands together.
+        # An owner's weights are contiguous.
         names.sort(key=self._shards.owner)
         total = _in_one([stage.gradients.pop(name) for name in names])
         sizes = {name: stage.part[name].size for name in names}
@@ -118,8 +118,8 @@ class GradientReducer:
             self._start_held()
 
     def _keeps_all_busy(self) -> bool:
-        """Tell whether each replica gets about as much of the held buckets as the others, or they
-        are so many that more would not help."""
+        """Tell whether the held buckets keep all links busy: each replica gets about as much, or
+        they are so many that more would not help."""
         parts = [[stop - start for start, stop in pairwise(each.ends)] for each in self._held]
         gets = list(map(sum, zip(*parts, strict=True)))
         is_even = max(gets) * len(gets) <= MOST_UNEVEN * sum(gets)
@@ -137,13 +137,13 @@ class GradientReducer:
             self._held.clear()
 
     def forget(self) -> None:
-        """Forget sums, of which one was not finite, and what was rounded off of them."""
+        """Drop sums, one of which was not finite, and their rounding errors."""
         self._own.clear()
         self.errors.forget()
 
     def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:
-        """Wait for all sums. Where the step ``ends_update``, ``stage.gradients`` then hold those of
-        all its steps, of the weights that this replica updates."""
+        """Wait for all sums. If the step ``ends_update``, ``stage.gradients`` then hold the sums of
+        all its steps, for the weights that this replica updates."""
         self._finish_buckets(what)
         if not ends_update:
             return
@@ -170,7 +170,7 @@ class GradientReducer:
                 part = self._own[key] + part
                 mx.eval(part)
             elif bucket.stage.reduces_each:
-                # A part refers to the whole bucket, which goes.
+                # Copied, since a part would keep the whole bucket in memory.
                 part = mx.array(np.array(part))
             self._own[key] = part
 
@@ -202,13 +202,13 @@ class GradientReducer:
                     del stage.gradients[name]
 
     def norm(self, spoiled: bool = False) -> float:
-        """Return the global gradient norm: of the whole model, each weight counted once.
+        """Return the global gradient norm of the whole model, each weight counted once.
 
-        It is the same on all ranks, to the bit whoever holds what: the squares of all weights are
-        added as if without rounding. It is not a number if any rank is ``spoiled``.
+        All ranks get the same bits, whoever holds the weights, since squares are added as if
+        without rounding. The norm is not a number if any rank is ``spoiled``.
         """
         mine = [math.nan] if spoiled else []
-        # Where replicas hold the same gradients one of them counts.
+        # One of the replicas that hold the same gradients counts.
         if self._shards.divides or self._replica == 0:
             mine += self._squares()
         everyone = self._transport.all_gather(mine, "summing the gradient norm")
@@ -223,20 +223,20 @@ class GradientReducer:
             if name not in self._shared or stage.part.is_first
         ]
         squares: list[float] = []
-        # A bucket at a time: the squares of all gradients would be there together.
+        # One bucket at a time: the squares of all gradients would exist together.
         for bucket in _in_buckets(counted, lambda gradient: gradient.size):
-            # Row by row: on the CPU MLX adds one number after the other, and a float32 sum of all
-            # the 58 million squares of one large matrix would be wrong by a sixth.
+            # Row by row: MLX on a CPU adds numbers one by one, and a float32 sum of the 58 million
+            # squares of one large matrix would be off by a sixth.
             sums = [mx.square(gradient).sum(axis=-1).sum() for gradient in bucket]
             squares += np.array(mx.stack(sums)).tolist()
         return squares
 
 
 def _in_one(gradients: list[mx.array]) -> mx.array:
-    """Return evaluated gradients in a row, in the place of ``gradients``, which is then empty."""
+    """Return evaluated gradients in one array, and empty ``gradients``."""
     flat = []
     while gradients:
-        # Those of matrices come transposed. All at once, they would be there three times.
+        # Gradients of matrices are transposed. All at once, they would exist three times.
         flat.append(gradients.pop(0).reshape(-1))
         mx.eval(flat[-1])
     total = mx.concatenate(flat)

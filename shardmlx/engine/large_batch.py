@@ -1,7 +1,6 @@
 """Optimizers for large batches: each weight's step is in proportion to the weight.
 
-A batch is global here, so more replicas need neither: they are for those who raise
-``--batch-size``.
+Batches are global, so more replicas need neither; a larger ``--batch-size`` may.
 """
 
 from __future__ import annotations
@@ -96,6 +95,7 @@ def _norm(array: mx.array) -> mx.array:
 
 
 def _ratio(above: mx.array, below: mx.array) -> mx.array:
-    """Return their ratio; 1 where one of them is 0, so that a weight of zeros learns too."""
+    """Return the ratio of two norms; 1 if one of them is 0, so that a weight of zeros learns
+    too."""
     usable = (above > 0) & (below > 0)
     return mx.where(usable, above / mx.where(usable, below, 1), 1).astype(above.dtype)

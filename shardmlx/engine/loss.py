@@ -8,8 +8,8 @@ pieces they are computed only where a token counts, for some positions at a time
     W   of a trained head, for each piece: logits again, softmax -> gradient of the head
 
 The gradient of the states needs nothing that comes later, so it is computed beside the loss (Hsu et
-al., arXiv:2410.10989). A trained head's waits for W: held until then, for each micro-batch in
-flight, it would take more than it saves.
+al., arXiv:2410.10989). A trained head's gradient is computed in W: held from F on, for each
+micro-batch in flight, it would take more memory than pieces save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardmlx.models.slice import Slice
 def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:
     """Return the summed loss of the tokens that count, in float32; as mlx-lm's ``default_loss``.
 
-    MLX's own computes exponentials twice, and slowly on a CPU. There they are kept.
+    MLX's own loss computes exponentials twice, slowly on a CPU; there this one keeps them.
     """
     if not is_slow(logits.dtype):
         losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
@@ -55,8 +55,8 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
 
 
 class _Piece(NamedTuple):
-    """Positions that count: their states (n, D), the tokens that should come next, and 1 for each,
-    0 for what only makes the number up: (n,)."""
+    """Positions that count: their states (n, D), their target tokens (n,), and weights (n,) of 1,
+    or 0 for padding."""
 
     states: mx.array
     targets: mx.array
@@ -77,15 +77,14 @@ class HeadInput:
 class Head:
     """The lm_head of the last slice, and the loss, in pieces.
 
-    What they have in memory at a time is at most ``loss_chunk`` x V x (bytes of a logit + 8). MLX
-    makes room for arrays well ahead of computing them. So each piece is evaluated before the next
-    one is begun.
+    A piece takes at most ``loss_chunk`` x V x (bytes of a logit + 8). Each piece is evaluated
+    before the next begins, because MLX allocates arrays well ahead of computing them.
     """
 
     def __init__(self, part: Slice, savings: Savings, compiled: bool) -> None:
         self._part = part
         self._savings = savings
-        # What decides a piece's dropout is not an array.
+        # A piece with dropout has an argument that is no array, so it is not compiled.
         compiled = compiled and not part.drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
         make = mx.compile if compiled else (lambda function: function)
@@ -93,8 +92,8 @@ class Head:
         self.names = part.head_names
 
     def takes_pieces(self, microbatch: MicroBatch) -> bool:
-        """Return False where one piece would do, unless only what counts is to be computed: then
-        all logits are computed, and held, to the bit as in mlx-lm."""
+        """Return False if one piece would do, unless only tokens that count are to be computed: all
+        logits are then held, to the bit as in mlx-lm."""
         rows, length = microbatch.shape
         return self._savings.takes_loss_in_pieces(rows * length)
 
@@ -140,7 +139,7 @@ class Head:
         return [self._part[name] for name in self.names]
 
     def _pieces(self, given: HeadInput) -> Iterator[tuple[_Piece, dict[str, Any]]]:
-        """Yield pieces, each with what decides its dropout if there is any."""
+        """Yield pieces, each with the arguments of its dropout if there is any."""
         microbatch, counted = given.microbatch, _numbers(given.microbatch)
         numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
         counts = microbatch.counts.reshape(-1)[numbers] & (np.arange(len(numbers)) < len(counted))

@@ -1,7 +1,7 @@
 """Scale the loss, so that gradients too small for float16 are not lost. No MLX, no MPI.
 
-Factors are powers of two: what they do to a float can be undone without rounding (Micikevicius et
-al., arXiv:1710.03740).
+Factors are powers of two, which can be undone without rounding (Micikevicius et al.,
+arXiv:1710.03740).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from shardmlx.config.checks import NO_SCALE
 from shardmlx.config.common_options import AUTO
 
 FIRST = 2.0**16
-"""Factor with which a run begins that finds its own."""
+"""Initial factor of a loss scale that adapts."""
 
 LEAST, MOST = 1.0, 2.0**24
-"""Limits of it: gradients that overflow without a factor overflow for another reason."""
+"""Limits of the factor: gradients that overflow without one overflow for another reason."""
 
 UPDATES_TO_GROW = 2000
 """Updates without an overflow after which the factor is doubled."""
@@ -23,7 +23,7 @@ UPDATES_TO_GROW = 2000
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor of the loss, the same on all ranks; where ``adapts`` it follows the gradients."""
+    """The factor of the loss, the same on all ranks; if ``adapts``, it follows the gradients."""
 
     factor: float = 1.0
     adapts: bool = False
@@ -32,7 +32,7 @@ class LossScale:
 
     @classmethod
     def of(cls, option: float | str | None, dtype: str) -> LossScale:
-        """Return that of ``--loss-scale``, for activations of a type."""
+        """Return the loss scale of ``--loss-scale``, for activations of a type."""
         if option is None:
             option = AUTO if dtype == "float16" else NO_SCALE
         if option == NO_SCALE:
@@ -46,17 +46,17 @@ class LossScale:
             self.factor, self.good = 2 * self.factor, 0
 
     def overflowed(self) -> bool:
-        """Halve the factor, if that may help; return whether it did."""
+        """Halve the factor, if that may help; return whether it was halved."""
         if not self.adapts or self.factor <= LEAST:
             return False
         self.factor, self.good = self.factor / 2, 0
         return True
 
     def state(self) -> list[float]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state for a checkpoint."""
         return [self.factor, self.good]
 
     def restore(self, state: list[float]) -> None:
-        """Go on from what ``state`` returned: with another option the factor begins anew."""
+        """Restore ``state``; with another option the factor begins anew."""
         if self.adapts:
             self.factor, self.good = float(state[0]), int(state[1])

@@ -28,7 +28,7 @@ def build_optimizer(
 ) -> optim.Optimizer:
     """Build the optimizer that ``mlx_lm.lora`` would build from the same options, or one of ours.
 
-    Raises ``UserError`` for options that make none.
+    Raises ``UserError`` for invalid options.
     """
     try:
         rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
@@ -49,12 +49,12 @@ def build_optimizer(
 class Updater:
     """The optimizer for all trained weights on this rank, shared ones counted once.
 
-    Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what
-    one process would hold for the same weights. Of ``shards`` it updates those of this replica, and
-    gets the others from theirs. With ``masters`` it keeps a float32 copy of each weight that is
-    shorter, and updates that: of an update below 1/256 of a weight bfloat16 keeps nothing. Copies
-    begin with what ``Slice.stored`` has of them, which is taken: the copy of a weight that was
-    rounded must move by half of its last bit before the weight does.
+    Optimizers of MLX keep their state for each weight apart, so every rank's part of it is what one
+    process would hold for the same weights. It updates this replica's weights in ``shards``, and
+    gets the others from their owners. With ``masters`` it updates a float32 copy of each shorter
+    weight: bfloat16 loses updates below 1/256 of a weight. Copies begin with the values in
+    ``Slice.stored``, which are taken from there: the copy of a rounded weight must move by half of
+    its last bit before the weight does.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Updater:
         Replicas that divide the weights must all call it.
         """
         gradients, weights = self._gradients_and_weights(scale)
-        # Also where nothing is trained: the learning rate that rank 0 reports moves here.
+        # Needed without trained weights too: it advances the learning rate that rank 0 reports.
         updated = self.optimizer.apply_gradients(gradients, weights)
         # Drop the old weights before anything is evaluated, so that their memory is used again.
         weights.clear()
@@ -100,8 +100,8 @@ class Updater:
                 if not self.has_moved:
                     old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
-        # Layer by layer, and there one kind of array after the other: all at once, the temporaries
-        # of several would be there together.
+        # Layer by layer, and one kind of array after the other: otherwise the temporaries of
+        # several would exist together.
         for layer in self._layers():
             mine = [name for name in layer if name in updated]
             mx.eval([gradients.pop(name) for name in mine])
@@ -115,7 +115,7 @@ class Updater:
             self._shards.finish_gather()
 
     def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
-        """Note whether one of the ``new`` weights is not its ``old`` one, and drop these."""
+        """Note whether any ``new`` weight differs from its ``old`` one, and drop the old ones."""
         pairs = [(old.pop(name), array) for name, array in new.items() if name in old]
         self.has_moved |= any(not mx.array_equal(*pair).item() for pair in pairs)
         if self.has_moved:
@@ -124,13 +124,13 @@ class Updater:
     def _gradients_and_weights(
         self, scale: float
     ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-        """Take the gradients of what this rank updates, and return what is updated beside them."""
+        """Take the gradients of this rank's updates; return them and the arrays to update."""
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
         for stage in self._stages:
             for name in filter(self.updates, stage.names):
                 weight = stage.part[name]
-                # Gradients of matrices come transposed; the optimizer reads them several times.
+                # Gradients of matrices are transposed, and the optimizer reads them several times.
                 gradient = mx.contiguous(stage.gradients[name])
                 if scale != 1.0:
                     gradient = gradient * scale
@@ -140,22 +140,22 @@ class Updater:
         return gradients, weights
 
     def _layers(self) -> list[list[str]]:
-        """Return the trained weights, layer by layer. The matrices at the ends of the model come
-        last: they are the largest, and the gradients of all layers are gone by then."""
+        """Return the trained weights, layer by layer. Matrices at the ends of the model, the
+        largest, come last, when the gradients of all layers are gone."""
         trained = dict.fromkeys(name for stage in self._stages for name in stage.names)
         layers = [(layer, list(names)) for layer, names in groupby(trained, layer_of)]
         layers.sort(key=lambda each: not each[0].rpartition(".")[2].isdigit())
         return [names for _, names in layers]
 
     def _master(self, name: str, weight: mx.array) -> mx.array:
-        """Return what is updated of a weight: its float32 copy, or the weight itself."""
+        """Return the array to update: a weight's float32 copy, or the weight itself."""
         if not self._has_masters or weight.dtype == mx.float32:
             return weight
         return self._masters.setdefault(name, weight.astype(mx.float32))
 
     def state(self) -> dict[str, mx.array]:
-        """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, that of all as ``KEY``; and
-        float32 copies as ``WEIGHT.master``."""
+        """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,
+        and float32 copies as ``WEIGHT.master``."""
         state = {f"{name}.{MASTER}": array for name, array in self._masters.items()}
         for name, value in self.optimizer.state.items():
             if isinstance(value, dict):
@@ -165,7 +165,7 @@ class Updater:
         return state
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Take what ``state`` returned, in whatever layout it was made."""
+        """Restore ``state``, in whatever layout it was made."""
         tree: dict[str, Any] = {}
         self._masters.clear()
         for name, array in state.items():

@@ -11,8 +11,8 @@ from functools import partial
 def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
     """Divide weights of so many elements, or bytes, among ``members``, in nearly equal parts.
 
-    Weights that stand together go to all in the same proportion, so that all links are busy while
-    a few layers are summed or gathered. Only the few that are large by themselves come first.
+    Neighbouring weights go to all in the same proportion, so that all links are busy while a few
+    layers are summed or gathered. Only a few large weights are assigned first.
     """
     share = sum(sizes.values()) / members
     quota = [share] * members
@@ -35,7 +35,7 @@ def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
 class Gathered:
     """A weight that replicas gather when they need it.
 
-    Those that do not own it receive it into its ``place`` in a ``room``, which other weights use
+    Replicas that do not own it receive it into its ``place`` in a ``room``, which other weights use
     before and after. Weights of one ``kind`` may have one owner; they are all in one room.
     """
 
@@ -48,7 +48,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that a replica holds: of its own weights, and of places for those of others."""
+    """Bytes that a replica holds: its own weights, and places for others' weights."""
 
     frozen: int
     trained: int
@@ -65,17 +65,17 @@ class Held:
 
 
 WORTH_IT = 0.9
-"""Bytes of the fullest replica, beside those of another way, for which a gather may be slower."""
+"""Largest share of the other division's fullest replica at which slower gathers are worth it."""
 
 
 def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
     """Divide weights among ``members`` so that each sends as much of a layer as the others, and the
     one that holds the most holds little.
 
-    Best is one owner for all of a kind: it needs no places for them. Where a replica holds much
-    more so, since matrices at the ends are trained too, these make up for parts of layers; or each
-    weight has an owner of its own. What is trained is divided apart: a large frozen matrix does
-    not make up for gradients and the optimizer's state.
+    One owner for all weights of a kind is best, since it needs no places for them. If a replica
+    then holds much more, because matrices at the ends are trained too, owners of these get less of
+    the layers; or each weight has an owner of its own. Trained weights are divided apart: a large
+    frozen matrix does not make up for gradients and optimizer state.
     """
     hows = (partial(_by_kind, evenly=True), partial(_by_kind, evenly=False), _one_by_one)
     ways = [_divided(weights, members, how) for how in hows]
@@ -86,7 +86,7 @@ def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[st
 
 
 def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Held]:
-    """Return what each of ``members`` holds, where ``owned`` says who owns what."""
+    """Return the bytes that each of ``members`` holds, given the owner of each weight."""
     found = []
     for member in range(members):
         own = {False: 0, True: 0}
@@ -113,11 +113,11 @@ def _divided(
 
 
 def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> dict[str, int]:
-    """Give the largest kind that is left to whoever has the least in all, or ``evenly`` in its
+    """Give the largest remaining kind to the member with the least in all, or ``evenly`` in its
     room first."""
     sizes: Counter[Hashable] = Counter()
     room: dict[Hashable, Hashable] = {}
-    for _, each in sorted(weights.items()):  # of kinds of one size, the first by name
+    for _, each in sorted(weights.items()):  # kinds of one size by name
         sizes[each.kind] += each.nbytes
         room[each.kind] = each.room
     taken = [0] * members

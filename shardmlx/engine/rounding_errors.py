@@ -1,7 +1,7 @@
-"""Keep what a wire format rounds off of gradients until their next sum (error feedback).
+"""Keep the rounding errors of gradients on the wire until their next sum (error feedback).
 
-Seide et al., "1-bit stochastic gradient descent", Interspeech 2014: nothing is lost for good, but
-where a gradient overflows.
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014: nothing is lost for good,
+unless a gradient overflows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RoundingErrors:
     """The errors of one rank, an array in float32 for each weight that it has summed.
 
     ``groups`` are the ranks that sum each weight, this one among them; without any, no errors are
-    kept. Checkpoints know an error as ``WEIGHT.MEMBER``: the rank's place in the group.
+    kept. Checkpoints name an error ``WEIGHT.MEMBER``, by the rank's place in the group.
     """
 
     def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
@@ -28,7 +28,7 @@ class RoundingErrors:
 
     def take(self, sizes: Mapping[str, int]) -> mx.array | None:
         """Return the errors of weights of these ``sizes`` in a row, for a sum to change; zeros at
-        first. It is a copy: a checkpoint may still refer to what was there."""
+        first. The array is a copy, since a checkpoint may still refer to the original."""
         if not self._groups:
             return None
         errors = new_buffer((sum(sizes.values()),), mx.float32)
@@ -41,7 +41,7 @@ class RoundingErrors:
         return errors
 
     def keep(self, sizes: Mapping[str, int], errors: mx.array | None) -> None:
-        """Keep what a sum has left of ``errors``."""
+        """Keep the ``errors`` that a sum has left."""
         if errors is not None:
             ends = accumulate(sizes.values(), initial=0)
             kept = [errors[start:stop] for start, stop in pairwise(ends)]
@@ -49,31 +49,31 @@ class RoundingErrors:
             self._errors.update(zip(sizes, kept, strict=True))
 
     def scale(self, ratio: float) -> None:
-        """Go on with gradients that are ``ratio`` times those of which the errors are."""
+        """Scale the errors for gradients ``ratio`` times as large."""
         for name in self._errors:
             self._errors[name] = self._errors[name] * ratio
             mx.eval(self._errors[name])
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start again without errors."""
         self._errors.clear()
 
     def state(self) -> dict[str, mx.array]:
-        """Return what a checkpoint keeps. These arrays do not change."""
+        """Return the state for a checkpoint, in arrays that do not change."""
         return {
             f"{name}.{self._groups[name].index(self._rank)}": error
             for name, error in self._errors.items()
         }
 
     def takes(self, key: str) -> bool:
-        """Tell whether this rank is to go on with what ``state`` has returned as ``key``. Where
-        fewer ranks go on, some take the errors of several: nothing is lost."""
+        """Tell whether this rank restores the error ``key``. If fewer ranks go on, some take the
+        errors of several: nothing is lost."""
         name, _, member = key.rpartition(".")
         group = self._groups.get(name, ())
         return len(group) > 1 and group[int(member) % len(group)] == self._rank
 
     def restore(self, key: str, error: mx.array) -> None:
-        """Add what ``state`` has returned as ``key``."""
+        """Add the error ``key`` of a checkpoint."""
         name = key.rpartition(".")[0]
         if name in self._errors:
             error = self._errors[name] + error

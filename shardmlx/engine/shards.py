@@ -1,8 +1,8 @@
 """Divide the optimizer among replicas: each updates the weights that it owns, and sends them.
 
-ZeRO, stage 1 (Rajbhandari et al., arXiv:1910.02054), with whole weights: an optimizer that looks at
-a matrix as one, as Muon and Adafactor do, computes what it would without. Gradients are summed to
-their owners only; the updated weights go from these to all, layer by layer, while the next layer is
+ZeRO, stage 1 (Rajbhandari et al., arXiv:1910.02054), with whole weights: optimizers that need a
+whole matrix, such as Muon and Adafactor, compute the same numbers. Gradients are summed to their
+owners only; the updated weights go from these to all, layer by layer, while the next layer is
 updated::
 
     replica 0   update q, up   of layer 5     send q, up     of layer 5, update those of layer 4
@@ -27,8 +27,8 @@ from shardmlx.engine.stage import Stage
 class Shards:
     """The weights of one rank's stages, and which of its ``replicas`` owns each.
 
-    Where ``divides`` is False each replica owns all. Where the ``weights`` themselves are divided,
-    the owner of a weight updates it, and nobody gathers before the weight is used.
+    If ``divides`` is False, each replica owns all. If the ``weights`` themselves are divided, a
+    weight's owner updates it, and replicas gather it when they use it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Shards:
             self._owners = owners(sizes, len(self.replicas))
 
     def owner(self, name: str) -> int:
-        """Return the replica that owns a weight: this one where each owns all."""
+        """Return the replica that owns a weight: this one if each owns all."""
         return self._owners.get(name, self._replica)
 
     def is_mine(self, name: str) -> bool:
@@ -65,13 +65,13 @@ class Shards:
         return self.owner(name) == self._replica
 
     def holds(self, name: str) -> bool:
-        """Tell whether this replica has a weight when nothing is computed."""
+        """Tell whether this replica keeps a weight between uses."""
         return self.weights is None or self.is_mine(name)
 
     def start_gather(self, names: Sequence[str]) -> None:
         """Start to send the weights ``names`` that are this replica's, and to receive the others.
 
-        They are evaluated. Those to come have buffers at once, which are not to be read before
+        The weights are evaluated. Incoming ones have buffers at once, not to be read before
         ``finish_gather``. All replicas must call it, with the same names.
         """
         if self.weights is not None:
@@ -82,7 +82,7 @@ class Shards:
         for name in names:
             holders = [stage.part for stage in self._stages if name in stage.names]
             old = holders[0][name]
-            # A buffer of its own: a checkpoint may still refer to the old one.
+            # A new buffer, since a checkpoint may still refer to the old one.
             mine = self.is_mine(name)
             new = in_a_row(old) if mine else new_buffer(old.shape, old.dtype)
             for part in holders:
@@ -91,7 +91,7 @@ class Shards:
         self._started.append(self._sums.all_gather(owned, self.replicas))
 
     def finish_gather(self) -> None:
-        """Return once all weights are there. All replicas must call it."""
+        """Wait until all weights are there. All replicas must call it."""
         for exchange in self._started:
             self._sums.wait(exchange, lambda: f"{self._who}, gathering updated weights")
         self._started.clear()

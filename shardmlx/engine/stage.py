@@ -21,9 +21,9 @@ on (Qi et al., arXiv:2401.10241).
 On a GPU this joint graph is compiled, once for each shape: then it is not traced in Python again,
 and elementwise operations are fused. ``mx.compile`` fuses an operation only if all that use its
 result are in the same kernel, so that nothing the forward needs can come into a kernel that needs
-the cotangent. The one exception is an output of the graph itself, wherefore the forward's passes
-through an operation that is never fused. Until the gradient arrives the cotangent's buffer holds
-NaN: what was computed too early would be seen.
+the cotangent. Outputs of the graph are the exception, so the forward's output passes through an
+operation that is never fused. The cotangent's buffer holds NaN until the gradient arrives, which
+would show a result computed too early.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _Pending:
 class Stage:
     """A slice of the model and its micro-batches in flight.
 
-    ``needs_input_gradient`` says whether some stage below has trained weights, ``savings`` what is
-    computed in pieces or twice instead of being held, ``compiled`` whether the joint graph is
-    compiled, by default on a GPU. The gradients of trained weights, ``names``,
-    add up over micro-batches in ``gradients``, in float32 also where the weights are shorter.
+    ``needs_input_gradient`` says whether some stage below has trained weights, ``savings`` which
+    arrays are computed in pieces or recomputed, ``compiled`` whether the joint graph is compiled,
+    by default on a GPU. The gradients of trained weights, ``names``, add up over micro-batches in
+    ``gradients``, in float32 even if the weights are shorter.
     """
 
     def __init__(
@@ -92,15 +92,14 @@ class Stage:
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}
         # On a CPU each kernel is a run of the C++ compiler, into files that all ranks of a host
-        # share and none locks.
+        # share without a lock.
         on_gpu = mx.default_device() == mx.gpu
         compiles = on_gpu if compiled is None else compiled
         self._compiled = mx.compile(self._joint_graph) if compiles else None
         self._head = Head(part, savings, compiles) if part.is_last else None
 
     reduces_each = False
-    """True if the gradients of each micro-batch are summed over replicas as soon as they are there,
-    and not those of a whole step."""
+    """True if gradients are summed over replicas after each micro-batch, not once a step."""
 
     @property
     def is_trained(self) -> bool:
@@ -127,8 +126,8 @@ class Stage:
             return self.evaluate(microbatch, x)
         graph = self._compiled
         if graph is None or self.part.drops or microbatch.places is not None:
-            # Keys of dropout are constants of a graph, and packed rows are rarely of equal length:
-            # the next micro-batch would want another graph.
+            # A graph holds the keys of dropout as constants, and packed rows are rarely of equal
+            # length: the next micro-batch would need another graph.
             graph = partial(
                 self._joint_graph,
                 key=key,
@@ -164,16 +163,16 @@ class Stage:
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return the input, and for a loss that is not in pieces the tokens that should come next,
-        and which of them count."""
+        """Return the input, and unless the loss is in pieces, the target tokens and which of them
+        count."""
         source = mx.array(microbatch.inputs) if x is None else x
         if self._head is None or self._head.takes_pieces(microbatch):
             return source, ()
         return source, (mx.array(microbatch.targets), mx.array(microbatch.counts))
 
     def _names_in_graph(self, answers: tuple[mx.array, ...]) -> Sequence[str]:
-        """Return the names of the trained weights whose gradients the joint graph has: all, but for
-        those of a head in pieces. A tied matrix may be the embedding, too."""
+        """Return the names of the trained weights whose gradients the joint graph has: all but a
+        head's in pieces. A tied matrix may be the embedding, too."""
         if self._head is None or answers or self.part.is_first:
             return self.names
         return [name for name in self.names if name not in self._head.names]
@@ -227,7 +226,8 @@ class Stage:
         return token_loss(self.part.logits(normed, key=key, **places), *answers)
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float | None) -> mx.array:
-        """Return that of a loss, which is its scale, or the buffer for that of hidden states."""
+        """Return the cotangent: the scale of a loss, or a buffer for the gradient of hidden
+        states."""
         if scale is not None:
             cotangent = mx.array(scale, mx.float32)
             mx.eval(cotangent)
@@ -235,7 +235,7 @@ class Stage:
         return self._new_buffer(microbatch)
 
     def _new_buffer(self, microbatch: MicroBatch) -> mx.array:
-        """Return a buffer for the gradient of hidden states, of its own: it is written behind MLX's
+        """Return a new buffer for the gradient of hidden states, which is written behind MLX's
         back."""
         shape = (*microbatch.shape, self.part.hidden_size)
         buffer = mx.full(shape, mx.nan, self.part.dtype)
@@ -253,8 +253,8 @@ class Stage:
     def backward_input(self, j: int) -> mx.array:
         """Compute I of micro-batch ``j``: return the gradient of the stage's input.
 
-        With gradient checkpointing W is computed too: what the backward computes again of all
-        layers would otherwise be held until W.
+        With gradient checkpointing W is computed too: otherwise the recomputed arrays of all layers
+        would be held until W.
         """
         pending = self._pending[j]
         gradient = pending.input_gradient
@@ -269,8 +269,8 @@ class Stage:
         return gradient
 
     def backward_in_parts(self, j: int) -> Iterator[Sequence[str]]:
-        """Compute I and W of micro-batch ``j`` where a stage ``reduces_each``; yield the weights
-        as soon as their gradients are added. ``backward_input`` returns what is left."""
+        """Compute I and W of micro-batch ``j`` if the stage ``reduces_each``; yield the weights as
+        soon as their gradients are added. ``backward_input`` then returns the input's gradient."""
         raise NotImplementedError
 
     def backward_weight(self, j: int) -> None:
@@ -289,9 +289,9 @@ class Stage:
 
     def _evaluate(self, names: Sequence[str]) -> None:
         """Compute the gradients of these weights, which are in backward order."""
-        # In one evaluation MLX computes the gradients of several layers ahead of their sums, and
-        # with gradient checkpointing holds until the end what each layer computed again. Layer by
-        # layer, one layer's is freed before the next.
+        # One evaluation would compute gradients of several layers ahead of their sums, and with
+        # gradient checkpointing hold the recomputed arrays of every layer to the end. Layer by
+        # layer, one layer's are freed before the next.
         for _, layer in groupby(names, layer_of):
             mx.eval([self.gradients[name] for name in layer])
 

@@ -23,10 +23,10 @@ def build_stages(
 ) -> list[Stage]:
     """Build the stages of one rank out of the slices of all stages.
 
-    ``slices[s]`` is the slice of stage s, the whole model in pipeline order: which of them are
-    trained decides which stages need the gradient of their input. ``own`` are the stages to build,
-    for a plan ``plan.stages_of(rank)``; by default all. ``savings`` and ``compiled`` are as for
-    ``Stage``. With ``weights``, of which this rank has a part, they are gathered layer by layer.
+    ``slices[s]`` is the slice of stage s, the whole model in pipeline order: a stage above a
+    trained slice needs the gradient of its input. ``own`` are the stages to build, for a plan
+    ``plan.stages_of(rank)``; by default all. ``savings`` and ``compiled`` are as for ``Stage``.
+    Stages gather divided ``weights`` layer by layer.
     """
     gradients = gradient_kinds([bool(part.trainable) for part in slices])
     stages: list[Stage] = []

@@ -14,17 +14,17 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.trace import Event, RankTimes, Recorder, clock, rank_times, write_chrome_trace
 
 TRACED_STEPS = 50
-"""Number of first steps in a trace file: enough to look at, small enough to open."""
+"""Number of first steps in a trace file, few enough to open it."""
 
 CLOCK_ROUNDS = 5
-"""Round trips by which the clocks of two ranks are compared."""
+"""Round trips that compare the clocks of two ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """The report of one rank: its mean step since the last report, and its peak memory so far.
 
-    ``peak_memory_bytes`` are of MLX's arrays, ``process_peak_bytes`` of the whole process.
+    ``peak_memory_bytes`` counts MLX's arrays, ``process_peak_bytes`` the whole process.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Meter:
         self._keep(step, events)
 
     def skip(self, step: int) -> None:
-        """Leave the events since the last call out of the steps: they were validation, say."""
+        """Leave out the events since the last call, such as validation's."""
         self._keep(step, self.recorder.take())
 
     def _keep(self, step: int, events: Sequence[Event]) -> None:

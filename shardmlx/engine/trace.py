@@ -100,9 +100,9 @@ class RankTimes:
 def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> list[RankTimes]:
     """Sum up the events of each rank.
 
-    Waiting for a message counts as exposed communication from the moment at which it was sent, and
-    waiting for a sum from the moment at which the last rank came to it; before, it is idle.
-    ``offsets[r]`` added to rank r's clock gives rank 0's.
+    A wait for a message counts as exposed communication from the message's sending on, a wait for a
+    sum from the arrival of the last rank on; before, it is idle. ``offsets[r]`` added to rank r's
+    clock gives rank 0's.
     """
     ready: dict[tuple[int, ...], float] = {}
     for mine, offset in zip(events, offsets, strict=True):
@@ -146,7 +146,7 @@ def write_chrome_trace(
             {
                 "ph": "X",
                 "pid": rank,
-                # Steps lie over what they consist of, sends beside: one row each.
+                # A row each for steps, for the spans within them, and for sends.
                 "tid": {Span.STEP: 0, Span.SEND: 2}.get(event.span, 1),
                 "name": event.label,
                 "cat": event.span.value,
