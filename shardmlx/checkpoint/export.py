@@ -1,7 +1,7 @@
 """Write what was trained: adapters in one file, a whole model shard by shard.
 
-Rank 0 writes; the others send it their tensors, one after the other, so that no memory holds
-more than it must. Files appear under their final names only once they are complete.
+Rank 0 writes; the others send it their tensors, one after the other, so that no rank holds more
+than one at a time. Files appear under their final names only once they are complete.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class SaveError(RuntimeError):
 class Collector:
     """The tensors of one replica's slices, brought to rank 0. All methods are collective.
 
-    Where replicas divide the weights themselves they are brought from all: ``holds`` tells of which
-    this rank has the tensor.
+    If replicas divide the weights, all of them send: ``holds`` tells whether this rank has a
+    tensor.
     """
 
     def __init__(
@@ -173,11 +173,10 @@ def save_adapters(
 def save_model(collector: Collector, source: Path, directory: Path) -> None:
     """Write the fine-tuned model as a model directory, a shard for each pipeline rank.
 
-    Configuration and tokenizer are those of ``source``, with the fields that mlx-lm reads. The
-    shards of a model that this function wrote there before are replaced, once the new ones are
-    complete; nothing else is touched. While they are replaced there is no config.json: what is half
-    of one model and half of another cannot be loaded. All ranks must call it. Raises ``SaveError``
-    on rank 0.
+    Configuration and tokenizer are those of ``source``, with the fields that mlx-lm reads. Shards
+    that this function wrote there before are replaced once the new ones are complete; nothing else
+    is touched. There is no config.json during the replacement, so that a mixture of two models
+    cannot be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
     """
     sources = collector.specs(trained_only=False)
     if not collector.writes:
@@ -199,7 +198,7 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
             INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         )
         own = source / CONFIG_FILE
-        # Last: it makes it a model.
+        # Last, since a directory with a config.json is a model.
         files.write(CONFIG_FILE, _json(parse_config(own.read_bytes(), own), indent=2))
         stale = _shards_of(directory) - set(index.values())
         for name in (CONFIG_FILE, *stale):
@@ -211,7 +210,7 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
 def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewFiles]:
     """Give out the files to write on rank 0; they take their names at the end of the block.
 
-    Where one cannot be written, no partial file stays, and what was there before does.
+    If one cannot be written, no partial file stays, and earlier files do.
     """
     files = NewFiles(directory)
     try:
@@ -253,7 +252,7 @@ def _shards_of(directory: Path) -> set[str]:
 
 
 def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
-    """Return what precedes the data of a safetensors file, whose tensors come in this order."""
+    """Return the bytes before the data of a safetensors file, whose tensors come in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     offset = 0
     for spec in specs:

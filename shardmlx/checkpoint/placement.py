@@ -46,13 +46,13 @@ class Storage:
 def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str]) -> Storage:
     """Choose the storage for the parts of ranks 0 to ``owners`` - 1; ``wanted`` may be auto.
 
-    ``names`` are the ranks'. Raises ``AgreedError`` where a rank cannot write what it would have
-    to: all ranks know the same, so all raise it.
+    ``names`` are the ranks'. Raises ``AgreedError`` on all ranks if one of them cannot write its
+    part.
     """
     shared = len(disks.groups) == 1
     kind = wanted
     if wanted == "auto":
-        # Without a common disk one copy of everything, on the machine that is looked after.
+        # Without a common disk, rank 0 keeps the only copy, on the machine that users look after.
         kind = "shared" if shared and not any(disks.problems[:owners]) else "rank0"
     elif wanted == "neighbour" and shared:
         kind = "shared"

@@ -1,7 +1,7 @@
 """Find the checkpoint to go on from, and give every rank its part of it, whatever the layout.
 
-Files may lie on several disks, and a rank may see none of them. A rank that sees a sound copy sends
-the tensors, one by one, to the ranks that need them and see none.
+Files may lie on several disks, and a rank may see none of them. A rank with a sound copy sends its
+tensors, one by one, to ranks that need them and see no copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The outcome of a search: what was found, and by step the faults of what was passed over."""
+    """The outcome of a search: the checkpoint, and by step the faults of those that were
+    skipped."""
 
     found: Found | None
     faults: Mapping[int, str]
@@ -55,8 +56,8 @@ def find_checkpoint(
     for candidate in sorted(newest_first, reverse=True):
         if step is not None and candidate != step:
             continue
-        # One step may lie about in several versions: of a run that was set back, on a disk that
-        # was away meanwhile. The one that most disks have is the one that was completed last.
+        # A step may exist in several versions: of a run that was set back, on a disk that was away
+        # meanwhile. The version on most disks is the one that was completed last.
         versions = newest_first[candidate]
         manifests = [each for each in versions.values() if isinstance(each, Manifest)]
         problems = [each for each in versions.values() if isinstance(each, str)]
@@ -74,7 +75,7 @@ def find_checkpoint(
 def _manifests(
     transport: Transport, store: Store, disks: Disks
 ) -> dict[int, dict[int, Manifest | str]]:
-    """Return the manifest of each checkpoint, or what is wrong with it, by step and disk."""
+    """Return the manifest of each checkpoint, or its fault, by step and disk."""
     what = "looking for checkpoints"
     mine: dict[int, Manifest | str] = {}
     if disks.leader(transport.rank) == transport.rank:
@@ -109,7 +110,7 @@ def _check(
                 sound[name].append(disks.of(rank))
             else:
                 faults[name].append(f"{fault} ({transport.name(rank)})")
-    # A damaged copy says more than that another disk has none.
+    # The damage of a copy says more than its absence from another disk.
     wrong = [
         min(faults[name], key=lambda text: " is missing (" in text)
         for name in sound
@@ -158,7 +159,7 @@ class CheckpointReader:
                     yield name, _read(path, header, name)
 
     def _source(self, file: str) -> int:
-        """Return the rank that sends from a file to the ranks that do not see it."""
+        """Return the rank that sends a file to the ranks that do not see it."""
         return self._found.seen_by.groups[self._found.disks[file][0]][0]
 
     def _read_headers(self) -> dict[str, Header]:

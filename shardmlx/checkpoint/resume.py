@@ -1,4 +1,4 @@
-"""The place of a run's checkpoints, and the one that it goes on from: found before it loads."""
+"""Find the place of a run's checkpoints, and the checkpoint to resume, before anything loads."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The start of a run: ``place`` is None if it saves nothing, ``found`` if it starts anew."""
+    """The start of a run: without a ``place`` it saves nothing, without ``found`` it starts
+    anew."""
 
     place: Place | None = None
     found: Found | None = None
 
     @property
     def step(self) -> int:
-        """The last step that was done before."""
+        """Number of the last step done before."""
         return 0 if self.found is None else self.found.manifest.step
 
     @property
@@ -61,8 +62,8 @@ def prepare_resumption(
     """Find where the run saves its checkpoints, and the one that it goes on from.
 
     ``identity``, on rank 0, says which run this is; ``owners`` are the ranks of a pipeline. Never
-    takes a damaged checkpoint, nor one of another run; auto passes over damaged ones, with a
-    warning that names the file. All ranks must call it. Raises ``AgreedError``.
+    takes a damaged checkpoint, or one of another run; auto skips damaged ones, with a warning that
+    names the file. All ranks must call it. Raises ``AgreedError``.
     """
     resume = options.named
     step = None if resume is None else _named_step(resume)
@@ -114,9 +115,9 @@ def prepare_resumption(
 def _warn_of_unfinished(
     transport: Transport, reporter: Reporter, store: Store, disks: Disks, is_own: bool
 ) -> None:
-    """Name what is called a checkpoint and is not complete, on every disk.
+    """Warn of incomplete checkpoints by name, on every disk.
 
-    ``is_own`` is whether the run saves in that place.
+    ``is_own`` tells whether the run saves there.
     """
     leads = disks.leader(transport.rank) == transport.rank
     mine = [(str(path), step_of(path.name)) for path in (store.unfinished() if leads else ())]
@@ -130,7 +131,7 @@ def _warn_of_unfinished(
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """Tell whether two paths are one directory. Rank 0 asks for all: others may work elsewhere."""
+    """Tell whether two paths are one directory. Rank 0 decides, since others may work elsewhere."""
     try:
         return a.samefile(b)
     except OSError:
@@ -155,7 +156,7 @@ def _open(options: CheckpointOptions, transport: Transport, directory: Path, own
     store = Store(directory)
     if not any(disks.of(rank) == disks.of(transport.rank) for rank in storage.writers):
         with contextlib.suppress(OSError):
-            directory.rmdir()  # made to look who sees it; if it is empty, nobody needs it here
+            directory.rmdir()  # created to find its disks; if empty, it is not needed here
 
     def lock() -> IO[bytes] | None:
         return store.lock() if transport.rank in storage.committers else None
@@ -164,7 +165,7 @@ def _open(options: CheckpointOptions, transport: Transport, directory: Path, own
 
 
 def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Place | None) -> None:
-    """Checkpoints of two runs in one directory: auto could not tell which is the newest."""
+    """Refuse checkpoints of two runs in one directory: auto could not tell which is the newest."""
     if place is None:
         return
     mine = place.store.steps() if _acts_for_disk(transport, place) else []
@@ -178,7 +179,7 @@ def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Pla
 
 
 def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
-    """Raise `AgreedError` where a checkpoint was asked for, or damaged ones should be looked at."""
+    """Raise `AgreedError` if a checkpoint was asked for, or if damaged ones need attention."""
     if faults:
         raise AgreedError(
             f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
@@ -192,7 +193,7 @@ def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str])
 
 
 def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:
-    """Rename the checkpoints after ``step``: the run takes another course from there."""
+    """Rename the checkpoints after ``step``, from which the run takes another course."""
 
     def rename() -> None:
         newer = [each for each in place.store.steps() if each > step]
@@ -210,5 +211,5 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
 
 
 def _acts_for_disk(transport: Transport, place: Place) -> bool:
-    """Tell whether this rank is the one that acts for its disk, whoever saves there now."""
+    """Tell whether this rank acts for its disk, whichever run saves there now."""
     return place.storage.disks.leader(transport.rank) == transport.rank

@@ -1,7 +1,8 @@
-"""The run that a checkpoint belongs to: model, data, optimizer, and what else decides the losses.
+"""Identify the run that a checkpoint belongs to: model, data, optimizer, and other facts that
+decide the losses.
 
-What may change from one part of a run to the next is left out: the layout, the number of steps,
-reports, paths. No MLX, no MPI.
+Layout, number of steps, reports and paths are left out: they may change between parts of a run. No
+MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameOptions(Spec):
-    """The options without which a run would be another one, compared by name."""
+    """The options that must stay the same in a run, compared by name."""
 
     fine_tune_type: str
     num_layers: int
@@ -46,12 +47,12 @@ class SameOptions(Spec):
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
 _OF_OLDER = {"master_weights": False, "sum_dtype": "float32"}
-"""Options that older checkpoints do not name, as their runs had them."""
+"""Options that older checkpoints do not name, with the values of their runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SameOptions):
-    """The options that say which run it is."""
+    """The options that identify a run."""
 
     model: str
     data: str
@@ -70,7 +71,7 @@ _ANEW = "or start anew with another --checkpoint-dir"
 
 Read = Callable[[str, int, int], bytes]
 """A function of (file name, offset, count) that returns that many bytes of a weight file, or all
-that are left."""
+the rest."""
 
 
 def identity_of(
@@ -80,9 +81,9 @@ def identity_of(
     valid: Sequence[Sample],
     read: Read | None = None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of its run; JSON-able.
+    """Return the identity of a run in a checkpoint, as JSON.
 
-    ``read`` reads the weights of a model that is not whole at ``model_path``.
+    ``read`` reads the weights if ``model_path`` lacks some.
     """
     identity = {
         "model": {"name": options.model, "sha256": _model(model_path, read)},
@@ -153,8 +154,8 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _model(path: Path, read: Read | None) -> str:
-    """Return a digest of configuration and weights. Of weights only headers and samples are read:
-    a model may be large."""
+    """Return a digest of the configuration, and of the weights' headers and samples, since a model
+    may be large."""
 
     def read_file(file: str, offset: int, count: int) -> bytes:
         with (path / file).open("rb") as content:

@@ -38,7 +38,7 @@ MARKER = "COMMITTED"
 LOCK = ".lock"
 
 FORMAT = 1
-"""Version of the manifest's format; a program refuses what is newer than itself."""
+"""Version of the manifest's format; newer ones are refused."""
 
 _NAME = re.compile(r"step-(\d{7,})")
 _PARTIAL = "partial-"
@@ -78,8 +78,8 @@ class FileInfo:
 class Manifest:
     """The contents of a checkpoint beside its tensors.
 
-    ``identity`` says which run it is, ``state`` where the run stands, ``plan`` how it was laid out,
-    ``versions`` with which packages it ran. Only the first two are needed to go on.
+    ``identity`` identifies the run, ``state`` is its progress, ``plan`` its layout, ``versions``
+    are its packages. Only the first two are needed to go on.
     """
 
     step: int
@@ -128,7 +128,7 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return a complete checkpoint's directory, also if a run died while it replaced it."""
+        """Return a complete checkpoint's directory, even if a run died while replacing it."""
         path = self.directory / name_of(step)
         replaced = self.directory / (_REPLACED + path.name)
         return replaced if replaced.exists() and not path.exists() else path
@@ -145,7 +145,7 @@ class Store:
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
     def unfinished(self) -> list[Path]:
-        """Return the directories that are called as checkpoints and lack the marker, by name."""
+        """Return the directories named as checkpoints that lack the marker, by name."""
         if not self.directory.is_dir():
             return []
         return sorted(
@@ -174,7 +174,7 @@ class Store:
         return file
 
     def begin(self, step: int) -> Path:
-        """Make an empty directory for a new checkpoint; remove what was begun before."""
+        """Make an empty directory for a new checkpoint; remove an unfinished one."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._finish_replacing()
         for path in self.directory.glob(f"{_PARTIAL}step-*"):
@@ -186,7 +186,7 @@ class Store:
         return partial
 
     def commit(self, manifest: Manifest) -> None:
-        """Make what was begun a complete checkpoint, once all its files are on the disk.
+        """Make the begun checkpoint complete, once all its files are on the disk.
 
         It replaces a complete checkpoint of the same step, which stays until the new one is there.
         """
@@ -213,7 +213,7 @@ class Store:
                 os.rename(path, final)
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Rename a complete checkpoint, so that it is none any more; nothing is deleted."""
+        """Rename a complete checkpoint, so that it is none any more; delete nothing."""
         target = self.directory / f"{why}-{name_of(step)}"
         number = 1
         while target.exists():
@@ -227,7 +227,8 @@ class Store:
         """Delete all complete checkpoints but the ``keep`` newest; return the steps that went."""
         old = self.steps()[: -max(1, keep)]
         for step in old:
-            # Renamed first: what is half deleted is no checkpoint, and goes when one is begun.
+            # Rename first: a half deleted directory is then no checkpoint, and goes when one is
+            # begun.
             os.rename(self.path(step), self.partial(step))
             flush_directory(self.directory)
             shutil.rmtree(self.partial(step))
@@ -252,7 +253,7 @@ class Store:
     def fault(
         self, step: int, file: FileInfo, advance: Callable[[int], None] = lambda count: None
     ) -> str | None:
-        """Return what is wrong with a file; None if its bytes are those that were written.
+        """Return the fault of a file; None if its bytes are as written.
 
         ``advance`` is given the number of bytes read, piece by piece.
         """

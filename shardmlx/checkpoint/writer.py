@@ -30,11 +30,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
 SECONDS_TO_WRITE = 12 * 3600.0
-"""Limit of a wait: a large part may take hours over a slow network. A rank that died is found by
-its missing signs of life."""
+"""Limit of a wait: a large part may take hours over a slow network. Missing signs of life reveal a
+dead rank."""
 
 POLL_SECONDS = 0.1
-"""Time after which a wait looks whether another rank has failed."""
+"""Seconds between checks for a failure of another rank."""
 
 
 class CheckpointError(RuntimeError):
@@ -53,7 +53,7 @@ class Snapshot:
     def of(cls, name: str, tensors: Mapping[str, mx.array]) -> Snapshot:
         """Hold these tensors, which must not change until they are written."""
         mx.eval(list(tensors.values()))
-        # Parts of larger arrays too are held as they are.
+        # Parts of larger arrays are held as they are, too.
         arrays = [in_a_row(array) for array in tensors.values()]
         specs = [
             TensorSpec(key, tuple(array.shape), array.dtype)
@@ -102,7 +102,7 @@ class CheckpointWriter:
     def start(self, manifest: Manifest | None, step: int, parts: Sequence[Snapshot]) -> None:
         """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only its ``files``.
 
-        Waits until what was begun before is complete.
+        Waits until the previous checkpoint is complete.
         """
         self.wait()
         if self._transport.rank not in self._taking_part:
@@ -115,11 +115,11 @@ class CheckpointWriter:
         self._thread.start()
 
     def release(self) -> None:
-        """Return once the arrays of this rank's parts may change."""
+        """Wait until the arrays of this rank's parts may change."""
         self._wait_until(self._arrays_free.wait)
 
     def wait(self) -> None:
-        """Return once this rank has written all; on rank 0, once the checkpoint is complete."""
+        """Wait until this rank has written all; on rank 0, until the checkpoint is complete."""
         if (thread := self._thread) is not None:
 
             def ended(seconds: float) -> bool:
@@ -154,7 +154,8 @@ class CheckpointWriter:
                 f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "
                 f"{step} to {self._store.directory}: {_reason(error)}"
             )
-            # The disk may be full. What others write there is theirs, until the next is begun.
+            # The disk may be full. Files of other ranks stay theirs until the next checkpoint is
+            # begun.
             with contextlib.suppress(OSError):
                 for path in self._files:
                     path.unlink(missing_ok=True)
@@ -169,7 +170,7 @@ class CheckpointWriter:
         self._files.clear()
         self._begin(step)
         mine: list[FileInfo] = []
-        # All in one order of owners, so that nobody waits for one who waits for him.
+        # All ranks take owners in one order, so that none waits for one that waits for it.
         for owner in range(self._storage.owners):
             homes = self._storage.homes(owner)
             if rank == owner:
@@ -177,7 +178,7 @@ class CheckpointWriter:
                 self._arrays_free.set()
             elif rank in homes:
                 mine += self._write_for(step, owner)
-        # Complete only when every part is on its disks, and all agree on what it is.
+        # Complete only when every part is on its disks, and all ranks agree on the files.
         if rank != 0:
             self._send(mine, 0)
             if rank in self._storage.committers:
@@ -201,7 +202,7 @@ class CheckpointWriter:
         self._store.commit(complete)
         for peer in others:
             self._receive(peer)
-        # Old ones go when all have the new one: one disk alone may not have all of its files.
+        # Old ones go when all disks have the new one: one disk alone may lack some of its files.
         for peer in others:
             self._send(None, peer)
         self._store.prune(self._keep)

@@ -87,7 +87,7 @@ class JobWatch:
         self._thread.start()
 
     def _listen(self) -> None:
-        """From now on, wake at once when a peer reports."""
+        """Wake at once, from now on, when a peer reports."""
         if not self._closed:
             self._in_hurry = True
             self._signals.wake()
@@ -97,7 +97,7 @@ class JobWatch:
             self._spread(State.SPOKEN)
 
     def _spread(self, state: State) -> None:
-        """Tell all ranks, now and not only those that listen for this rank's signs of life."""
+        """Tell all ranks now, not only those that listen for this rank's signs of life."""
         self._send(self.fate.others, Beat(str(self._activity), (), state))
 
     def fail(self, error: Exception) -> None:

@@ -72,9 +72,9 @@ SECONDS_TO_LEAVE = 600.0
 """Least seconds that finished ranks wait for the others."""
 
 _SEND_IN_PLACE = "9"
-"""Flags of Open MPI's TCP: send only. By default it also uses put, which the receiver requests part
-by part; these requests wait behind the opposite traffic, and a link in use both ways carried only
-two thirds of its bandwidth."""
+"""Flags of Open MPI's TCP: send only. Its default is to use put, too, which the receiver requests
+part by part; these requests wait behind the opposite traffic, and a link in use both ways carried
+only two thirds of its bandwidth."""
 
 LETTER_BYTES = 1 << 14
 """Size of a buffer that holds any sign of life."""

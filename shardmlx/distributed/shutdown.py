@@ -43,7 +43,7 @@ busy."""
 
 
 class JobShutdown:
-    """One rank's control of the end of a job. All methods may be called on any thread."""
+    """Control over the end of a job, for one rank. All methods may be called on any thread."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -23,10 +23,10 @@ _REFUSED = (
     *("lora_bias", "megatron_config", "alora_invocation_tokens", "arrow_config", "kasa_config"),
     "monteclora_config",
 )
-"""Settings of PEFT by which more is trained than pairs of matrices, or they are used otherwise."""
+"""Settings of PEFT that train more than pairs of matrices, or use these otherwise."""
 
 _MOVES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of ``init_lora_weights`` that change the weights of the model too."""
+"""Prefixes of ``init_lora_weights`` that change the weights of the model too."""
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def check_adapter_file(file: Path) -> None:
 
 
 def describe_peft(directory: Path) -> str | None:
-    """Return a line about adapters of PEFT that are converted; None of others."""
+    """Return a line about converted adapters of PEFT; None for others."""
     try:
         config = read_adapter_config(directory)
     except UserError:
-        return None  # whoever reads them says what is wrong
+        return None  # the reader of the file reports its fault
     if PEFT_TYPE not in config:
         return None
     kind = "rsLoRA" if config.get("use_rslora") else "LoRA"
@@ -98,7 +98,7 @@ def _check_own(config: Mapping[str, Any]) -> None:
 
 
 def _check_peft(config: Mapping[str, Any]) -> None:
-    """Refuse by its name what is no plain LoRA."""
+    """Refuse any adapter but a plain LoRA, by its name."""
     kind = config[PEFT_TYPE]
     if kind != "LORA":
         raise UserError(f"peft_type {kind!r} is not LORA, which alone can be converted", MERGE)

@@ -1,4 +1,4 @@
-"""Put what was trained before into a model, lazily: all of it, or it is refused by name."""
+"""Put earlier training results into a model, lazily: all of them, or refuse them by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_adapters(
 
 
 def check_keys(model: nn.Module, keys: list[str] | None) -> None:
-    """Raise ``UserError`` for a module that is to have adapters and is not there."""
+    """Raise ``UserError`` for a module that should get adapters but is missing."""
     in_layers = {name for layer in model.layers for name, _ in layer.named_modules()} - {""}
     whole = {name for name, _ in model.named_modules()}
     for key in keys or ():
@@ -72,7 +72,7 @@ def check_keys(model: nn.Module, keys: list[str] | None) -> None:
 
 
 def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
-    """Begin with the adapters or weights of a file: all of them must be of what is trained.
+    """Begin with the adapters or weights of a file: all of them must be trained.
 
     Raises ``UserError``.
     """
@@ -100,7 +100,7 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
 def put(
     model: nn.Module, weights: dict[str, mx.array], known: Mapping[str, mx.array], remedy: str
 ) -> None:
-    """Put ``weights`` into a model that takes the ``known``. Raises ``UserError`` for others."""
+    """Put ``weights`` into a model with the ``known`` names. Raises ``UserError`` for others."""
     for name, array in weights.items():
         if name not in known:
             raise UserError(f"{name} is none of the weights that are trained here", remedy)
@@ -138,7 +138,7 @@ def _convert(
 
 
 def _rescaled(made: Converted, scale: float) -> dict[str, mx.array]:
-    """Return float32 adapters that do with ``scale`` what the converted ones do with theirs."""
+    """Return float32 adapters that have the effect of the converted ones with ``scale``."""
     factor = made.parameters["scale"] / scale
     return {
         name: array.astype(mx.float32) * (factor if name.endswith(".lora_b") else 1.0)

@@ -1,4 +1,4 @@
-"""Limits of MLX's allocator: what it may hold, and what the machine lets it wire."""
+"""Limit MLX's allocator: the bytes that it may hold, and those that the machine lets it wire."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardmlx.costmodel.memory_limits import (
 from shardmlx.distributed.transport import Transport
 
 GROWTH = 8 << 20
-"""Bytes that a process takes outside MLX after it is set up: buffers of MPI and of BLAS, modules
-that are imported late. Measured."""
+"""Bytes that a process takes outside MLX after its setup: buffers of MPI and BLAS, late imports.
+Measured."""
 
 
 def find_budgets(
     transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
 ) -> tuple[MemoryBudget, ...]:
-    """Return what each rank may use, ``limit`` being the user's; the same on all ranks. ``later``
-    are the bytes that this rank takes for requests, outside MLX.
+    """Return the memory budget of each rank, within the user's ``limit``; the same on all ranks.
+    ``later`` are this rank's bytes for requests, outside MLX.
 
-    To be called when a process has all but its weights. All ranks must call it.
+    All ranks must call it, when they have everything but their weights.
     """
     mine = working_set(), process_memory(later)
     sets, processes = zip(*transport.all_gather(mine, "comparing memory"), strict=True)
@@ -39,14 +39,14 @@ def find_budgets(
 
 
 def process_memory(later: int = 0) -> ProcessMemory:
-    """Return what this process takes beside MLX's arrays, ``later`` bytes included, and what limits
-    it."""
+    """Return the bytes of this process beside MLX's arrays, ``later`` ones included, and its
+    limits."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
     return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds())
 
 
 def working_set() -> int | None:
-    """Return the bytes that macOS lets the GPU wire, all processes together; None where nothing is
+    """Return the bytes that macOS lets the GPU wire, for all processes together; None if nothing is
     wired."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return None if size is None else int(size)
@@ -59,10 +59,10 @@ def limit_memory(
     backend: str,
     reporter: Reporter,
 ) -> tuple[MemoryLimits, ...]:
-    """Limit this process to what is planned of its ``rank``; return the limits of all ranks.
+    """Limit this process to the plan of its ``rank``; return the limits of all ranks.
 
-    To be called before weights are loaded, so that they are wired first. Warns where macOS would
-    not keep the whole plan in memory.
+    Must be called before weights are loaded, so that they are wired first. Warns if macOS would not
+    keep the whole plan in memory.
     """
     for warning in unwired(budgets, planned):
         reporter.warn(warning)

@@ -41,14 +41,14 @@ class ParameterCount:
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
     """Check by config.json alone that a model of no declared family can be cut into stages.
 
-    Raises ``UserError`` where mlx-lm does not have it, or its layers do not stand apart.
+    Raises ``UserError`` if mlx-lm lacks it, or if its layers are not separate.
     """
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         check_packing(config, ModelShape.from_config(config))
     else:
         published_packing(config)
-    # A model may bring code of its own, which is with its weights.
+    # A model may come with its own code, beside its weights.
     if model_type in FAMILIES or "model_file" in config:
         return
     remedy = f"use a model of type {', '.join(FAMILIES)}"
@@ -66,17 +66,17 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
     """Build mlx-lm's model of a config.json with random weights, lazily."""
     model_type = config.get("model_type")
     code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
-    # Some families write into their fields.
+    # Some families write into the fields of their configuration.
     model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
     fit_ropes(model, config)
     return model
 
 
 def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
-    """Load a model with mlx-lm, of which nothing is read yet.
+    """Load a model with mlx-lm, without reading its weights.
 
-    Returns with it its config.json, which says in mlx-lm's fields what transformers' say, and what
-    of that mlx-lm alone would pass over.
+    Returns also its config.json, with transformers' fields translated to mlx-lm's, and the fields
+    that mlx-lm alone would ignore.
     """
     filled = with_rope(load_config(path))
     model, config = load_model(
@@ -86,9 +86,10 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
 
 
 def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes of a model, which pass over the lm_head of one whose embedding is it.
+    """Return mlx-lm's classes of a model, changed to ignore the lm_head of a model with tied
+    embeddings.
 
-    The code of some families does so by itself, that of others refuses to load such a file.
+    Some families ignore it by themselves, others refuse to load such a file.
     """
     kind, args = model_classes(config)
     text = config.get("text_config") or {}
@@ -109,18 +110,18 @@ def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
 def build_model(
     path: Path, fine_tune: FineTune, seed: int, adapters: str | None
 ) -> tuple[nn.Module, dict[str, mx.array]]:
-    """Build the whole model, lazily, with what is to be trained unfrozen: nothing is read yet.
+    """Build the whole model, lazily, with the trained weights unfrozen: nothing is read yet.
 
-    Returns with it what is stored in float32 of weights that are trained in 16 bits, if the
-    optimizer keeps float32 copies: these begin there.
+    If the optimizer keeps float32 copies of 16-bit weights, returns their stored float32 values
+    too, where the copies begin.
 
-    Names and initial LoRA weights, which ``seed`` decides, are those that mlx-lm has on one
-    machine. ``adapters`` are a file to start from or, where nothing is trained, a directory.
-    Raises ``UserError`` where the model cannot be built or trained so.
+    Names and initial LoRA weights for a ``seed`` are mlx-lm's on one machine. ``adapters`` are a
+    file to start from or, without training, a directory. Raises ``UserError`` if the model cannot
+    be built or trained so.
     """
     model, stored = _build_whole(path, fine_tune.dtype)
     if not fine_tune.train:
-        # As mlx-lm: an empty adapter path tests the model as it is.
+        # Like in mlx-lm, an empty adapter path tests the model as it is.
         if adapters:
             _load_adapters(model, adapters, 'use --adapter-path "" to test')
         model.freeze()
@@ -144,7 +145,7 @@ def build_to_generate(
 ) -> nn.Module:
     """Build the whole model, lazily, with its adapters: nothing is read yet.
 
-    Leaves MLX's random state, which ``seed`` begins, as mlx-lm does that builds the same.
+    Leaves MLX's random state, begun by ``seed``, as mlx-lm does after building the same.
     """
     if seed is not None:
         mx.random.seed(seed)
@@ -156,7 +157,7 @@ def build_to_generate(
 
 
 def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx.array]]:
-    """Build a model, and return with it its parameters as they are stored."""
+    """Build a model; return it and its parameters as they are stored."""
     config = read_config(path)
     model_type = config.get("model_type")
     packing = published_packing(config)
@@ -178,7 +179,7 @@ def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx
 
 
 def _check_experts(model: nn.Module) -> None:
-    """Refuse experts with which MLX cannot compute: on the CPU it gathers in float32 only."""
+    """Refuse experts that MLX cannot compute: on the CPU it gathers only in float32."""
     if mx.default_device() != mx.Device(mx.cpu):
         return
     for module in model.modules():
@@ -191,7 +192,7 @@ def _check_experts(model: nn.Module) -> None:
 
 
 def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
-    """Freeze all but what is trained, and add the adapters. Raises ``UserError``."""
+    """Freeze all but the trained weights, and add the adapters. Raises ``UserError``."""
     model.freeze()
     layers = model.layers
     if fine_tune.num_layers > len(layers):
@@ -222,7 +223,7 @@ def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count parameters as mlx-lm does: quantised weights by what they stand for."""
+    """Count parameters as mlx-lm does: quantised weights by the weights they encode."""
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     return ParameterCount(get_total_parameters(model), trained)
 

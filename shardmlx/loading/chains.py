@@ -1,6 +1,6 @@
-"""Send tensors along chains of ranks: each rank of a chain keeps what comes, and passes it on.
+"""Send tensors along chains of ranks: each rank of a chain keeps the bytes, and passes them on.
 
-A digest follows each tensor, so that one that comes damaged is found by the rank that receives it.
+A digest follows each tensor, so that the receiving rank finds damage.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def send_tensors(
 ) -> int:
     """Play this rank's part in ``transfers``; return the bytes that it has received.
 
-    All ranks must call it with the same transfers, in the same order. What comes is written to
-    ``copy``; ``advance`` is told of bytes. Raises ``RuntimeError`` for a tensor that came damaged.
+    All ranks must call it with the same transfers, in the same order. Received bytes are written to
+    ``copy`` and reported to ``advance``. Raises ``RuntimeError`` for a damaged tensor.
     """
     received = 0
     for transfer in transfers:
@@ -75,7 +75,7 @@ def _relay(
     copy: PartialCopy,
     advance: Callable[[int], None],
 ) -> None:
-    """Write a tensor as it comes, and pass it on."""
+    """Write a tensor while it arrives, and pass it on."""
     what = _loading(transport, transfer)
     peer = transfer.chain[transfer.chain.index(transport.rank) - 1]
     outgoing = _Outgoing(transport, transfer)
@@ -113,7 +113,7 @@ class _Outgoing:
         self._sent: deque[Handle] = deque()
 
     def send(self, piece: bytes | memoryview) -> None:
-        """Send a piece, which must stay as it is until it has been sent."""
+        """Send a piece, which must not change until it has been sent."""
         if self._peer is None:
             return
         array = np.frombuffer(piece, np.uint8)
@@ -121,7 +121,7 @@ class _Outgoing:
         self._wait(most=2)
 
     def close(self) -> None:
-        """Return once the peer has everything."""
+        """Wait until the peer has everything."""
         self._wait(most=0)
 
     def _wait(self, most: int) -> None:

@@ -42,7 +42,8 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A model as one rank has it. ``identity`` names the content; ``why`` says why it lacks."""
+    """A model as one rank has it. ``identity`` names the content; ``why`` says why it is
+    missing."""
 
     holding: Holding
     identity: str = ""
@@ -75,9 +76,9 @@ def find_weights(
 ) -> Weights:
     """Find where each rank reads ``model`` and its ``adapters``, a directory or a safetensors file.
 
-    ``mode`` is --weights, ``cache`` the directory in which what a rank lacks is kept for
-    later runs, ``revision`` a branch, tag or commit of a repository. All ranks must call it.
-    Raises ``AgreedError``.
+    ``mode`` is --weights, ``cache`` the directory that keeps a rank's missing parts for later runs,
+    ``revision`` a branch, tag or commit of a repository. All ranks must call it. Raises
+    ``AgreedError``.
     """
     bundle = _find_model(transport, reporter, model, revision, mode, cache)
     if not adapters:
@@ -99,7 +100,7 @@ def _find_model(
 ) -> Bundle:
     is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
     if transport.size == 1 or (mode == "local" and not is_here):
-        # From the hub every rank gets all, as mlx-lm does.
+        # Every rank downloads the whole repository, as mlx-lm does.
         found_here = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
         return Bundle(transport, found_here)
     first = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
@@ -113,14 +114,14 @@ def _find_model(
 
 
 def _checked(model: str, revision: str | None) -> Path:
-    """Find a model, and download what is missing once its config.json says that it can run."""
+    """Find a model, and download missing files once its config.json says that it can run."""
     if not Path(model).exists():
         _open(model, revision)
     return find_model(model, revision)
 
 
 def _look_first(model: str, revision: str | None) -> _Found:
-    """Look on rank 0, which must have all that others may need, or be able to get it."""
+    """Look on rank 0, which must have, or be able to get, everything that others may need."""
     repository = None if Path(model).exists() else _open(model, revision)
     if repository is None:
         return _whole(find_model(model, revision))
@@ -140,8 +141,8 @@ def _look_first(model: str, revision: str | None) -> _Found:
 
 
 def _open(model: str, revision: str | None) -> Repository | None:
-    """Open a repository, and check its config.json; None where ``find_model`` says why not, or
-    finds a cached one. Raises ``UserError`` for a model that cannot run."""
+    """Open a repository, and check its config.json; None if ``find_model`` is to report why not, or
+    to find a cached one. Raises ``UserError`` for a model that cannot run."""
     try:
         repository = open_repository(model, revision)
     except UserError:
@@ -163,7 +164,7 @@ def _whole(path: Path) -> _Found:
 def _look(
     model: str, revision: str | None, is_directory: bool, identity: str, commit: str | None
 ) -> _Found:
-    """Look on another rank: what rank 0 has found may be here, or to be had, too."""
+    """Look on another rank for rank 0's model, here or on the hub."""
     try:
         if is_directory:
             return _look_here(Path(model), _weight_files(Path(model)), identity)
@@ -207,7 +208,7 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
         try:
             return _Found(Holding.WHOLE, fingerprint(directory, files), directory, files=files)
         except (UserError, OSError):
-            return None  # whoever builds the model says what is wrong with them
+            return None  # building the model reports their fault
 
     found = on_rank_0(transport, what, look_first)
     identity = transport.broadcast(found and found.identity, what=what)
@@ -235,7 +236,7 @@ def _settle(
     mode: str,
     cache: str | None,
 ) -> Bundle:
-    """Agree on who has what, and make the copies. All ranks must call it."""
+    """Agree on the parts that each rank has, and make the copies. All ranks must call it."""
     everyone: list[_Answer] = transport.all_gather(
         _Answer(found.holding, found.identity, found.why), _LOOKING
     )
@@ -321,7 +322,7 @@ def _discard(copy: PartialCopy, kept: bool) -> None:
 
 
 def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
-    """Return who writes for each rank: one of those that see its disk, best one with the hub."""
+    """Return the rank that writes for each rank: one on the same disk, preferably with the hub."""
     keepers = list(range(len(holdings)))
     for group in disks.groups:
         writing = [
@@ -334,12 +335,12 @@ def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
 
 
 def _base(holding: Holding, cache: str | None) -> tuple[Path, bool]:
-    """Return where a rank keeps its copy, and whether for later runs too."""
+    """Return where a rank keeps its copy, and whether it stays for later runs."""
     if holding is Holding.WHOLE or (cache is None and holding is Holding.LACKS):
         return Path(tempfile.gettempdir()), False
     if cache is not None:
         return Path(cache).absolute(), True
-    # What came from far away is not fetched twice.
+    # Keep downloads for later runs.
     return cache_directory("weights"), True
 
 
@@ -355,7 +356,7 @@ def _new_directory(base: Path) -> Path:
 
 def _manifest(found: _Found) -> ModelManifest:
     if found.manifest is not None or found.path is None:
-        return found.manifest  # type: ignore[return-value]  # of a repository there is one
+        return found.manifest  # type: ignore[return-value]  # a repository has one
     return read_model_manifest(found.path, found.files, found.identity)
 
 
@@ -364,7 +365,7 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def manifest_of(repository: Repository) -> ModelManifest:
-    """Return what a copy of a repository begins with. Raises ``UserError`` or ``NoRanges``."""
+    """Return the beginning of a copy of a repository. Raises ``UserError`` or ``NoRanges``."""
     files = read_model(repository)
     if files.faults:
         raise UserError(files.faults[0])
@@ -378,7 +379,7 @@ def manifest_of(repository: Repository) -> ModelManifest:
 
 
 def fetch_small_files(repository: Repository, directory: Path) -> None:
-    """Fetch the tokenizer, and what else is no weight."""
+    """Fetch the tokenizer, and all other files but weights."""
     for file in repository.files:
         is_wanted = any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
         if is_wanted and "/" not in file and not file.endswith(SUFFIX):

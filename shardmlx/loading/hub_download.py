@@ -1,4 +1,5 @@
-"""Bring models from the Hugging Face hub: whole, or tensors of it into a copy. No MLX, no MPI."""
+"""Download models from the Hugging Face hub: whole, or tensor by tensor into a copy. No MLX, no
+MPI."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Run:
 
 
 def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> Iterator[Run]:
-    """Yield the fewest requests that bring these tensors and nothing else."""
+    """Yield the fewest requests that bring exactly these tensors."""
     in_order = sorted(names, key=lambda name: (tensors[name].file, tensors[name].start))
     run: list[str] = []
     for name in in_order:
@@ -64,7 +65,7 @@ def download(
     tensors: Mapping[str, PlacedTensor],
     advance: Callable[[int], None],
 ) -> None:
-    """Bring tensors into ``copy``; ``advance`` is told of bytes as they come. ``UserError``."""
+    """Bring tensors into ``copy``; ``advance`` gets bytes as they come. Raises ``UserError``."""
 
     def bring(run: Run) -> Run:
         position = run.start
@@ -82,7 +83,7 @@ def download(
                 advance(run.end - run.start)
         except BaseException:
             pool.shutdown(cancel_futures=True)
-            copy.flush()  # what is here need not be brought again
+            copy.flush()  # keep finished tensors for the next attempt
             raise
     copy.flush()
 
@@ -90,7 +91,7 @@ def download(
 def find_model(model: str, revision: str | None = None) -> Path:
     """Return the directory of a local model, or of a Hugging Face repository.
 
-    Of the repository ``revision`` is downloaded if need be: a branch, tag or commit. Raises
+    The ``revision`` of the repository, a branch, tag or commit, is downloaded if need be. Raises
     ``UserError``.
     """
     path = Path(model)
@@ -112,7 +113,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
 
 
 def open_repository(name: str, revision: str | None = None) -> Repository | None:
-    """Open a repository whose hub answers; None where only its cache can be asked.
+    """Open a repository whose hub answers; None if only its cache can be asked.
 
     Raises ``UserError``.
     """
@@ -121,7 +122,7 @@ def open_repository(name: str, revision: str | None = None) -> Repository | None
 
 
 def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> Path | None:
-    """Return what huggingface-hub has downloaded of a commit, if that is all of the model."""
+    """Return huggingface-hub's snapshot of a commit, if it has all of the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,7 +1,7 @@
-"""Name a model, and plan what a machine that lacks it must be given, and by which rank.
+"""Name a model, and plan which rank sends a machine its missing tensors.
 
-A copy of a model begins as its small files and the heads of its weight files; of the tensors it
-has those that were brought, and holes in the place of the others. No MLX, no MPI.
+A copy of a model begins as its small files and the heads of its weight files; missing tensors are
+holes in these. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ TEXTS = (
     "generation_config.json",
     "hf_quant_config.json",
 )
-"""The small files from which a model is built; those of the tokenizer are for rank 0 only."""
+"""Small files that a model is built from; only rank 0 needs those of the tokenizer."""
 
 SAMPLE_BYTES = 512
-"""Compared at both ends of every tensor: training in bfloat16 leaves many numbers as they are."""
+"""Bytes compared at both ends of every tensor: training in bfloat16 leaves many numbers
+unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
-    """The beginning of a copy: small files, and of each weight file its head and its size in bytes.
+    """The beginning of a copy: small files, and the head and size in bytes of each weight file.
 
-    ``key`` names the content: other weights have another one.
+    ``key`` names the content: it differs for other weights.
     """
 
     key: str
@@ -81,7 +82,7 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
     """Return a digest that names the model, or the adapters, in ``files`` of a directory.
 
     It is made of config.json, the headers, and both ends of every tensor: a large model is not read
-    whole. Wherever the files lie, it is the same.
+    whole. It does not depend on the directory.
     """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
@@ -105,8 +106,8 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
     """Return the manifest of a directory with all its weight ``files``, whose fingerprint is
     ``identity``.
 
-    The key changes too when a file is written again, so that what was kept of another content is
-    not taken, even if that differs only in the middle of a tensor.
+    The key also changes when a file is rewritten, so that copies of other content are not reused,
+    even if they differ only in the middle of a tensor.
     """
     digest = hashlib.sha256(identity.encode())
     heads, sizes = {}, {}
@@ -123,7 +124,7 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
 
 
 def _canonical(text: bytes) -> bytes:
-    """JSON without what is only its writing."""
+    """Return JSON in a canonical form."""
     try:
         return canonical_json(json.loads(text))
     except ValueError:
@@ -133,10 +134,10 @@ def _canonical(text: bytes) -> bytes:
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
     """Return whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``.
 
-    It also reads what mlx-lm drops of a layer after a look at it: scales that it multiplies in.
+    It also reads scales that mlx-lm multiplies into a layer, then drops.
     """
     if shape.outer_family is not shape.family and shape.outer_family.drops(name):
-        return False  # what sees or hears
+        return False  # vision and audio
     part = place_of(name, shape)
     is_last = stop == shape.num_layers
     if isinstance(part, int):
@@ -150,7 +151,7 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor on its way: from the first rank of ``chain`` to the next, who passes it on."""
+    """A tensor to send: from the first rank of ``chain`` to the next, which passes it on."""
 
     name: str
     chain: tuple[int, ...]
@@ -162,17 +163,17 @@ def plan_transfers(
     present: Mapping[int, Collection[str]],
     missing: Mapping[int, Collection[str]],
 ) -> list[Transfer]:
-    """Return who sends what, in an order in which no two ranks wait for each other.
+    """Return the transfers, in an order in which no two ranks wait for each other.
 
-    ``whole`` are the ranks with the whole model; of the others ``present`` and ``missing`` are the
-    tensors that they have and still need. All ranks that miss a tensor form one chain, so that none
-    sends it twice; it begins at the rank that has sent the least so far.
+    ``whole`` are the ranks with the whole model; ``present`` and ``missing`` are the tensors that
+    the others have and need. All ranks that miss a tensor form one chain, so that none sends it
+    twice; it begins at the rank that has sent the least so far.
     """
     wanting: dict[str, list[int]] = {}
     for rank in sorted(missing):
         for name in missing[rank]:
             wanting.setdefault(name, []).append(rank)
-    # All that the same ranks miss, and the same ranks have, comes from one of those.
+    # Tensors with the same missing ranks and the same sources come from one of these sources.
     bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name in sorted(wanting, key=lambda n: (wanting[n], tensors[n].file, tensors[n].start)):
         sources = {*whole, *(rank for rank, there in present.items() if name in there)}

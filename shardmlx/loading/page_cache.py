@@ -1,7 +1,7 @@
-"""Keep weight files out of the page cache where a memory cgroup counts it against this process.
+"""Keep weight files out of the page cache if a memory cgroup charges it to this process.
 
-The kernel would give that memory back before it kills, but until then the files crowd out what the
-process needs, and its peak says nothing. No MLX, no MPI.
+The kernel would give that memory back before it kills, but until then the files crowd out the
+process's own memory, and its peak says nothing. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DROP_EVERY = 16 << 20
 
 class PageCache:
     """Counts bytes of weight files that pass through the page cache, and calls ``drop`` when they
-    are many. Outside a memory cgroup it does nothing: then the next run profits from the cache."""
+    are many. Does nothing outside a memory cgroup, where the next run profits from the cache."""
 
     def __init__(self, drop: Callable[[], None]) -> None:
         self._drop = drop if any(cgroup_bounds()) else None
@@ -32,14 +32,14 @@ class PageCache:
             self.clear()
 
     def clear(self) -> None:
-        """Drop what there is now."""
+        """Drop the current content."""
         self._nbytes = 0
         if self._drop is not None:
             self._drop()
 
 
 def drop_files(paths: Iterable[Path]) -> None:
-    """Drop what the page cache has of these files."""
+    """Drop these files from the page cache."""
     for path in paths:
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
@@ -50,8 +50,8 @@ def drop_files(paths: Iterable[Path]) -> None:
 
 
 def drop(descriptor: int) -> None:
-    """Drop what the page cache has of an open file, once that is on disk."""
-    if hasattr(os, "posix_fadvise"):  # macOS counts its cache against nobody
+    """Drop an open file from the page cache, once it is on disk."""
+    if hasattr(os, "posix_fadvise"):  # macOS does not charge its cache
         with suppress(OSError):
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,7 @@
 """A copy of a model on disk that has only some of its tensors, with a record of which.
 
-Weight files have their full size, and holes where nothing was brought. Every tensor that is there
-is recorded with its digest: what was only half written, or was damaged since, is brought again.
-No MLX, no MPI.
+Weight files have their full size, and holes where nothing was brought. Every complete tensor is
+recorded with its digest, so that half written or damaged ones are brought again. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PartialCopy:
     ``new_digest`` makes the digests of the record.
 
     ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
-    any other may read what is complete. ``UserError`` where the disk does not take it.
+    any other may read what is complete. Raises ``UserError`` if the disk refuses it.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class PartialCopy:
             raise
 
     def sound(self, names: Iterable[str]) -> set[str]:
-        """Return those of ``names`` that are there, and unharmed: all of them are read."""
+        """Return the undamaged ones of ``names``, after reading all of them."""
         recorded = self._recorded()
         present = [name for name in names if name in recorded]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -94,7 +93,7 @@ class PartialCopy:
         return self._complete.keys() & set(present)
 
     def place(self, name: str) -> PlacedTensor:
-        """Return where a tensor has its place."""
+        """Return the place of a tensor."""
         return self._tensors[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
@@ -137,7 +136,7 @@ class PartialCopy:
             self.flush()
 
     def flush(self) -> None:
-        """Return once all that is complete is so after a power cut too, if the copy is kept."""
+        """Make all complete tensors survive a power cut, if the copy is kept."""
         if self._kept and self._pending:
             for file in sorted({self._tensors[name].file for name in self._pending}):
                 flush_descriptor(self._files[file])
@@ -153,7 +152,7 @@ class PartialCopy:
         check_present(names, self._complete, self._tensors, self.directory)
 
     def empty(self) -> None:
-        """Give the disk back what the tensors take: their places are holes again."""
+        """Return the tensors' space to the disk: their places are holes again."""
         for file, descriptor in self._files.items():
             os.ftruncate(descriptor, 0)
             os.ftruncate(descriptor, self._manifest.sizes[file])
@@ -161,19 +160,19 @@ class PartialCopy:
         self._complete, self._pending, self._pending_bytes = {}, [], 0
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the files."""
+        """Drop the files from the page cache."""
         for descriptor in self._files.values():
             drop(descriptor)
 
     def close(self) -> None:
-        """Let go of the files; those who have opened them may read on."""
+        """Close the files; ranks that have opened them may read on."""
         for descriptor in (*self._files.values(), self._lock):
             if descriptor is not None:
                 os.close(descriptor)
         self._files, self._lock = {}, None
 
     def _recorded(self) -> dict[str, bytes]:
-        """Return what the record says; a line that a power cut has torn is left out."""
+        """Return the record, without a line that a power cut has torn."""
         recorded: dict[str, bytes] = {}
         if not self._kept:
             return recorded
@@ -224,7 +223,7 @@ def check_present(
 
 
 def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
-    """Return ``count`` bytes of a file; raise ``OSError`` where that ends before."""
+    """Return ``count`` bytes of a file; raise ``OSError`` if it ends before."""
     data = os.pread(descriptor, count, offset)
     while len(data) < count:  # a signal, or a network disk, may give less at a time
         more = os.pread(descriptor, count - len(data), offset + len(data))

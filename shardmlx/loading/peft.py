@@ -30,13 +30,13 @@ _NAMES = (
     ("transformer.", "model."),
     ("", "language_model."),
 )
-"""Beginnings of transformers' names of modules, and of mlx-lm's."""
+"""Prefixes of transformers' module names, and mlx-lm's for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Adapters as mlx-lm has them. ``parameters`` are its ``lora_parameters``, whose keys are
-    whole names of modules."""
+    """Adapters in mlx-lm's form. ``parameters`` are its ``lora_parameters``, with whole module
+    names as keys."""
 
     weights: dict[str, mx.array]
     parameters: dict[str, Any]
@@ -52,9 +52,9 @@ def convert(
 ) -> Converted:
     """Convert the ``tensors`` of PEFT's adapters for a model of such ``modules``, lazily.
 
-    ``config`` is a checked adapter_config.json. A module of a smaller rank than others has zeros
-    in the place of the rest, and scales that differ are multiplied into ``lora_b``. Raises
-    ``UserError`` for what is no pair of matrices of a module of this model.
+    ``config`` is a checked adapter_config.json. Modules of a smaller rank are padded with zeros,
+    and differing scales are multiplied into ``lora_b``. Raises ``UserError`` for any tensor but a
+    pair of a module of this model.
     """
     pairs: dict[str, dict[str, mx.array]] = {}
     scales: dict[str, float] = {}

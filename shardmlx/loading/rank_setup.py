@@ -40,7 +40,7 @@ SETUP_SECONDS = 12 * 3600.0
 class OpenedModel:
     """A model that every rank can read, of which it knows config.json.
 
-    ``adapters`` is the place at which this rank has what the model starts with beside its weights.
+    ``adapters`` is this rank's path to the adapters that the model starts with.
     """
 
     weights: Weights
@@ -55,12 +55,12 @@ class OpenedModel:
 
     @property
     def digest(self) -> str:
-        """A digest of config.json: which model this is."""
+        """Digest of config.json, which identifies the model."""
         return json_digest(self.config)
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of a sequence at most, where the model says it."""
+        """Limit of tokens in a sequence, if the model states one."""
         return self.config.get("max_position_embeddings")
 
 
@@ -100,7 +100,7 @@ Sizes = TypeVar("Sizes", bound=ModelSizes)
 class PlanInputs(Generic[Sizes]):
     """The facts that a run is planned from; the same on all ranks.
 
-    ``sizes`` are those of the model, ``machines`` what there is, ``cluster`` the same with no more
+    ``sizes`` are the model's, ``machines`` the actual ones, ``cluster`` the same with no more
     memory than their ``budgets``, and ``stage_map`` is the user's, if there is one.
     """
 
@@ -118,15 +118,15 @@ def gather_plan_inputs(
     stage_map: str | None,
     later: int = 0,
 ) -> PlanInputs[Sizes]:
-    """Read the model's headers on every rank, and on rank 0 what the user's files say.
+    """Read the model's headers on every rank, and the user's files on rank 0.
 
-    ``later`` is that of ``find_budgets``. All ranks must call it. Raises ``AgreedError``.
+    ``later`` is as in ``find_budgets``. All ranks must call it. Raises ``AgreedError``.
     """
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
     cluster = _find_cluster(transport, machines.hostfile, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit, later)
     if isinstance(sizes, Workload):
-        # A profile of other work or other machines is found before anything is loaded.
+        # Find a profile of other work or other machines before anything is loaded.
         on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
     given = _read_given_map(transport, stage_map)
     return PlanInputs(sizes, within(cluster, budgets), budgets, given, cluster)
@@ -149,7 +149,7 @@ def _check_profile(workload: Workload, cluster: Cluster) -> None:
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
-    """Return the machines that the ranks run on: their memory, and what rank 0's files say of them.
+    """Return the machines that the ranks run on: their memory, and the facts in rank 0's files.
 
     All ranks must call it. Raises ``AgreedError``.
     """
@@ -174,7 +174,7 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 
 
 def this_backend() -> str:
-    """Return the name of the backend that MLX computes on here."""
+    """Return the name of MLX's backend here."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
@@ -198,8 +198,8 @@ def _read_given_map(transport: Transport, path: str | None) -> StageMap | None:
 
 
 def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
-    """Return a rank's share of a host, with what the hostfile says of it: less memory than there
-    is, where it is to have no more."""
+    """Return a rank's share of a host, with the hostfile's facts: less memory than there is, if the
+    rank is to have no more."""
     entry = next((each for each in known if same_host(each.host, host)), None)
     if entry is None:
         return Machine(host=host, memory=memory)
@@ -209,7 +209,7 @@ def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Ma
 
 
 def compare_plans(transport: Transport, digest: str) -> None:
-    """Make sure, before the first message of the engine, that all ranks mean the same run.
+    """Check, before the first message of the engine, that all ranks have the same plan.
 
     ``digest`` is that of this rank's plan. All ranks must call it. Raises ``AgreedError``.
     """

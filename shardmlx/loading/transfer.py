@@ -1,8 +1,8 @@
 """Give every rank the tensors of its own stages, wherever the model lies.
 
-A rank that lacks the model builds it from a copy of which it has only the head, and is sent the
-tensors of its stages: by rank 0, by a rank that has the model too, or by a replica that passes on
-what it receives.
+A rank without the model builds it from a copy that has only the heads of its files, and receives
+the tensors of its stages: from rank 0, from another rank with the model, or from a replica that
+relays them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The state of all ranks, and which rank brings and writes what each needs; the same on all.
+    """The state of all ranks, and the rank that brings and writes the tensors of each; the same on
+    all.
 
     That rank is its ``keeper``: itself, or another rank that sees the same disk.
     """
@@ -52,13 +53,13 @@ class WeightMap:
     manifest: ModelManifest
 
     def to_bring(self, needed: Sequence[set[str]]) -> dict[int, set[str]]:
-        """Return, by keeper, the tensors that it brings, where rank r needs ``needed[r]``."""
+        """Return the tensors that each keeper brings, if rank r needs ``needed[r]``."""
         wanted: dict[int, set[str]] = {}
         for rank, names in enumerate(needed):
             if names:
                 wanted.setdefault(self.keepers[rank], set()).update(names)
         if Holding.WHOLE not in self.holdings:
-            # Rank 0 is then the one that must have what others are sent.
+            # Rank 0 must then have the tensors that others are sent.
             for rank, names in list(wanted.items()):
                 if self.holdings[rank] is Holding.LACKS:
                     wanted.setdefault(0, set()).update(names)
@@ -67,7 +68,7 @@ class WeightMap:
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes that a rank has got, by where from."""
+    """Bytes that a rank has got, by source."""
 
     received: int = 0
     downloaded: int = 0
@@ -82,9 +83,9 @@ class Moved:
 class Bundle:
     """The files of a model, or of adapters, as this rank sees them.
 
-    ``path`` is what to build from: the ``directory``, or a file in it. ``weight_map`` is None where
-    every rank has them. ``copy`` and ``repository`` are the keeper's.
-    ``temporary``: nobody needs the names of the files once they are open.
+    ``path``, the ``directory`` or a file in it, is built from. ``weight_map`` is None if every rank
+    has the files. ``copy`` and ``repository`` are the keeper's. ``temporary`` files need no names
+    once they are open.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class Bundle:
 
     @property
     def read(self) -> Read | None:
-        """Function that reads a file which is only partly here; None where all are whole."""
+        """Function that reads a partly present file; None if all are whole."""
         return None if self._repository is None else self._repository.part
 
     def check(self, start: int, stop: int, shape: ModelShape) -> None:
-        """Raise ``RuntimeError`` unless all that a stage reads is here."""
+        """Raise ``RuntimeError`` unless all tensors that a stage reads are here."""
         if self._map is None or self._holding is Holding.WHOLE:
             return
         tensors = self._map.manifest.tensors()
@@ -122,7 +123,7 @@ class Bundle:
     def fill(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
     ) -> None:
-        """Bring what the stages of this rank read, each a range of layers. All ranks must call it.
+        """Bring the tensors of this rank's stages, each a range of layers. All ranks must call it.
 
         Every rank has built its model before, so that its files are open.
         """
@@ -142,14 +143,14 @@ class Bundle:
         self._say(moved, time.monotonic() - started, reporter, what)
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the files."""
+        """Drop the files from the page cache."""
         if self._copy is not None:
             self._copy.drop_page_cache()
         elif self._directory.is_dir():
             drop_files(self._directory.glob("*.safetensors"))
 
     def close(self) -> None:
-        """Remove what is temporary, also where loading failed. May be called again."""
+        """Remove temporary files, even after loading failed. May be called again."""
         self._unname()
         if self._copy is not None:
             self._copy.close()
@@ -159,9 +160,9 @@ class Bundle:
         return Holding.WHOLE if self._map is None else self._map.holdings[self._transport.rank]
 
     def _unname(self) -> None:
-        """Take the names of temporary files away: so they go with this process, however it ends.
+        """Unlink temporary files, so that they vanish with this process, however it ends.
 
-        What is open stays: MLX reads it, and the copy is written.
+        Open files stay: MLX reads them, and the copy is written.
         """
         if self._temporary and self._copy is not None:
             shutil.rmtree(self._copy.directory, ignore_errors=True)
@@ -203,7 +204,7 @@ class Bundle:
             )
         if self._copy is not None:
             self._copy.flush()
-        # A rank that reads what another has written waits for it.
+        # A rank that reads another rank's copy waits for it.
         transport.barrier(loading)
         return moved
 
@@ -229,7 +230,7 @@ class Bundle:
             download(self._repository, self._copy, missing, tensors, advance)
 
     def _reader(self, stack: ExitStack) -> Read:
-        """Return what reads this rank's own files, of which each is opened once."""
+        """Return the reader of this rank's own files, which opens each once."""
         if self._copy is not None:
             return self._copy.read
         opened: dict[str, int] = {}
@@ -266,14 +267,14 @@ def _nbytes(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> int:
 
 
 def _bar(reporter: Reporter, what: str, nbytes: int) -> AbstractContextManager[Bar | None]:
-    """Return a progress bar in megabytes; none where this rank has nothing to do."""
+    """Return a progress bar in megabytes; none if this rank has nothing to do."""
     if not nbytes:
         return nullcontext()
     return reporter.bar(f"{what}, MB", max(1, nbytes // MEGABYTE))
 
 
 class _Progress:
-    """A function of bytes that come, which tells a bar in megabytes, and the page cache."""
+    """A function of received bytes that advances a bar in megabytes, and the page cache."""
 
     def __init__(self, bar: Bar | None, page_cache: PageCache) -> None:
         self._bar = bar
@@ -289,7 +290,7 @@ class _Progress:
 
 
 class Weights:
-    """A model and what is added to it, on every rank. To be closed, also where loading failed."""
+    """A model and its additions, on every rank. Must be closed, even after loading failed."""
 
     def __init__(self, model: Bundle, adapters: Bundle | None) -> None:
         self._bundles = {"weights": model} | ({"adapters": adapters} if adapters else {})
@@ -300,7 +301,7 @@ class Weights:
     def bring(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter
     ) -> None:
-        """Bring what stages of this rank read, each a range of layers. All ranks must call it.
+        """Bring the tensors of this rank's stages, each a range of layers. All ranks must call it.
 
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
@@ -312,7 +313,7 @@ class Weights:
                 bundle.check(start, stop, shape)
 
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
-        """Read this rank's slices, once what they read is here. All ranks must call it.
+        """Read this rank's slices, once their tensors are here. All ranks must call it.
 
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
@@ -325,7 +326,7 @@ class Weights:
         self.close()
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the files."""
+        """Drop the files from the page cache."""
         for bundle in self._bundles.values():
             bundle.drop_page_cache()
 
