@@ -56,9 +56,20 @@ def results(attend: Callable[..., mx.array], given: list[mx.array]) -> list[mx.a
 
 
 def difference(ours: mx.array, theirs: mx.array) -> float:
-    """The largest, relative to the largest entry; with a window of one, queries have none."""
+    """The largest, relative to the largest entry."""
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
     return float(np.array(mx.abs(ours - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1)))
+
+
+def assert_alike(ours: list[mx.array], theirs: list[mx.array]) -> None:
+    """Equal but for rounding, relative to the largest entry of all.
+
+    The gradient of queries is a difference of numbers as large as the other gradients. With a
+    window of one it is 0, of which each processor rounds another rest.
+    """
+    size = max(float(np.array(mx.abs(each).max())) for each in theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert float(np.array(mx.abs(mine - other).max())) < 1e-6 * size
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 16, 66, 67, 500])
@@ -66,10 +77,7 @@ def difference(ours: mx.array, theirs: mx.array) -> float:
 def test_output_and_gradients_are_those_of_the_whole(window: int | None, chunk: int) -> None:
     sight = Sight(chunk, window)
     given = arrays()
-    for ours, theirs in zip(
-        results(in_pieces(sight), given), results(whole(sight), given), strict=True
-    ):
-        assert difference(ours, theirs) < 1e-6
+    assert_alike(results(in_pieces(sight), given), results(whole(sight), given))
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 30, 67])
@@ -80,10 +88,7 @@ def test_so_they_are_in_a_row_of_several_sequences(
 ) -> None:
     sight = Sight(chunk, window, packed(*lengths))
     given = arrays(rows=1)
-    for ours, theirs in zip(
-        results(in_pieces(sight), given), results(whole(sight), given), strict=True
-    ):
-        assert difference(ours, theirs) < 1e-6
+    assert_alike(results(in_pieces(sight), given), results(whole(sight), given))
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 67])
@@ -110,8 +115,7 @@ def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) ->
     theirs = results(whole_with, [*given, sinks, cotangent])
     assert ours[-1].shape == (HEADS,)
     assert mx.abs(ours[-1]).min() > 1e-3
-    for mine, other in zip(ours, theirs, strict=True):
-        assert difference(mine, other) < 1e-6
+    assert_alike(ours, theirs)
     q, k, v = given
     kernel = mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask, sinks=sinks)
     assert difference(ours[0], kernel) < 1e-6
