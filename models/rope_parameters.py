@@ -58,11 +58,13 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if len(shares) == 1 and None not in shares:
         found["partial_rotary_factor"] = shares.pop()
         found["rotary_dim"] = rotated(fields, found["partial_rotary_factor"])
-    if of_windowed is not of_full:
+    if tells_layers_apart(fields):
         # mlx-lm's code of Gemma 3 knows the type of a layer by its number alone.
         found |= _period(fields.get("layer_types") or [])
         if of_windowed and "rope_theta" in of_windowed:
-            found["rope_local_base_freq"] = _positive(of_windowed, "rope_theta")
+            found["rope_local_base_freq"] = of_windowed["rope_theta"]
+    if of_full is None and FULL in (fields.get("layer_types") or [FULL]):
+        raise _refused(f"{SAID} has no {FULL}", "add it")
     if of_full is not None:
         found |= _of_full(fields, of_full)
     names = _OTHER_NAMES.get(str(fields.get("model_type")), {})
@@ -76,13 +78,23 @@ def rope_of(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any] | N
         return None
     if not isinstance(said, Mapping):
         raise _refused(f"{SAID} is {said!r}", "it must be an object")
-    of_types = [key for key, value in said.items() if isinstance(value, Mapping)]
-    for key in of_types:
-        if key not in (FULL, WINDOWED):
+    for key, value in said.items():
+        if isinstance(value, Mapping) and key not in (FULL, WINDOWED):
             raise _refused(f"{SAID} names {key!r} layers", f"only {FULL} and {WINDOWED} are known")
-    if of_types or said.keys() & {FULL, WINDOWED}:
-        said = said.get(layer_type)
-    return said or None
+    if tells_layers_apart(fields):
+        said = said.get(layer_type) or {}
+    if not isinstance(said, Mapping):
+        raise _refused(f"{layer_type} of {SAID} is {said!r}", "it must be an object")
+    rope = {key: value for key, value in said.items() if value is not None}
+    for key, most in (("rope_theta", math.inf), ("partial_rotary_factor", 1)):
+        if key in rope and _positive(rope, key) > most:
+            raise _refused(f"{key} of {SAID} is {rope[key]!r}", f"give at most {most}")
+    return rope or None
+
+
+def tells_layers_apart(fields: Mapping[str, Any]) -> bool:
+    """Return whether ``rope_parameters`` has objects of types of layers."""
+    return not {FULL, WINDOWED}.isdisjoint(fields[SAID])
 
 
 def type_of(rope: Mapping[str, Any]) -> str:
@@ -92,7 +104,11 @@ def type_of(rope: Mapping[str, Any]) -> str:
 
 def rotated(fields: Mapping[str, Any], share: float) -> int:
     """Return how many elements of a head are rotated, of this share of them."""
-    width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    width = fields.get("head_dim")
+    if width is None:
+        if not isinstance(heads := fields.get("num_attention_heads"), int) or heads < 1:
+            raise _refused(f"num_attention_heads is {heads!r}", "it must be a whole number above 0")
+        width = fields.get("hidden_size", 0) // heads
     return int(width * share)
 
 
@@ -104,7 +120,7 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
         raise _refused(f"{SAID} is of type {kind!r}", f"known are {', '.join(_NEEDED)}")
     if kind == "default":
         return None
-    scaling = {key: value for key, value in rope.items() if value is not None}
+    scaling = dict(rope)
     longest = fields.get("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope", "su") and _OF_TRAINING not in scaling:
         if (trained := fields.get(_OF_TRAINING, longest)) is None:
@@ -132,7 +148,7 @@ def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
     """Return the fields for layers that see all."""
     found: dict[str, Any] = {"rope_scaling": scaling_of(fields, rope)}
     if "rope_theta" in rope:
-        found["rope_theta"] = _positive(rope, "rope_theta")
+        found["rope_theta"] = rope["rope_theta"]
     elif fields.get("rope_theta") is None:
         raise _refused(f"{SAID} has no rope_theta", "add it")
     if (trained := rope.get(_OF_TRAINING)) is not None and fields.get(_OF_TRAINING) is None:
@@ -188,7 +204,7 @@ def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
 
 def _positive(rope: Mapping[str, Any], key: str) -> float:
     value = rope[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise _refused(f"{key} of {SAID} is {value!r}", "it must be a number above 0")
     return value
 

@@ -8,44 +8,63 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models import rope_utils
 
-from shardmlx.models.rope_parameters import FULL, SAID, rope_of, rotated, scaling_of, type_of
+from shardmlx.models.rope_parameters import (
+    FULL,
+    SAID,
+    rope_of,
+    rotated,
+    scaling_of,
+    tells_layers_apart,
+    type_of,
+)
+
+_ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
+"""Kinds of rotary embeddings, of which families make the plain one where they know no other."""
 
 
 def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     """Replace plain rotary embeddings that are not what ``rope_parameters`` says.
 
-    The code of some families passes over scaling, or knows one for all types of layers. Returns
-    the types that were passed over.
+    The code of some families passes over scaling, or knows one for all types of layers. Where the
+    file tells no types of layers apart and the code does, the code is right. Returns the types that
+    were passed over.
     """
     fields = config if config.get(SAID) else config.get("text_config") or {}
     if not fields.get(SAID):
         return []
-    passed_over = set()
+    is_told_apart = tells_layers_apart(fields)
     layers = getattr(model, "layers", [])
-    kinds = fields.get("layer_types") or [FULL] * len(layers)
-    for kind, layer in zip(kinds, layers, strict=False):
-        if (rope := rope_of(fields, kind)) is None:
-            continue
-        for path, module in layer.named_modules():
-            if type(module) is nn.RoPE and (other := _fitting(module, rope, fields)) is not None:
-                layer.update_modules(tree_unflatten([(path, other)]))
-                passed_over.add(type_of(rope))
-    return sorted(passed_over)
+    kinds = fields.get("layer_types") or ([] if is_told_apart else [FULL] * len(layers))
+    found = [
+        (layer, path, _fitting(module, rope, fields), type_of(rope))
+        for kind, layer in zip(kinds, layers, strict=False)
+        if (rope := rope_of(fields, kind)) is not None
+        for path, module in layer.named_modules()
+        if isinstance(module, _ROPES)
+    ]
+    if not is_told_apart and any(other is None for _, _, other, _ in found):
+        return []
+    wrong = [each for each in found if each[2] is not None]
+    for layer, path, other, _ in wrong:
+        layer.update_modules(tree_unflatten([(path, other)]))
+    return sorted({kind for *_, kind in wrong})
 
 
 def _fitting(
-    module: nn.RoPE, rope: Mapping[str, Any], fields: Mapping[str, Any]
+    module: nn.Module, rope: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> nn.Module | None:
     """Return what must be in the place of an embedding; None where it is right."""
+    if type(module) is not nn.RoPE:
+        return None
     dims, base = module.dims, rope.get("rope_theta", module.base)
     scaling = scaling_of(fields, rope)
     is_of_part = "qk_rope_head_dim" in fields or type_of(rope) == "proportional"
     if (share := rope.get("partial_rotary_factor")) is not None and not is_of_part:
         dims = rotated(fields, share)
     longest = fields.get("max_position_embeddings")
-    other = initialize_rope(dims, base, module.traditional, scaling, longest)
+    other = rope_utils.initialize_rope(dims, base, module.traditional, scaling, longest)
     is_right = (
         type(other) is nn.RoPE
         and (other.dims, other.base) == (module.dims, module.base)

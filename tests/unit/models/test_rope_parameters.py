@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from safetensors.numpy import save_file
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_to_generate, check_can_be_cut
+from shardmlx.loading.build import build_random, build_to_generate, check_can_be_cut
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import expected_tensors, modules
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
 
@@ -91,6 +93,36 @@ def test_each_type_of_layers_has_its_own_base() -> None:
     assert config["sliding_window_pattern"] == 2
 
 
+def ropes_of(config: dict[str, Any]) -> list[tuple[float, float]]:
+    """Base and scale of the rotary embedding of each layer of a model with random weights."""
+    ropes = [layer.self_attn.rope for layer in build_random(with_rope(config)).layers]
+    return [(rope.base, rope.scale) for rope in ropes]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_a_family_tells_layers_apart_where_the_file_does_not(family: str) -> None:
+    config = {**CONFIGS[family], "rope_theta": None, "rope_scaling": None}
+    said = {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}
+    scaling = {key: said[key] for key in ("rope_type", "factor")}
+    found = ropes_of({**config, "rope_parameters": said})
+    assert found == ropes_of({**config, "rope_theta": 500.0, "rope_scaling": scaling})
+    assert len({*found}) == 2
+
+
+def test_layers_whose_types_are_not_listed_are_left_to_the_family() -> None:
+    said = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    found = ropes_of({**CONFIGS["gemma3_text"], "rope_parameters": said})
+    assert found == [(5e3, 1.0), (1e6, 0.125)] * 2
+
+
+def test_null_is_nothing_said() -> None:
+    said = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
+    assert filled(rope_theta=5.0, rope_parameters=said)["rope_theta"] == 5.0
+
+
 @pytest.mark.parametrize(
     ("family", "field", "value"),
     [
@@ -131,6 +163,12 @@ def test_a_config_without_it_stays_as_it_is() -> None:
         ("default", "'default'"),
         ({"rope_theta": "1e4"}, "'1e4'"),
         ({"rope_theta": 0}, "0"),
+        ({"rope_theta": math.inf}, "inf"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": "half"}, "'half'"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 1.5}, "1.5"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "num_attention_heads"),
+        ({"full_attention": [5], "sliding_attention": {"rope_theta": 1e4}}, "full_attention"),
+        ({"sliding_attention": {"rope_theta": 1e4}}, "full_attention"),
         ({"rope_type": "default"}, "rope_theta"),
         ({"rope_theta": 1e4, "rope_type": "spiral"}, "'spiral'"),
         ({"rope_theta": 1e4, "rope_type": "linear"}, "factor"),
