@@ -15,33 +15,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardmlx.partitioners.balanced import balanced
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners.evenest import balanced, uniform
 from shardmlx.partitioners.hetero import hetero, step_cost
 from shardmlx.partitioners.memory import DoesNotFitError, memory
-from shardmlx.partitioners.parameters import parameters
 from shardmlx.partitioners.plugins import load_plugin, plugin_names
-from shardmlx.partitioners.problem import Partitioner, Problem
-from shardmlx.partitioners.profiled import profiled
-from shardmlx.partitioners.uniform import uniform
+from shardmlx.partitioners.problem import LayerCosts, Partitioner, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
-    {
-        "balanced": balanced,
-        "uniform": uniform,
-        "parameters": parameters,
-        "profiled": profiled,
-        "memory": memory,
-        "hetero": hetero,
-    }
+    {"balanced": balanced, "uniform": uniform, "memory": memory, "hetero": hetero}
 )
 """Partitioners of shardmlx; a plug-in of the same name is passed over."""
+
+_INSTEAD = {"profiled": "balanced, with --profile FILE", "parameters": "balanced or memory"}
 
 
 def partitioner_names() -> tuple[str, ...]:
     """Return the names of ours, then of other packages'; none of them is imported for that."""
     return *PARTITIONERS, *(name for name in plugin_names() if name not in PARTITIONERS)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a partitioner; ``ValueError`` says what to give in place of a former."""
+    if name in _INSTEAD and name not in plugin_names():
+        raise ValueError(f"give {_INSTEAD[name]}")
+    return name
 
 
 def get_partitioner(name: str) -> Partitioner:
@@ -58,12 +56,11 @@ __all__ = [
     "Problem",
     "StageMap",
     "balanced",
+    "check_name",
     "get_partitioner",
     "hetero",
     "memory",
-    "parameters",
     "partitioner_names",
-    "profiled",
     "step_cost",
     "uniform",
 ]

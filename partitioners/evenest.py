@@ -1,4 +1,4 @@
-"""Make the heaviest stage as light as can be: the division that other partitioners share."""
+"""Divide layers evenly: by their number, by their costs, or by any load of a stage."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from shardmlx.partitioners.costs import LayerCosts
-from shardmlx.pipeline.stage_map import Partition
+from shardmlx.partitioners.problem import LayerCosts, Problem
+from shardmlx.pipeline.stage_map import Partition, StageMap
 
 Load = Callable[[int, int, int], float]
 """Weight of a stage with layers start to stop, (stage, start, stop) -> load; more layers are never
 lighter."""
+
+
+def uniform(problem: Problem) -> StageMap:
+    """Make numbers of layers as even as can be; earlier stages take what is left over."""
+    size, left_over = divmod(problem.num_layers, problem.num_stages)
+    sizes = (size + (stage < left_over) for stage in range(problem.num_stages))
+    return problem.stage_map(Partition.from_sizes(sizes))
+
+
+def balanced(problem: Problem) -> StageMap:
+    """Minimise, exactly, the largest cost of a stage on the machine that runs it.
+
+    Embedding and lm_head count. Stages stay in their places. Where a rank has several, every
+    stage is as even as can be, not only their sum: a schedule takes turns among them.
+    """
+    load = exact_load([problem.costs[rank] for rank in problem.placement])
+    return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))
 
 
 def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:

@@ -6,10 +6,42 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.errors import UserError
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 UNITS = ("FLOPs", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Cost of each decoder layer, of the embedding (first stage), of norm and lm_head (last stage).
+
+    Any one unit: seconds, FLOPs, bytes. ``ValueError`` for what is negative or not finite.
+    """
+
+    layers: tuple[float, ...]
+    embedding: float = 0.0
+    head: float = 0.0
+
+    def __post_init__(self) -> None:
+        for cost in (*self.layers, self.embedding, self.head):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"a cost of {cost}")
+
+    def total(self, start: int, stop: int) -> float:
+        """Return the cost of layers ``start`` to ``stop`` as a stage, with its ends."""
+        ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
+        return math.fsum((*self.layers[start:stop], *ends))
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raise ``UserError`` unless the layers make that many stages, none of them empty."""
+        if num_stages < 1:
+            raise UserError(f"{num_stages} pipeline stages", "give 1 or more")
+        if num_stages > len(self.layers):
+            raise UserError(
+                f"{num_stages} stages, but the model has {len(self.layers)} layers",
+                f"use at most {len(self.layers)} stages",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +71,6 @@ class Problem:
     """Number of micro-batches of one step and one pipeline."""
     unit: str = "FLOPs"
     """Unit of ``costs``: ``FLOPs`` or ``seconds``."""
-    is_measured: bool = False
-    """True if ``costs`` were measured, and not computed from data sheets."""
     hosts: tuple[str, ...] = ()
     """The host of each pipeline rank, where they are known."""
 
@@ -74,8 +104,6 @@ class Problem:
             raise ValueError(f"{self.microbatches} micro-batches")
         if self.unit not in UNITS:
             raise ValueError(f"costs in {self.unit}: {' or '.join(UNITS)}")
-        if self.is_measured and self.unit != "seconds":
-            raise ValueError(f"{self.unit} are not measured: seconds are")
         if any(links) and self.unit != "seconds":
             raise ValueError(f"transfers are in seconds, but costs are in {self.unit}")
 

@@ -1,8 +1,7 @@
 """Measure what a layer takes on each machine: ``[mpirun -n N] python -m shardmlx.profile MODEL``.
 
-The planner, and the partitioners ``profiled`` and ``hetero``, then count in seconds instead of
-FLOPs. Ranks measure at the same time, so that those that share a machine slow one another as they
-do in a run.
+The planner and the partitioners then count in seconds instead of FLOPs. Ranks measure at the same
+time, so that those that share a machine slow one another as they do in a run.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def contenders(
         shapes = ["--rows", 1, "--lengths", work.profiled, "--config", config, "-o", profile]
         run(mpirun(2, "-m", "shardmlx.profile", model, *shapes, bind=options.bind))
         divided: dict[str, Any] = {
-            "partitioner": "profiled",
+            "partitioner": "balanced",
             "profile": profile,
             "micro_batch_size": 1,
         }

@@ -204,7 +204,7 @@ def compare_all(only: Sequence[str], data: Path, directory: Path) -> list[Result
                 "--lengths", f"{work.length // 2},{work.length}",
             ]
         )  # fmt: skip
-        more = ("--partitioner", "profiled", "--profile", profile)
+        more = ("--partitioner", "balanced", "--profile", profile)
         for schedule in schedules:
             results.append(measure(work, schedule, model, data, directory, *more))
             print("  ".join(line(results[-1])), flush=True)

@@ -15,6 +15,7 @@ from shardmlx.config.common_options import (
     stage_map_option,
 )
 from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.partitioners import check_name
 
 DEFAULT_PARTITIONER = "balanced"
 
@@ -44,6 +45,7 @@ class InspectOptions:
         "how --pipeline-stages divides",
         metavar="NAME",
         unset=DEFAULT_PARTITIONER,
+        parse=check_name,
         group=_SPLIT,
     )
     stage_map: str | None = stage_map_option(_SPLIT)

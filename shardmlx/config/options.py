@@ -206,7 +206,7 @@ def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
         try:
             value = rules.parse(value)
         except ValueError as error:
-            raise OptionError(name, f"is {value!r}: {error}") from None
+            raise OptionError(name, f"is {value!r}", str(error)) from None
     kinds = _alternatives(hint)
     if value is None and types.NoneType in kinds:
         return None

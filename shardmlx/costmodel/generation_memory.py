@@ -9,7 +9,7 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.models import kv_cache
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
 """Arrays of each width that exist while a layer computes a chunk, fitted to measurements.

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.simulate import Costs
 
 COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 
 FLOAT32 = 4
 """Bytes of an element of the sums of gradients, of adapters, and of what adapters compute."""

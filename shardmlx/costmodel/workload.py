@@ -22,7 +22,7 @@ from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import loaded_name
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The types of weights that compute, as a header and as MLX name them."""

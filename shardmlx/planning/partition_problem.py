@@ -107,7 +107,6 @@ def make_problem(
         transfer=between_ranks(mesh, transfer),
         microbatches=way.microbatches,
         unit=cluster.unit,
-        is_measured=cluster.profile is not None,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
 

@@ -49,10 +49,6 @@ def stage_costs(problem: Problem, answer: StageMap) -> list[Fraction]:
     ]
 
 
-def stage_sizes(problem: Problem, answer: StageMap) -> list[Fraction]:
-    return exact_sums(problem.sizes, answer.partition)
-
-
 def shares(problem: Problem, answer: StageMap) -> list[float]:
     """Return the part of its rank's memory that each stage holds."""
     peak = problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
@@ -71,8 +67,6 @@ def fits(problem: Problem, answer: StageMap) -> bool:
 OBJECTIVES: dict[str, Callable[[Problem, StageMap], float | Fraction]] = {
     "uniform": lambda _, answer: max(answer.partition.sizes) - min(answer.partition.sizes),
     "balanced": lambda problem, answer: max(stage_costs(problem, answer)),
-    "profiled": lambda problem, answer: max(stage_costs(problem, answer)),
-    "parameters": lambda problem, answer: max(stage_sizes(problem, answer)),
     "memory": lambda problem, answer: max(shares(problem, answer)),
     "hetero": step_cost,
 }
@@ -108,7 +102,6 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
         ),
         microbatches=random.choice([1, 2, 4, 16]),
         unit="seconds",
-        is_measured=True,
     )
 
 

@@ -24,7 +24,7 @@ from shardmlx.engine.stage import Stage
 from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 

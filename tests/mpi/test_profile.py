@@ -39,7 +39,7 @@ def planned(measured: Job, small: Path, pirate: Path, directory: Path) -> Job:
         *("-m", "shardmlx.train"),
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--batch-size", "4"),
         *("--iters", "3", "--max-seq-length", "64", "--val-batches", "0"),
-        *("--pipeline-stages", "2", "--partitioner", "profiled", "--profile", "profile.json"),
+        *("--pipeline-stages", "2", "--partitioner", "balanced", "--profile", "profile.json"),
         *("--metrics-file", "metrics.jsonl", "--adapter-path", "planned"),
         cwd=directory,
     )
@@ -142,7 +142,6 @@ def test_the_planner_takes_the_measured_times(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--partitioner", "profiled"], "--profile FILE"),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         (
             ["--profile", "profile.json", "--fine-tune-type", "full"],

@@ -24,7 +24,7 @@ from shardmlx.costmodel.memory import (
 )
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.actions import Action, Grid, Kind, parse_grid
 from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions

@@ -12,7 +12,7 @@ import pytest
 from shardmlx.costmodel.memory import StageMemory, TrainingSetup, rank_peak
 from shardmlx.costmodel.peak_terms import peak_of, peak_terms
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners.costs import LayerCosts
+from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.schedules import SCHEDULES
 from tests.helpers.models_and_batches import Layout, saving, tiny_config
 

@@ -1,7 +1,6 @@
-"""Dividing layers by name: uniform by count, parameters by bytes, balanced by cost."""
+"""Dividing layers by name: uniform by count, balanced by cost."""
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,12 +15,10 @@ from shardmlx.partitioners import (
     Problem,
     balanced,
     get_partitioner,
-    parameters,
-    profiled,
     uniform,
 )
 from shardmlx.pipeline.stage_map import StageMap
-from tests.helpers.partitions import every_answer, stage_costs, stage_sizes
+from tests.helpers.partitions import every_answer, stage_costs
 
 
 def in_order(costs: LayerCosts, num_stages: int) -> Problem:
@@ -72,23 +69,6 @@ def test_balanced_makes_the_stages_of_a_rank_even() -> None:
     assert balanced(problem).placement == (0, 1, 1, 0)
 
 
-def test_parameters_counts_bytes_and_not_costs() -> None:
-    sizes = LayerCosts((1.0,) * 6, embedding=3.0, head=3.0)
-    problem = Problem.homogeneous(LayerCosts((1.0,) * 6), (0, 1, 2), sizes)
-    assert balanced(problem).partition.sizes == (2, 2, 2)
-    assert parameters(problem).partition.sizes == (1, 4, 1)
-
-
-def test_profiled_wants_seconds_that_were_measured() -> None:
-    costs = LayerCosts((1.0,) * 10, head=2.0)
-    reckoned = Problem(placement=(0, 1, 2), costs=(costs,) * 3, sizes=costs, unit="seconds")
-    assert profiled(replace(reckoned, is_measured=True)).partition.sizes == (4, 4, 2)
-    with pytest.raises(UserError, match=r"not modelled seconds: .*--profile FILE"):
-        profiled(reckoned)
-    with pytest.raises(UserError, match=r"profiled divides measured seconds.*--profile FILE"):
-        profiled(in_order(costs, 3))
-
-
 cost = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e6))
 
 
@@ -120,13 +100,6 @@ def test_balanced_is_the_best_of_all_partitions(problem: Problem) -> None:
     assert balanced(problem) == min(every_answer(problem), key=order)
 
 
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_parameters_is_the_best_of_all_partitions(problem: Problem) -> None:
-    best = min(max(stage_sizes(problem, each)) for each in every_answer(problem))
-    assert max(stage_sizes(problem, parameters(problem))) == best
-
-
 # What a partitioner is told
 
 
@@ -154,7 +127,6 @@ def test_there_is_no_partition_without_a_layer_for_every_stage() -> None:
         ({"hosts": ("a",)}, "1 hosts for 2 pipeline ranks"),
         ({"microbatches": 0}, "0 micro-batches"),
         ({"unit": "hours"}, "costs in hours: FLOPs or seconds"),
-        ({"is_measured": True}, "FLOPs are not measured: seconds are"),
     ],
 )
 def test_a_problem_checks_itself(changed: dict[str, Any], message: str) -> None:
@@ -184,8 +156,7 @@ def test_partitioners_are_found_by_name() -> None:
     assert get_partitioner("balanced") is balanced
     with pytest.raises(
         UserError,
-        match="unknown partitioner 'even': use one of balanced, uniform, parameters, profiled, "
-        "memory, hetero",
+        match="unknown partitioner 'even': use one of balanced, uniform, memory, hetero",
     ):
         get_partitioner("even")
 
