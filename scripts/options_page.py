@@ -38,7 +38,8 @@ also [options of the other commands](options-others.md). {_MADE}
 `train` reads options from a YAML file too, with `-c FILE`. There an option has its name without
 dashes, and with `_` for `-`: `--batch-size 8` is `batch_size: 8`. A flag wins over the file.
 `--mask-prompt` switches on, and `--no-mask-prompt` off. A SIZE has a unit, like `12GiB` or `500MB`.
-Every command also has `--help` and `--version`.
+Every command also has `--version`, `--help` and `--help-all`: `train --help` lists what most runs
+need.
 """,
     "options-others.md": f"""\
 # Options of the other commands
@@ -76,9 +77,8 @@ lr_schedule:
   warmup_init: 0.0               # from here
 ```
 
-The same by flags: `--lora-rank 16 --lora-scale 20 --lora-dropout 0.05 --lora-keys self_attn.q_proj
-self_attn.v_proj --optimizer adamw --lr-schedule cosine_decay:1e-5,900,1e-7 --warmup 100`. Schedules
-and their arguments, in the order in which they are written:
+The optimizer and its schedule by flags: `--optimizer adamw --lr-schedule cosine_decay:1e-5,900,1e-7
+--warmup 100`. Schedules and their arguments, in the order in which they are written:
 
 | schedule | arguments |
 |---|---|

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -43,11 +43,12 @@ class CommandParser(OneLineParser):
     """A command line that names the command whose help to see.
 
     ``options`` is the dataclass that it is made from. Keys of a YAML file that are ``passed_over``
-    have a hint what to write instead.
+    have a hint what to write instead. ``hidden`` are what ``--help-all`` alone lists.
     """
 
     options: type[DataclassInstance]
     passed_over: Mapping[str, str] | None = None
+    hidden: Sequence[tuple[argparse.Action, str]] = ()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
@@ -56,6 +57,25 @@ class CommandParser(OneLineParser):
         """Print a line of advice, once for all ranks of a job, and for the job of a launch."""
         if self.prints and LAUNCHED not in os.environ:
             print(f"shardmlx: {text}", file=sys.stderr, flush=True)
+
+
+class _HelpAll(argparse.Action):
+    """Print the help of all options, also of those that ``--help`` leaves out."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if isinstance(parser, CommandParser) and parser.hidden:
+            for action, text in parser.hidden:
+                action.help = text
+            in_file = _yaml_only(declared(parser.options))
+            parser.epilog = " ".join(filter(None, [parser.epilog, in_file]))
+        parser.print_help()
+        parser.exit()
 
 
 class _Refused(argparse.Action):
@@ -102,7 +122,7 @@ def build_parser(
         prog=f"shardmlx {command}",
         usage=" ".join([f"shardmlx {command}", *words, "[OPTIONS]"]),
         description=description,
-        epilog=" ".join([*([epilog] if epilog else []), *_yaml_only(options, shown)]) or None,
+        epilog=epilog or (_yaml_only(options) if shown is None else None),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -112,43 +132,42 @@ def build_parser(
     flags = [each for each in options if each.rules.flag]
     names = dict.fromkeys([*groups, *(each.rules.group for each in flags)])
     places = {name: parser.add_argument_group(name).add_argument for name in names if name}
+    hidden = []
     for each in flags:
-        is_shown = shown is None or each.name in shown
-        _add(places.get(each.rules.group or "", parser.add_argument), each, is_shown=is_shown)
+        action = _add(places.get(each.rules.group or "", parser.add_argument), each)
+        if shown is not None and each.name not in shown:
+            hidden.append((action, str(action.help)))
+            action.help = argparse.SUPPRESS
         for other in each.rules.also:
             parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
     for flag, reason in (refused or {}).items():
         parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
+    parser.hidden = hidden
+    text = f"show {len(flags)} options and exit" if hidden else argparse.SUPPRESS
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, help=text)
     return parser
 
 
-def _yaml_only(options: Iterable[Declared], shown: Collection[str] | None) -> Iterator[str]:
+def _yaml_only(options: Iterable[Declared]) -> str | None:
     names = [each.name for each in options if not each.rules.flag]
-    if names and shown is None:
-        yield f"In the YAML file only: {', '.join(names)}."
+    return f"In the YAML file only: {', '.join(names)}." if names else None
 
 
-def _add(add: Callable[..., object], each: Declared, *, is_shown: bool) -> None:
-    how: dict[str, Any] = {"help": each.help.replace("%", "%%") if is_shown else argparse.SUPPRESS}
+def _add(add: Callable[..., argparse.Action], each: Declared) -> argparse.Action:
+    how: dict[str, Any] = {"help": each.help.replace("%", "%%")}
     if each.rules.positional:
-        add(each.name, metavar=each.metavar, **how, **_type(each))
-    elif bool in each.kinds and each.rules.takes_value:
+        return add(each.name, metavar=each.metavar, **how, **_type(each))
+    if bool in each.kinds and each.rules.takes_value:
         how |= {"nargs": "?", "const": True, "metavar": "BOOL", "type": _truth}
-        add(*each.flags, **how)
-        add(
-            f"--no-{each.flag[2:]}",
-            dest=each.name,
-            action="store_false",
-            help=argparse.SUPPRESS,
-        )
-    elif bool in each.kinds:
-        add(*each.flags, action=argparse.BooleanOptionalAction, **how)
-    else:
-        if list in each.kinds and each.rules.one_each:
-            how["action"] = "append"
-        elif list in each.kinds:
-            how |= {"action": "extend", "nargs": "+"}
-        add(*each.flags, metavar=each.metavar, **how, **_type(each))
+        add(f"--no-{each.flag[2:]}", dest=each.name, action="store_false", help=argparse.SUPPRESS)
+        return add(*each.flags, **how)
+    if bool in each.kinds:
+        return add(*each.flags, action=argparse.BooleanOptionalAction, **how)
+    if list in each.kinds and each.rules.one_each:
+        how["action"] = "append"
+    elif list in each.kinds:
+        how |= {"action": "extend", "nargs": "+"}
+    return add(*each.flags, metavar=each.metavar, **how, **_type(each))
 
 
 def _type(each: Declared) -> dict[str, Any]:
@@ -193,7 +212,11 @@ def load_before_command(
 ) -> tuple[Options, str, tuple[str, ...]]:
     """Build the options before the first word that is none: one of ``commands``, whose own words
     follow. Return options, command and its words."""
-    known = {flag for each in declared(cls) for flag in each.flags} | {"--help", "--version"}
+    known = {flag for each in declared(cls) for flag in each.flags} | {
+        "--help",
+        "--help-all",
+        "--version",
+    }
     for word in takewhile(lambda word: word not in commands, argv):
         if word.startswith("--") and word.partition("=")[0] not in known:
             raise _unknown([word], declared(cls), parser)
@@ -261,6 +284,9 @@ def _unknown(words: Sequence[str], known: Sequence[Declared], parser: CommandPar
     word = next((word for word in words if word.startswith("-")), words[0])
     names = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
     name = word.partition("=")[0].lstrip("-")
+    key = name.replace("-", "_")
+    if key in (each.name for each in known if not each.rules.flag):
+        return UserError(f"unknown argument {word!r}", f"write {key} into the YAML file: -c FILE")
     remedy = did_you_mean(name, names, "--") or f"see {parser.prog} --help"
     return UserError(f"unknown argument {word!r}", remedy)
 

@@ -38,7 +38,7 @@ class DataConfig:
         "cut",
         "what to do with sequences longer than --max-seq-length",
         choices=("cut", "error"),
-        group=_DATA,
+        flag=False,
     )
     weights: str = weights_option(_DATA)
     weight_cache: str | None = weight_cache_option(_DATA)

@@ -50,7 +50,7 @@ from shardmlx.config.specs import (
 from shardmlx.pipeline.schedules import SCHEDULES
 
 _TRAINING = "training, as in mlx_lm.lora"
-_LORA = "LoRA and the learning rate"
+_RATE = "the learning rate"
 _PIPELINE = "pipeline"
 _OUTPUT = "reports"
 _CHECKPOINTS = "checkpoints and failures"
@@ -60,6 +60,13 @@ _AUTO_CHUNK = f"{AUTO_CHUNKS['metal']}, or {AUTO_CHUNKS['cpu']} on a CPU"
 REPORTERS = ("wandb", "swanlab", "tensorboard")
 
 STORAGES = ("auto", "shared", "rank0", "neighbour")
+
+_SHOWN = (
+    *("model", "data", "config", "dry_run", "iters", "batch_size", "learning_rate"),
+    *("train", "fine_tune_type", "num_layers", "adapter_path", "resume_adapter_file"),
+    *("mask_prompt", "max_seq_length", "pipeline_stages", "hostfile"),
+)
+"""The options that ``--help`` lists."""
 
 PASSED_OVER: Mapping[str, str] = MappingProxyType(
     {
@@ -165,33 +172,10 @@ class TrainConfig(DataConfig):
     )
     seed: int = option(0, "seed of data order, dropout and new weights", minimum=0, group=_TRAINING)
 
-    lora_rank: int | None = option(
-        None, "rank of the adapters", unset="8, or as in lora_parameters", minimum=1, group=_LORA
-    )
-    lora_scale: float | None = option(
-        None,
-        "factor of the adapters' output",
-        metavar="X",
-        unset="20, or as in lora_parameters",
-        group=_LORA,
-    )
-    lora_dropout: float | None = option(
-        None,
-        "share of the adapters' inputs dropped",
-        metavar="SHARE",
-        unset="0, or as in lora_parameters",
-        minimum=0,
-        group=_LORA,
-    )
-    lora_keys: Sequence[str] = option(
-        [],
-        "modules that have adapters, like self_attn.q_proj mlp.up_proj",
-        metavar="NAME",
-        unset="all linear layers",
-        group=_LORA,
-    )
     lora_parameters: Mapping[str, Any] = option(
-        {"rank": 8, "dropout": 0.0, "scale": 20.0}, "rank, scale, dropout, keys", flag=False
+        {"rank": 8, "dropout": 0.0, "scale": 20.0},
+        "rank, scale and dropout of the adapters, and keys: the modules that have them",
+        flag=False,
     )
     lr_schedule: Mapping[str, Any] | None = option(
         None,
@@ -202,7 +186,7 @@ class TrainConfig(DataConfig):
         metavar="NAME[:X,X]",
         unset="none: the rate stays",
         parse=parse_lr_schedule,
-        group=_LORA,
+        group=_RATE,
     )
     warmup: int | None = option(
         None,
@@ -210,7 +194,7 @@ class TrainConfig(DataConfig):
         metavar="UPDATES",
         minimum=0,
         unset="none, or warmup in lr_schedule",
-        group=_LORA,
+        group=_RATE,
     )
 
     pipeline_stages: int | None = option(
@@ -349,8 +333,7 @@ class TrainConfig(DataConfig):
     metrics_host: str = option(
         "127.0.0.1",
         "address at which it does; others than this machine's own need it",
-        metavar="ADDRESS",
-        group=_OUTPUT,
+        flag=False,
     )
     trace: str | None = option(
         None, "write what every rank did when here, for Perfetto", metavar="FILE", group=_OUTPUT
@@ -404,7 +387,6 @@ class TrainConfig(DataConfig):
         if not self.train and self.resume not in ("auto", "never"):
             raise OptionError("resume", f"is {self.resume} with --test alone", "nothing is trained")
         self._merge_recompute()
-        self._merge_lora()
         if self.fine_tune_type != "full":
             check_lora(self.lora_parameters)
         check_optimizer_config(self.optimizer_config)
@@ -471,17 +453,6 @@ class TrainConfig(DataConfig):
             raise OptionError("recompute", f"is {self.recompute} with {given}", "leave one out")
         object.__setattr__(self, "recompute", meant)
 
-    def _merge_lora(self) -> None:
-        """Put the LoRA options that have flags into ``lora_parameters``."""
-        flags = {
-            "rank": self.lora_rank,
-            "scale": self.lora_scale,
-            "dropout": self.lora_dropout,
-            "keys": self.lora_keys or None,
-        }
-        given = {key: value for key, value in flags.items() if value is not None}
-        object.__setattr__(self, "lora_parameters", {**self.lora_parameters, **given})
-
     def _fill_lr_schedule(self) -> None:
         """Check the schedule, and give it the arguments and the warm-up that it lacks.
 
@@ -517,6 +488,7 @@ def build_parser(rank: int = 0) -> CommandParser:
         "train",
         "Fine-tune a language model through pipeline stages, one MPI rank each.",
         rank=rank,
+        shown=_SHOWN,
         passed_over=PASSED_OVER,
     )
 

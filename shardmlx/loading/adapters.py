@@ -85,13 +85,13 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
         if not fine_tune.is_full and is_peft(weights):
             made = _convert(read_adapter_config(file.parent), weights, model)
             weights = _rescaled(made, fine_tune.lora_parameters["scale"])
-            remedy = f"give --lora-rank {made.parameters['rank']}, and the modules that it has"
+            remedy = f"give rank: {made.parameters['rank']} in lora_parameters, and its modules"
         known = dict(tree_flatten(model.parameters()))
         if not weights.keys() & known.keys():
             raise UserError("it holds no weight of this model")
         if not fine_tune.is_full:
             known = dict(tree_flatten(model.trainable_parameters()))
-            remedy += ": --num-layers, and keys in lora_parameters, or --lora-keys"
+            remedy += ": --num-layers, and keys in lora_parameters"
         put(model, weights, known, remedy)
     except UserError as error:
         raise UserError(f"--resume-adapter-file {file}: {error.problem}", error.remedy) from None

@@ -288,5 +288,5 @@ def _check_lengths(
             raise UserError(
                 f"{where(i)} has {whole} tokens, more than --max-seq-length "
                 f"{options.max_seq_length}",
-                "raise it, split the text, or use --long-sequences cut",
+                "raise it, split the text, or use long_sequences: cut",
             )

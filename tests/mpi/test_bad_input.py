@@ -204,11 +204,12 @@ def test_a_sequence_longer_than_the_limit_where_none_may_be_cut(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     path = longest(data, 100)
-    flags = ("--long-sequences", "error", "--max-seq-length", "200")
-    line = refused(tmp_path, 1, *flags)
+    file = tmp_path / "lora.yaml"
+    file.write_text("long_sequences: error\n")
+    line = refused(tmp_path, 1, "-c", file, "--max-seq-length", "200")
     assert line.startswith(f"{path}:33 has ")
     assert line.endswith(
-        "more than --max-seq-length 200: raise it, split the text, or use --long-sequences cut"
+        "more than --max-seq-length 200: raise it, split the text, or use long_sequences: cut"
     )
 
 

@@ -244,7 +244,7 @@ def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     compared_apart |= {"optimizer_config", "hf_dataset"}
     like_others = {"train", "config", "prompt_feature", "completion_feature"}
     like_others |= {"chat_feature"}
-    in_others = {"lora_rank", "lora_scale", "lora_dropout", "lora_keys", "warmup"}
+    in_others = {"warmup"}
     assert set(SAME_OPTIONS) == set(OTHER)
     known = [*OTHER, *MAY_CHANGE, *compared_apart, *like_others, *in_others]
     assert sorted(known) == sorted(field.name for field in fields(TrainConfig))

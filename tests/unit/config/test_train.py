@@ -258,17 +258,6 @@ def test_optimizer_names_may_be_capitalised_as_in_mlx_lm() -> None:
 # What YAML has, by flags
 
 
-def test_lora_options_have_flags_that_win_over_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "lora_parameters: {rank: 4, scale: 10.0, dropout: 0.1}\n")
-    config = load_config(["-c", path, "--lora-rank", "16", "--lora-keys", "q_proj", "v_proj"])
-    assert config.lora_parameters == {
-        "rank": 16, "scale": 10.0, "dropout": 0.1, "keys": ["q_proj", "v_proj"],
-    }  # fmt: skip
-    config = load_config(["--lora-scale", "2", "--lora-dropout", "0.5"])
-    assert config.lora_parameters == {"rank": 8, "scale": 2.0, "dropout": 0.5}
-    assert "has dropout 1.0" in error_of("--lora-dropout", "1")
-
-
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [
@@ -534,13 +523,35 @@ def test_help_and_version_are_printed_on_rank_0_only(
         assert bool(capsys.readouterr().out) == prints
 
 
-def test_help_shows_each_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
+    """Return the help, and the long flags of the options that it lists."""
     with pytest.raises(SystemExit):
-        load_config(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--batch-size N sequences a step, over all replicas together (default: 4)" in (text)
+        load_config([flag])
+    text = capsys.readouterr().out
+    flags = set(re.findall(r"^  (?:-\w \w+, )?--([a-z-]+)", text, re.MULTILINE))
+    return " ".join(text.split()), flags - {"version", "help-all"}
+
+
+def test_help_lists_what_most_runs_need_and_help_all_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    used = {"model", "data", "train", "iters", "batch-size", "fine-tune-type", "num-layers"}
+    used |= {"learning-rate", "adapter-path", "resume-adapter-file", "mask-prompt", "config"}
+    used |= {"max-seq-length", "pipeline-stages", "hostfile", "dry-run"}
+    text, flags = help_of("--help", capsys)
+    assert flags == used
+    assert "--batch-size N sequences a step, over all replicas together (default: 4)" in text
+    text, flags = help_of("--help-all", capsys)
+    assert used < flags == {each.flag[2:] for each in declared(TrainConfig) if each.rules.flag}
+    assert len(flags) <= 65
     assert "--schedule {auto,gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v}" in text
-    assert "In the YAML file only: hf_dataset, prompt_feature," in text
+    assert "In the YAML file only: long_sequences, hf_dataset, prompt_feature," in text
+
+
+def test_an_option_of_the_file_is_no_flag() -> None:
+    problem, _, remedy = error_of("--lora-parameters", "8").partition(": ")
+    assert problem == "unknown argument '--lora-parameters'"
+    assert "lora_parameters into the YAML file" in remedy
 
 
 def test_planning_starts_neither_mlx_nor_mpi() -> None:

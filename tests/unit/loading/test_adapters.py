@@ -123,7 +123,7 @@ def test_training_goes_on_from_a_lora_of_peft_with_another_scale(
         assert mx.allclose(product.T, 12 / 4 * (b @ a), atol=1e-4)
         assert found[f"{module}.lora_a"].dtype == mx.float32
     rank = {"lora_parameters": {**LORA, "rank": 8}}
-    assert "--lora-rank 4" in error_of(lambda: trained(model, file, **rank)).remedy
+    assert "rank: 4 in lora_parameters" in error_of(lambda: trained(model, file, **rank)).remedy
     (tmp_path / "peft" / "adapter_config.json").unlink()
     assert "adapter_config.json" in error_of(lambda: trained(model, file)).problem
 
@@ -229,7 +229,7 @@ def test_a_run_that_trains_less_than_its_file_has_is_refused(
     error = error_of(lambda: trained(model, file, **less))
     assert "lora_" in error.problem
     assert "--num-layers" in error.remedy
-    assert "--lora-keys" in error.remedy
+    assert "keys in lora_parameters" in error.remedy
 
 
 @pytest.mark.parametrize("wrong", ["mlp.dwn_proj", "down_proj"])

@@ -347,7 +347,7 @@ def test_a_sequence_longer_than_the_limit_where_none_shall_be_cut(tmp_path: Path
     directory = write(tmp_path, train=[{"text": "abc"}, {"text": "abcdefgh"}])
     assert error_of(directory, max_seq_length=8, long_sequences="error") == (
         f"{tmp_path}/train.jsonl:2 has 9 tokens, more than --max-seq-length 8: raise it, split "
-        "the text, or use --long-sequences cut"
+        "the text, or use long_sequences: cut"
     )
 
 
