@@ -122,6 +122,7 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     from shardmlx.inference.pipeline import FirstStage, LaterStage
     from shardmlx.inference.sampling_params import SamplingParams
     from shardmlx.inference.scheduler import Scheduler
+    from shardmlx.inference.stage import StageWorker
     from shardmlx.loading.build import build_to_generate
     from shardmlx.models.slice import Slice
 
@@ -138,10 +139,11 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     part.load()
     transport.barrier()
     if transport.rank > 0:
-        LaterStage(transport, part).run()
+        LaterStage(StageWorker(transport, part)).run()
         transport.close()
         return
-    first_stage = FirstStage(transport, part, Scheduler(transport.size, BATCH, chunk))
+    scheduler = Scheduler(transport.size, BATCH, chunk)
+    first_stage = FirstStage(StageWorker(transport, part), scheduler)
     numbers = iter(range(10**9))
 
     def work(rows: list[list[int]], tokens: int) -> Times:

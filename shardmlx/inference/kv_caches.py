@@ -135,8 +135,8 @@ class KVCaches:
         self._groups: dict[int, _BatchedCaches] = {}
 
     def of(self, item: Item) -> Caches:
-        """Return the caches that an item's tokens enter, one row for each of its sequences."""
-        self.update(item)
+        """Return the caches that an item's tokens enter, one row for each of its sequences.
+        ``update`` comes first."""
         if item.kind is ItemKind.PREFILL or item.group is None:
             (sequence,) = item.sequences
             return self._quantised(self._alone.setdefault(sequence, self._new()))

@@ -33,10 +33,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.messages import Handle, PeerLost, TransportError, buffer_of, new_buffer
-from shardmlx.distributed.transport import Transport
-from shardmlx.errors import EngineError
-from shardmlx.inference.grammars import Grammars
+from shardmlx.distributed.messages import Handle, PeerLost, buffer_of
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -48,11 +45,9 @@ from shardmlx.inference.stage import (
     LENGTH_BYTES,
     TOKENS_TAG,
     UNSENT,
-    InferenceStage,
     ItemGraph,
+    StageWorker,
 )
-from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.slice import Slice
 
 AHEAD = 2
 """Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
@@ -83,7 +78,7 @@ class _Returning:
     handle: Handle
 
 
-class FirstStage(InferenceStage):
+class FirstStage:
     """Rank 0: prompts come in here, and tokens come out.
 
     With a ``prefix_cache`` the KV caches of ended sequences are kept for prompts that begin like
@@ -92,24 +87,13 @@ class FirstStage(InferenceStage):
 
     def __init__(
         self,
-        transport: Transport,
-        part: Slice,
+        worker: StageWorker,
         scheduler: Scheduler,
         *,
-        max_kv_size: int | None = None,
-        quantisation: CacheQuantisation | None = None,
-        random_state: int = 0,
         prefix_cache: PrefixCache | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(
-            transport,
-            part,
-            max_kv_size=max_kv_size,
-            quantisation=quantisation,
-            random_state=random_state,
-            grammars=grammars,
-        )
+        self._worker = worker
+        self._last = worker.transport.size - 1
         self._scheduler = scheduler
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
@@ -164,53 +148,43 @@ class FirstStage(InferenceStage):
         To be called every now and then while nothing is generated. Raises what transports raise if
         a rank is lost.
         """
-        self._begin(None)
+        self._worker.begin(None)
         item = self._scheduler.rest()
-        if self._stage < self._last:
-            self._announce(item)
-            self._outbox.drain(UNSENT)
-        self._close_ended(item)
+        self._worker.announce(item)
+        self._worker.drain(UNSENT)
         self._retract_foreseen()
-        self._caches.update(item)
+        self._worker.update(item)
 
     def step(self) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next, and return pairs of (sequence, token) that have come.
 
         Raises ``EngineError`` and what transports raise, with rank, stage and item.
         """
-        try:
-            return self._step()
-        except (TransportError, EngineError):
-            raise
-        except Exception as error:
-            raise self._named(error) from error
-
-    def _step(self) -> list[tuple[int, SampledToken]]:
-        if came := self._take():
-            return came
-        self._make_room()
-        item = self._scheduler.next()
-        if item is not None:
-            self._issue(item)
-            return []
-        if not self._returning:
-            return []
-        self._foresee()
-        first = self._returning[0]
-        self._item = first.item
-        self._wait(first.handle, self._last)
-        return self._take()
+        with self._worker.named_errors():
+            if came := self._take():
+                return came
+            self._make_room()
+            item = self._scheduler.next()
+            if item is not None:
+                self._issue(item)
+                return []
+            if not self._returning:
+                return []
+            self._foresee()
+            first = self._returning[0]
+            self._worker.item = first.item
+            self._worker.wait(first.handle, self._last)
+            return self._take()
 
     def stop(self) -> None:
         """Have all ranks return from ``LaterStage.run``."""
-        if self._stage < self._last:
-            self._announce(Item(ItemKind.STOP))
-            self._outbox.drain(0)
-        self._begin(None)
+        self._worker.announce(Item(ItemKind.STOP))
+        self._worker.drain(0)
+        self._worker.begin(None)
 
     def _issue(self, item: Item) -> None:
-        self._begin(item)
-        self._close_ended(item)
+        worker = self._worker
+        worker.begin(item)
         for number in item.put_back:
             if number in self._sequences:
                 self._sequences[number].position = 0
@@ -219,23 +193,22 @@ class FirstStage(InferenceStage):
             sequence.position = item.prefix.length
             if item.params is not None:
                 sequence.cached = item.prefix.length
-        if self._stage < self._last:
-            self._announce(item)
-            if item.samples:
-                width = packed_width([self._sequences[number].params for number in item.sequences])
-                tokens = np.zeros((len(item.sequences), width), np.int32)
-                handle = self.transport.receive(tokens, self._last, TOKENS_TAG)
-                self._returning.append(_Returning(item, tokens, handle))
-        graph = self._prepared(item)
+        worker.announce(item)
+        if item.samples and self._last:
+            width = packed_width([self._sequences[number].params for number in item.sequences])
+            tokens = np.zeros((len(item.sequences), width), np.int32)
+            handle = worker.transport.receive(tokens, self._last, TOKENS_TAG)
+            self._returning.append(_Returning(item, tokens, handle))
+        graph = self._graph_of(item)
         self._fill(graph)
-        self._compute(graph)
-        if self._stage < self._last:
-            self._pass_on(graph)
+        worker.compute(graph)
+        if self._last:
+            worker.pass_on(graph)
         elif item.samples:
             tokens = np.array(graph.outputs)
             self._returning.append(_Returning(item, tokens, Handle(tokens, done=True)))
 
-    def _prepared(self, item: Item) -> ItemGraph:
+    def _graph_of(self, item: Item) -> ItemGraph:
         """Return the graph of the item: the foreseen one, or a new one."""
         graph = self._foreseen
         if graph is not None and (graph.item.group, graph.item.sequences) == (
@@ -243,16 +216,15 @@ class FirstStage(InferenceStage):
             item.sequences,
         ):
             self._foreseen = None
-            self._caches.update(item)
+            self._worker.update(item)
             return graph
         self._retract_foreseen()
-        return self._build(item, new_buffer((len(item.sequences), item.length), mx.int32))
+        return self._worker.build(item, self._worker.inputs(item))
 
     def _foresee(self) -> None:
         """Build the graph of the likely next item while there is nothing else to do."""
         if self._foreseen is None and (item := self._scheduler.foreseen()) is not None:
-            inputs = new_buffer((len(item.sequences), 1), mx.int32)
-            self._foreseen = self._build(item, inputs, may_fail=True)
+            self._foreseen = self._worker.build(item, self._worker.inputs(item), may_fail=True)
 
     def _retract_foreseen(self) -> None:
         graph, self._foreseen = self._foreseen, None
@@ -271,7 +243,7 @@ class FirstStage(InferenceStage):
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came = []
-        while self._returning and self._has_come(self._returning[0].handle):
+        while self._returning and self._worker.has_come(self._returning[0].handle):
             done = self._returning.popleft()
             self._scheduler.returned(done.item)
             for number, row in zip(done.item.sequences, done.tokens, strict=True):
@@ -302,64 +274,46 @@ class FirstStage(InferenceStage):
             self._scheduler.forget(gone)
 
 
-class LaterStage(InferenceStage):
+class LaterStage:
     """A rank other than 0: it does what is announced, until it is told to stop."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        part: Slice,
-        *,
-        max_kv_size: int | None = None,
-        quantisation: CacheQuantisation | None = None,
-        random_state: int = 0,
-        grammars: Grammars | None = None,
-    ) -> None:
-        super().__init__(
-            transport,
-            part,
-            max_kv_size=max_kv_size,
-            quantisation=quantisation,
-            random_state=random_state,
-            grammars=grammars,
-        )
+    def __init__(self, worker: StageWorker) -> None:
+        self._worker = worker
+        self._peer = worker.transport.rank - 1
         self._announced: deque[tuple[Item, mx.array, Handle | None]] = deque()
         self._next = self._post_announcement()
 
     def run(self) -> None:
         """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
-        try:
+        worker = self._worker
+        with worker.named_errors():
             while (graph := self._next_graph()) is not None:
-                self._compute(graph)
-                self._pass_on(graph)
-                self._item = None
-            self._outbox.drain(0)
-        except (TransportError, EngineError):
-            raise
-        except Exception as error:
-            raise self._named(error) from error
-        self._begin(None)
+                worker.compute(graph)
+                worker.pass_on(graph)
+                worker.item = None
+            worker.drain(0)
+        worker.begin(None)
 
     def _next_graph(self) -> ItemGraph | None:
         """Return the graph of the next item, with its inputs received; None at the end."""
+        worker = self._worker
         while True:
             if not self._announced:
-                self._begin(None)
-                self._wait(self._next[0], self._stage - 1)
+                worker.begin(None)
+                worker.wait(self._next[0], self._peer)
                 self._hear()
             item, inputs, handle = self._announced.popleft()
             if item.kind is ItemKind.STOP:
-                self._begin(item)
+                worker.begin(item)
                 return None
-            self._close_ended(item)
             if handle is not None:
                 break
-            self._caches.update(item)
-        self._begin(item)
-        graph = self._build(item, inputs)
+            worker.update(item)
+        worker.begin(item)
+        graph = worker.build(item, inputs)
         while self._may_hear():
             self._hear()
-        self._wait(handle, self._stage - 1)
+        worker.wait(handle, self._peer)
         return graph
 
     def _may_hear(self) -> bool:
@@ -368,38 +322,33 @@ class LaterStage(InferenceStage):
         if stops or len(self._announced) >= AHEAD:
             return False
         with contextlib.suppress(PeerLost):  # who waits for it says where
-            return self._has_come(self._next[0])
+            return self._worker.has_come(self._next[0])
         return False
 
     def _hear(self) -> None:
         """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
-        handle, buffer = self._next
+        _, buffer = self._next
         length = int.from_bytes(buffer[:LENGTH_BYTES].tobytes())
         packed = buffer[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
         if length > len(packed):
             rest = np.zeros(length - len(packed), np.uint8)
-            self._wait(
-                self.transport.receive(rest, self._stage - 1, ANNOUNCEMENT_TAG), self._stage - 1
-            )
+            self._worker.wait(self._receive(rest, ANNOUNCEMENT_TAG), self._peer)
             packed += rest.tobytes()
         item: Item = pickle.loads(packed)
-        if self._stage < self._last:
-            self._announce(item)
+        self._worker.announce(item)
+        if item.kind in (ItemKind.STOP, ItemKind.IDLE):
+            self._announced.append((item, mx.zeros(0), None))
+        else:
+            inputs = self._worker.inputs(item)
+            self._announced.append((item, inputs, self._receive(inputs, HIDDEN_TAG)))
         if item.kind is ItemKind.STOP:
-            self._announced.append((item, mx.zeros(0), None))
             self._next = (Handle(buffer), buffer)  # nothing will come any more
-            return
-        if item.kind is ItemKind.IDLE:
-            self._announced.append((item, mx.zeros(0), None))
+        else:
             self._next = self._post_announcement()
-            return
-        inputs = new_buffer(
-            (len(item.sequences), item.length, self.part.hidden_size), self.part.dtype
-        )
-        handle = self.transport.receive(inputs, self._stage - 1, HIDDEN_TAG)
-        self._announced.append((item, inputs, handle))
-        self._next = self._post_announcement()
 
     def _post_announcement(self) -> tuple[Handle, np.ndarray]:
         buffer = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-        return self.transport.receive(buffer, self._stage - 1, ANNOUNCEMENT_TAG), buffer
+        return self._receive(buffer, ANNOUNCEMENT_TAG), buffer
+
+    def _receive(self, buffer: mx.array | np.ndarray, tag: int) -> Handle:
+        return self._worker.transport.receive(buffer, self._peer, tag)

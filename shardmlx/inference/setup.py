@@ -37,6 +37,7 @@ from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
+from shardmlx.inference.stage import StageWorker
 from shardmlx.loading.allocator import limit_memory
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.rank_setup import (
@@ -74,14 +75,7 @@ class Prepared:
 
     def later_stage(self, grammars: Grammars | None = None) -> LaterStage:
         """Return the stage of a rank other than 0."""
-        return LaterStage(
-            self.transport,
-            self.part,
-            max_kv_size=self.plan.max_kv_size,
-            quantisation=self.plan.quantisation,
-            random_state=self.random_state,
-            grammars=grammars,
-        )
+        return LaterStage(self._worker(grammars))
 
     def first_stage(
         self,
@@ -91,14 +85,16 @@ class Prepared:
     ) -> FirstStage:
         """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``."""
         plan = self.plan
-        return FirstStage(
+        scheduler = Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity)
+        return FirstStage(self._worker(grammars), scheduler, prefix_cache=prefix_cache)
+
+    def _worker(self, grammars: Grammars | None) -> StageWorker:
+        return StageWorker(
             self.transport,
             self.part,
-            Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity),
             max_kv_size=self.plan.max_kv_size,
             quantisation=self.plan.quantisation,
             random_state=self.random_state,
-            prefix_cache=prefix_cache,
             grammars=grammars,
         )
 

@@ -1,16 +1,24 @@
-"""The part of generation that all ranks share: what every stage does with an item."""
+"""A worker that computes items of generation, on every rank, whichever stage it has."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.messages import FIRST_ENGINE_TAG, Handle, PeerLost
+from shardmlx.distributed.messages import (
+    FIRST_ENGINE_TAG,
+    Handle,
+    PeerLost,
+    TransportError,
+    new_buffer,
+)
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.grammars import Grammars
@@ -81,12 +89,13 @@ class Outbox:
             self.transport.wait(handle, lambda: what)  # noqa: B023 - called at once
 
 
-class InferenceStage:
-    """A rank's part in generation: rank i runs stage i.
+class StageWorker:
+    """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
 
     ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
     sample, ``grammars`` those that sequences may have. ``max_kv_size`` limits the tokens that a
-    sequence's cache holds, and ``quantisation`` packs them, as in mlx-lm.
+    sequence's cache holds, and ``quantisation`` packs them, as in mlx-lm. ``item`` is at work now:
+    errors name it.
     """
 
     def __init__(
@@ -101,19 +110,36 @@ class InferenceStage:
     ) -> None:
         self.transport = transport
         self.part = part
-        self._stage, self._last = transport.rank, transport.size - 1
-        self._caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
+        self.caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
+        self.item: Item | None = None
         self._sampler = BatchSampler(random_state, grammars)
         self._outbox = Outbox(transport)
-        self._item: Item | None = None
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
-    # What all stages do with an item.
+    def begin(self, item: Item | None) -> None:
+        """Begin an item, or wait for one. Raises what transports raise if a rank is lost."""
+        self.item = item
+        what = f"stage {self.transport.rank}, {item}" if item else "generating"
+        self.transport.activity.begin(what)
+        self.transport.check(self._who)
 
-    def _build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
+    def inputs(self, item: Item) -> mx.array:
+        """Return a buffer for an item's token ids, or hidden states, to be filled."""
+        shape = len(item.sequences), item.length
+        if self.part.is_first:
+            return new_buffer(shape, mx.int32)
+        return new_buffer((*shape, self.part.hidden_size), self.part.dtype)
+
+    def update(self, item: Item) -> None:
+        """Move caches, and forget sampling states, as an item says of sequences that have left."""
+        self._sampler.close([*item.kept, *item.dropped])
+        self.caches.update(item)
+
+    def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
         """Build the graph of an item, without computing it. One that ``may_fail`` to be the right
         guess can be taken back by its backup."""
-        caches = self._caches.of(item)
+        self.update(item)
+        caches = self.caches.of(item)
         backup = CacheBackup.of(caches) if may_fail else None
         hidden = self.part.extend(inputs, caches)
         # The next chunk needs all keys and values, and nothing else of the last layer.
@@ -128,29 +154,32 @@ class InferenceStage:
         tokens = self._sampler.sample(item.sequences, self.part.last_logits(hidden))
         return ItemGraph(item, inputs, tokens, [tokens, *evaluated], backup=backup)
 
-    def _compute(self, graph: ItemGraph) -> None:
+    def compute(self, graph: ItemGraph) -> None:
+        """Evaluate a graph whose inputs are filled; it cannot be taken back any more."""
         graph.backup = None
         mx.eval(graph.evaluated)
         if self.part.is_last and graph.item.samples:
             self._sampler.settle(graph.item.sequences, np.array(graph.outputs)[:, 0].tolist())
 
-    def _close_ended(self, item: Item) -> None:
-        """Forget the sampling state of sequences that have ended."""
-        if self.part.is_last:
-            self._sampler.close([*item.kept, *item.dropped])
-
-    def _pass_on(self, graph: ItemGraph) -> None:
-        if self._stage < self._last:
-            self._outbox.send(graph.outputs, self._stage + 1, HIDDEN_TAG, self._who())
+    def pass_on(self, graph: ItemGraph) -> None:
+        """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""
+        if not self.part.is_last:
+            self._outbox.send(graph.outputs, self.transport.rank + 1, HIDDEN_TAG, self._who())
         elif graph.item.samples:
             self._outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
-        self._outbox.drain(UNSENT)
+        self.drain(UNSENT)
 
-    def _announce(self, item: Item) -> None:
-        for part in _packed(item):
-            self._outbox.send(part, self._stage + 1, ANNOUNCEMENT_TAG, self._who())
+    def announce(self, item: Item) -> None:
+        """Tell the next stage, if there is one, what it computes next."""
+        if not self.part.is_last:
+            for part in _packed(item):
+                self._outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
 
-    def _wait(self, handle: Handle, peer: int) -> None:
+    def drain(self, most: int) -> None:
+        """Wait until at most ``most`` messages are under way."""
+        self._outbox.drain(most)
+
+    def wait(self, handle: Handle, peer: int) -> None:
         """Wait for a message from ``peer``.
 
         Polls rarely until the message is due, judging by the last waits, and often from then on: a
@@ -160,7 +189,7 @@ class InferenceStage:
         due = begin + DUE * min(self._waits)
         while now < begin + SECONDS_AWAKE and self.transport.failure is None:
             try:
-                if self._has_come(handle):
+                if self.has_come(handle):
                     self._waits.append(now - begin)
                     return
             except PeerLost:
@@ -171,20 +200,25 @@ class InferenceStage:
             handle, lambda: f"{self._who()}, waiting for {self.transport.name(peer)}"
         )
 
-    def _has_come(self, handle: Handle) -> bool:
+    def has_come(self, handle: Handle) -> bool:
+        """Return whether a message has come, without waiting for it."""
         return handle.done or self.transport.progress(handle, 0.0)
 
-    def _begin(self, item: Item | None) -> None:
-        self._item = item
-        self.transport.activity.begin(f"stage {self._stage}, {item}" if item else "generating")
-        self.transport.check(self._who)
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Raise other errors as an ``EngineError`` that names rank, stage and item."""
+        try:
+            yield
+        except (TransportError, EngineError):
+            raise
+        except Exception as error:
+            name = type(error).__name__
+            raise EngineError(f"{self._who()}: {name}: {one_line(error)}") from error
 
     def _who(self) -> str:
-        where = f"{self.transport.name(self.transport.rank)}, stage {self._stage}"
-        return f"{where}, {self._item}" if self._item else where
-
-    def _named(self, error: Exception) -> Exception:
-        return EngineError(f"{self._who()}: {type(error).__name__}: {one_line(error)}")
+        rank = self.transport.rank
+        where = f"{self.transport.name(rank)}, stage {rank}"
+        return f"{where}, {self.item}" if self.item else where
 
 
 def _packed(item: Item) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
+from shardmlx.inference.stage import StageWorker
 from shardmlx.models.slice import Slice
 
 Texts = dict[int, list[int]]
@@ -63,12 +64,12 @@ def run_pipeline(
 
     def work(transport: Transport) -> tuple[Texts, dict[int, int]]:
         rank = transport.rank
-        part = Slice(models[rank], *ranges[rank])
+        worker = StageWorker(transport, Slice(models[rank], *ranges[rank]))
         if rank > 0:
-            LaterStage(transport, part).run()
+            LaterStage(worker).run()
             return {}, {}
         scheduler = Scheduler(groups, 8, CHUNK, None, 4096)
-        first_stage = FirstStage(transport, part, scheduler, prefix_cache=kept)
+        first_stage = FirstStage(worker, scheduler, prefix_cache=kept)
         pipeline = Pipeline(first_stage)
         texts: Texts = {}
         for prompts in conversations:

@@ -12,12 +12,12 @@ how = sys.argv.pop(1)
 
 def failing() -> Any:
     from shardmlx.inference.generate import run
-    from shardmlx.inference.stage import InferenceStage
+    from shardmlx.inference.stage import StageWorker
 
-    compute = InferenceStage._compute
+    compute = StageWorker.compute
     seen = []
 
-    def spoiled(self: InferenceStage, graph: Any) -> None:
+    def spoiled(self: StageWorker, graph: Any) -> None:
         seen.append(graph)
         if self.transport.rank == 1 and len(seen) == 5:
             if how == "kill":
@@ -25,7 +25,7 @@ def failing() -> Any:
             raise RuntimeError("Insufficient Memory")
         compute(self, graph)
 
-    InferenceStage._compute = spoiled  # type: ignore[method-assign]
+    StageWorker.compute = spoiled  # type: ignore[method-assign]
     return run
 
 

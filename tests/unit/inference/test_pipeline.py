@@ -23,6 +23,7 @@ from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
+from shardmlx.inference.stage import StageWorker
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
@@ -143,11 +144,12 @@ def generate(
     def work(transport: Transport) -> list[list[int]]:
         rank = transport.rank
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
+        worker = StageWorker(transport, part, random_state=7, **how)
         if rank > 0:
-            LaterStage(transport, part, random_state=7, **how).run()
+            LaterStage(worker).run()
             return []
         scheduler = Scheduler(groups or len(cut), most, chunk, patience)
-        first_stage = FirstStage(transport, part, scheduler, random_state=7, **how)
+        first_stage = FirstStage(worker, scheduler)
         texts: list[list[int]] = [[] for _ in prompts]
         for number, tokens in enumerate(prompts):
             first_stage.add(number, tokens, choices[number] if choices else SamplingParams())
@@ -247,13 +249,14 @@ def serve(
     def run(transport: Transport) -> Any:
         rank = transport.rank
         part = Slice(models(variant)[rank], bounds[rank], bounds[rank + 1])
+        worker = StageWorker(transport, part, random_state=7)
         if rank > 0:
-            return LaterStage(transport, part, random_state=7).run()
+            return LaterStage(worker).run()
         scheduler = Scheduler(
             len(cut), how.get("most", 8), how.get("chunk", 8), how.get("patience"), capacity
         )
         prefixes = PrefixCache(trimmable, shortest=4)
-        first_stage = FirstStage(transport, part, scheduler, random_state=7, prefix_cache=prefixes)
+        first_stage = FirstStage(worker, scheduler, prefix_cache=prefixes)
         result = work(first_stage)
         first_stage.stop()
         return result
@@ -366,7 +369,7 @@ def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
         first_stage.add(1, [*long[:20], *short], SamplingParams(), context=64)
         finish_all(first_stage, {1: 2})
         first_stage.rest()
-        return int(first_stage._caches._alone[1][0].keys.shape[2])
+        return int(first_stage._worker.caches._alone[1][0].keys.shape[2])
 
     assert serve("llama", [6], work) <= 20 + 256
 
@@ -586,7 +589,7 @@ def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wait_names_the_peer() -> None:
     def work(transport: Transport) -> None:
         if transport.rank == 1:
-            LaterStage(transport, Slice(models("llama")[1], 3, 6)).run()
+            LaterStage(StageWorker(transport, Slice(models("llama")[1], 3, 6))).run()
 
     with pytest.raises(
         TransportTimeout, match=r"^rank 1 on localhost, stage 1, waiting for rank 0 on localhost"
