@@ -61,7 +61,7 @@ class RankPool:
             pytest.fail(f"{arguments} hung for {timeout:g} s\n{said}{job.output}")
         statuses = [int(result.read_text()) for result in results]
         job = Job(statuses[0], self._said(number, ".out"), self._said(number, ".err"))
-        of_others = {0 if arguments[0] == "-m" else statuses[0]}
+        of_others = {0} if arguments[0] == "-m" else {0, statuses[0]}
         if not of_others.issuperset(statuses[1:]):
             pytest.fail(f"{arguments}: the ranks ended with {statuses}\n{job.output}")
         return job
