@@ -1,6 +1,7 @@
-"""A run's layout on the hosts that are left of those it was meant for. No MLX, no MPI.
+"""A run's layout on the hosts that are left. No MLX, no MPI.
 
-All by options, none by a new stage map: the command that is printed can be typed again.
+The layout uses options alone, without a new stage map, so that the printed command can be typed
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardmlx.planning.ways import TooManyMachinesError
 
 @dataclass(frozen=True, slots=True)
 class DegradedLayout:
-    """The options of ``train`` for so many ranks, and one line that says what was decided."""
+    """The options of ``train`` for so many ranks, and one line about the decision."""
 
     ranks: int
     options: tuple[str, ...]
@@ -46,9 +47,9 @@ def plan_again(
     """Return the layout for ``machines``, one a rank: the user's, else the planner's, else train's
     own.
 
-    ``run`` is what ``options`` and the YAML ``file`` say. The batch size stays. Raises
-    ``DoesNotFitError`` where the planner knows that the machines are too small, ``UserError`` where
-    the user's file settles what has to be changed.
+    ``run`` has the ``options`` and the YAML ``file``. The batch size stays. Raises
+    ``DoesNotFitError`` if the planner knows that the machines are too small, ``UserError`` if the
+    user's file prevents a necessary change.
     """
     workload = _workload(run)
     layers = None if workload is None else workload.shape.num_layers
@@ -107,7 +108,7 @@ def _runs_on(wanted: str | None, host: str) -> bool:
 
 
 def _workload(run: RunSpec) -> Workload | None:
-    """Read the model's headers; None where they cannot be read from here."""
+    """Read the model's headers; None if they cannot be read from here."""
     try:
         return Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch)
     except (UserError, OSError):
@@ -115,7 +116,7 @@ def _workload(run: RunSpec) -> Workload | None:
 
 
 def _cluster(known: MachineOptions, machines: Sequence[Machine]) -> Cluster | None:
-    """Return the machines; None where memory or speed of one is not known."""
+    """Return the machines; None if memory or speed of one is unknown."""
     if any(machine.memory is None for machine in machines):
         return None
     try:
@@ -132,7 +133,7 @@ def _planned(
     options: Sequence[str], run: RunSpec, workload: Workload, cluster: Cluster
 ) -> DegradedLayout | None:
     """Return the planner's choice for all machines, or for as many as there is work for; the run
-    chooses the rest again. None where nothing can be planned."""
+    chooses the rest again. None if nothing can be planned."""
     open_layout = replace(run.layout, stage_map=None, pipeline_stages=None, data_parallel=None)
     lengths = SequenceLengths.full(run.batch.max_seq_length)
     for ranks in range(cluster.size, 0, -1):
@@ -166,7 +167,7 @@ def _default(
     machines: Sequence[Machine],
     layers: int | None,
 ) -> DegradedLayout:
-    """Return the layout of one pipeline through as many machines as can be."""
+    """Return the layout of one pipeline through as many machines as possible."""
     layout = run.layout
     for ranks in range(len(machines), 0, -1):
         alone = replace(layout, stage_map=None, pipeline_stages=ranks, data_parallel=None)

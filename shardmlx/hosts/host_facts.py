@@ -1,7 +1,7 @@
-"""Facts of this machine, as ``shardmlx.doctor`` asks for them. What cannot be found is None.
+"""Facts of this machine for ``shardmlx.doctor``; unknown ones are None.
 
-psutil tells memory and addresses. What it does not know is asked of the system: on macOS of
-``sysctl``, ``networksetup``, ``route`` and ``socketfilterfw``, on Linux of /proc, /sys and ``ip``.
+psutil gives memory and addresses. Other facts come from the system: on macOS from ``sysctl``,
+``networksetup``, ``route`` and ``socketfilterfw``, on Linux from /proc, /sys and ``ip``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shardmlx.hosts.system_parsers import (
 )
 
 SECONDS_TO_SAY = 10.0
-"""Seconds for each tool that is asked."""
+"""Seconds for each tool to answer."""
 
 _WIRED_LIMIT = "iogpu.wired_limit_mb"
 _FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
-"""Directories of the tools, which the PATH of a login without a terminal may leave out."""
+"""Directories of the tools, which may be missing from PATH in a login without a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class HostFacts:
     """A machine, as one of its processes sees it.
 
     ``node`` is its name as mpirun writes it. Memory and disk are in bytes; ``disk_free`` is where
-    the process works. ``memory_limit`` is what the process may have of the memory, and why, where
-    that is less. ``wired_limit`` is macOS's setting: 0 where the system decides.
+    the process works. ``memory_limit`` is the process's share of the memory, with the reason, if it
+    is limited. ``wired_limit`` is macOS's setting: 0 if the system decides.
     """
 
     node: str | None
@@ -74,7 +74,7 @@ class HostFacts:
 
 
 def collect() -> HostFacts:
-    """Ask this machine. No tool is waited for longer than ``SECONDS_TO_SAY``."""
+    """Ask this machine, and wait at most ``SECONDS_TO_SAY`` for each tool."""
     is_mac = sys.platform == "darwin"
     values = sysctl_values(_said("sysctl", "machdep.cpu.brand_string", _WIRED_LIMIT) or "")
     limit = values.get(_WIRED_LIMIT, "")
@@ -116,7 +116,7 @@ def _system() -> str:
 
 
 def _said(*command: str) -> str | None:
-    """Return what a tool prints; None where there is none, or it fails in whatever way."""
+    """Return the output of a tool; None without the tool, or if it fails in any way."""
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), _ADDED_PATH]))
     try:
         done = subprocess.run(
@@ -130,7 +130,7 @@ def _said(*command: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    # sysctl says what it can, and fails for the keys that it does not know.
+    # sysctl prints the keys that it knows, and fails for others.
     return done.stdout or None
 
 
@@ -146,7 +146,7 @@ def _chip_on_linux() -> str | None:
 
 
 def _cores() -> int | None:
-    """Return how many cores this process may run on, where the system says so."""
+    """Return how many cores this process may run on, if the system says so."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -173,13 +173,13 @@ def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]
 
 
 def _media_of_mac() -> Callable[[str], str | None]:
-    """Return what tells the medium of an interface by the hardware port that it belongs to."""
+    """Return a function that gives the medium of an interface, by its hardware port."""
     ports = hardware_ports(_said("networksetup", "-listallhardwareports") or "")
     return lambda name: medium_of_port(ports.get(name, ""))
 
 
 def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:
-    """Return what carries an interface, by the kernel's sysfs; None for one that is not there.
+    """Return the medium of an interface, by the kernel's sysfs; None for a missing one.
 
     Source: Documentation/ABI/testing/sysfs-class-net of Linux.
     """

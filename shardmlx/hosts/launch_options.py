@@ -1,4 +1,4 @@
-"""The options of ``shardmlx launch``: its own, and those of the command that is launched.
+"""The options of ``shardmlx launch``: its own, and those of the launched command.
 
 No MLX, no MPI.
 """
@@ -32,15 +32,15 @@ _COMMANDS: dict[str, tuple[type[Any], Callable[[], CommandParser]]] = {
     "serve": (serve.ServeConfig, serve.build_parser),
     "doctor": (doctor.DoctorConfig, doctor.build_parser),
 }
-"""The options of each command and its parser: they are read before anything starts."""
+"""The options of each command and its parser, read before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
     """The options of the command. ``machines`` are in mpirun's order, rank 0's first; ``config``
-    are the options of ``train``, of which ``given`` were given, and None of another command.
+    are the options of ``train``, of which the user gave ``given``, or None for other commands.
 
-    The hostfile is as it was at the start: who edits it meanwhile changes the next job.
+    The hostfile is as at the start: later edits change the next job.
     """
 
     command: str
@@ -79,7 +79,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     restarts = _restarts(command, flags.max_restarts)
     takes_hostfile = command not in ("export", "profile")
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
-        # What mpirun reads says what the machines have, too.
+        # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)
     if restarts and config is not None and config.train and config.checkpoint_dir is None:
         directory = Path(config.adapter_path) / "checkpoints"
@@ -104,7 +104,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def _restarts(command: str, asked: int | None) -> int:
-    """Return the number of restarts: ``train`` goes on where it was, ``serve`` answers again."""
+    """Return the number of restarts: ``train`` resumes, ``serve`` answers again."""
     if command in ("train", "serve"):
         return MAX_RESTARTS if asked is None else asked
     if asked:
@@ -113,9 +113,9 @@ def _restarts(command: str, asked: int | None) -> int:
 
 
 def _control(command: str, options: Any, *, is_here: bool) -> JobControl:
-    """Return how a job of a command is stopped, and what it has of this terminal.
+    """Return how a job of a command is stopped, and how it uses this terminal.
 
-    ``is_here``: rank 0 runs on this machine.
+    ``is_here`` means that rank 0 runs on this machine.
     """
     if command == "train":
         return JobControl(in_order=True)

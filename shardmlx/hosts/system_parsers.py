@@ -1,7 +1,7 @@
-"""Values out of what the tools of macOS and Linux print about a machine. No MLX, no MPI.
+"""Values from the output of macOS's and Linux's tools about a machine. No MLX, no MPI.
 
-Every function returns None, or nothing, for a text that is not what it expects: what cannot be
-read is unknown. The formats of macOS are by documentation and by recorded outputs, see the tests.
+Every function returns None, or nothing, for an unexpected text. The formats of macOS are from
+documentation and recorded outputs, see the tests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def hardware_ports(text: str) -> dict[str, str]:
 
 
 def medium_of_port(port: str) -> str | None:
-    """Return what carries a hardware port of macOS; None for one that is not known."""
+    """Return the medium of a hardware port of macOS; None for an unknown one."""
     name = port.casefold()
     if "wi-fi" in name or "airport" in name:
         return WIFI

@@ -1,7 +1,6 @@
-"""A model on the Hugging Face hub: its headers, and of its weights what is asked for, by HTTP
-range requests.
+"""A model on the Hugging Face hub: its headers, and requested parts of its weights, by HTTP ranges.
 
-All goes through huggingface-hub, so that its settings hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
+Everything goes through huggingface-hub, so that its settings hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
 HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT, proxies. It is imported only here and only when needed.
 """
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 FIRST_BYTES = 16 * 1024
-"""Asked for first of a file whose tensors are not known from an index."""
+"""Bytes asked for first of a file whose tensors are not known from an index."""
 
 BYTES_A_TENSOR = 120
-"""Bytes of a header for each tensor, beside its name, that are asked for first; the rest comes
+"""Bytes of a header per tensor, beside its name, that are asked for first; the rest comes
 second."""
 
 _CONNECTIONS = 8
@@ -46,11 +45,11 @@ _KEY_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE, INDEX_FILE, "model.safetensors")
 
 
 class Unreachable(UserError):
-    """The hub does not answer, or is not to be asked: the cache may have what it would say."""
+    """The hub does not answer, or must not be asked; the cache may have the answer."""
 
 
 class _Broken(Unreachable):
-    """A connection that broke, or was never made: the next one may hold."""
+    """A connection that broke or failed; the next one may hold."""
 
 
 class NoRanges(UserError):
@@ -58,7 +57,7 @@ class NoRanges(UserError):
 
 
 def check_owner(name: str) -> None:
-    """Raise ``UserError`` for a name that is not here and has no owner: no hub need be asked."""
+    """Raise ``UserError`` for a name without an owner that is not here: no hub need be asked."""
     if "/" not in name:
         raise UserError(
             f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
@@ -68,7 +67,7 @@ def check_owner(name: str) -> None:
 
 
 def find_repository(name: str, revision: str | None) -> Source:
-    """Find a repository on the hub, or its snapshot in the cache where the hub cannot be asked."""
+    """Find a repository on the hub, or its snapshot in the cache if the hub cannot be asked."""
     check_owner(name)
     try:
         import huggingface_hub  # noqa: F401
@@ -88,7 +87,7 @@ def find_repository(name: str, revision: str | None) -> Source:
 
 
 def no_directory(name: str, error: Unreachable) -> UserError:
-    """Return the error for a model that is not here, where the hub cannot be asked for it."""
+    """Return the error for a model that is not here, if the hub cannot be asked."""
     return UserError(f"there is no directory {name} here, and {error.problem}", error.remedy)
 
 
@@ -105,7 +104,7 @@ class _Snapshot(Directory):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a file, and how many bytes the file has in all."""
+    """A part of a file, and the size of the whole file."""
 
     data: bytes
     file_size: int
@@ -146,7 +145,7 @@ class Repository:
         from huggingface_hub import hf_hub_download
 
         with hub_errors(self.name, self.revision):
-            # By the name that was asked for: so the cache learns which commit it stands for.
+            # Download by the requested name, from which the cache learns the commit.
             return Path(hf_hub_download(self.name, file, revision=self._asked))
 
     def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
@@ -179,14 +178,14 @@ class Repository:
         return self._range(file, 0, header.data_offset).data
 
     def part(self, file: str, start: int, count: int) -> bytes:
-        """Return so many bytes of a file, fewer where it ends before."""
+        """Return so many bytes of a file, fewer if it ends before."""
         return self._range(file, start, start + count).data
 
     def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
         """Yield the bytes ``start`` to ``stop`` of a file as they come.
 
-        Where a connection breaks, the next one goes on. Raises ``Unreachable`` where none gets
-        further, ``NoRanges`` where the hub gives whole files only.
+        If a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further,
+        ``NoRanges`` if the hub gives whole files only.
         """
         attempt = 0
         while start < stop:
@@ -205,7 +204,7 @@ class Repository:
                 _pause(attempt, error)
 
     def _range(self, file: str, start: int, stop: int) -> _Part:
-        """Return the bytes ``start`` to ``stop`` of a file, fewer where it ends before."""
+        """Return the bytes ``start`` to ``stop`` of a file, fewer if it ends before."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with hub_errors(self.name, self.revision):
@@ -238,11 +237,11 @@ class Repository:
         utils = _hub_utils()
         headers = utils.build_hf_headers() | {
             "Range": f"bytes={start}-{stop - 1}",
-            "Accept-Encoding": "identity",  # a range of what is stored, not of its compression
+            "Accept-Encoding": "identity",  # a range of the stored bytes, not of compressed ones
         }
         url = hf_hub_url(self.name, file, revision=self.revision)
-        # As a stream: a server that sends the whole file is left before it does. huggingface-hub
-        # asks again after a refusal; what breaks in the midst of an answer it leaves to the caller.
+        # Stream, to leave a server that sends the whole file early. huggingface-hub retries after a
+        # refusal, but leaves errors in the midst of an answer to the caller.
         with utils.http_stream_backoff(
             "GET",
             url,
@@ -307,7 +306,7 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 def _hub_utils() -> Any:
-    """Public, but exported in a way that a type checker does not see."""
+    """Return a public module whose export a type checker does not see."""
     return import_module("huggingface_hub.utils")
 
 
@@ -327,7 +326,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface-hub raises into one line that names the remedy."""
+    """Turn errors of huggingface-hub into one line that names the remedy."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT

@@ -40,7 +40,8 @@ from shardmlx.models.config_reader import check_layout, parse_config
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, at the bytes ``start`` to ``end`` of ``file``; no file where none exists yet."""
+    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without a file if none exists
+    yet."""
 
     file: str
     dtype: str
@@ -57,13 +58,12 @@ class PlacedTensor:
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``config`` is empty where there is no config.json, ``tensors`` where there are no weights.
-    ``adapter`` is the adapter_config.json of adapters. ``sizes`` (bytes) and ``checksums``
-    (sha256, or the git blob id of small files) are those that the hub gives, ``paths`` are there
-    for local files only. ``faults`` says in one line each what keeps the files from being read
-    as one model; where they are not, a name that two files have comes as ``FILE:NAME`` too.
-    ``is_part``: a file that is but one of a model's. ``note``: what else the user
-    should know of where they are from.
+    ``config`` is empty without a config.json, ``tensors`` without weights. ``adapter`` is the
+    adapter_config.json of adapters. ``sizes`` (bytes) and ``checksums`` (sha256, or the git blob id
+    of small files) come from the hub, ``paths`` are of local files only. ``faults`` has a line for
+    each reason why the files are not one model; a name in two files then comes as ``FILE:NAME``
+    too. ``is_part`` marks a single file of a larger model. ``note`` tells the user more about the
+    source.
     """
 
     name: str
@@ -82,14 +82,14 @@ class ModelFiles:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes at the beginning of all files that are no tensors."""
+        """Bytes of headers at the beginning of all files."""
         return sum(header.data_offset for header in self.headers.values())
 
 
 def open_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Read a model's config.json, index and headers; ``UserError`` names what is wrong first.
+    """Read a model's config.json, index and headers; ``UserError`` names the first fault.
 
-    ``name`` is a directory, a .safetensors file or a repository on the Hugging Face hub, of which
+    ``name`` is a directory, a .safetensors file or a repository on the Hugging Face hub, whose
     ``revision`` is a branch, tag or commit.
     """
     files = read_model(find_source(name, revision))
@@ -111,14 +111,14 @@ def find_source(name: str, revision: str | None = None) -> Source:
 
 
 def read_model(source: Source) -> ModelFiles:
-    """Read what describes the model; what is wrong with its tensors is in ``faults``."""
+    """Read the description of the model; ``faults`` tells about its tensors."""
     present = set(source.files)
     check_layout(source.name, present)
     config: Mapping[str, Any] = {}
     adapter = None
     index = None
     if CONFIG_FILE in present:
-        # A model, even where adapters lie beside it: trained with --adapter-path MODEL.
+        # A model, even with adapters beside it: trained with --adapter-path MODEL.
         config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
         if PACKING_FILE in present and not config.keys() & {"quantization", "quantization_config"}:
             packing = parse_config(source.read(PACKING_FILE), source.where(PACKING_FILE))
@@ -147,14 +147,14 @@ def read_model(source: Source) -> ModelFiles:
             faults.append(str(header))
         else:
             headers[file] = header
-    # What a file that cannot be read should hold is not missed a second time.
+    # Tensors of an unreadable file are not reported as missing, too.
     named = (
         {tensor: file for tensor, file in index.files.items() if file in headers} if index else {}
     )
     places, more = find_tensors(headers, named, source.name)
     is_loose = not config and index is None and adapter is None
     if is_loose:
-        more = []  # weights and optimizer state of a checkpoint may go by the same names
+        more = []  # weights and optimizer state of a checkpoint may share names
     tensors = {}
     for file, header in headers.items():
         for name, info in header.tensors.items():
@@ -181,7 +181,7 @@ def read_model(source: Source) -> ModelFiles:
 def _weight_files(
     source: Source, is_adapter: bool, has_config: bool, index: Index | None
 ) -> list[str]:
-    """Return the files that mlx-lm loads of a model; all, of a directory that is none."""
+    """Return the files that mlx-lm loads of a model; all files of other directories."""
     if is_adapter:
         return [ADAPTER_FILE]
     if isinstance(source, SingleFile):

@@ -31,7 +31,7 @@ from shardmlx.models.tensors import (
 )
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
-"""Names of the parts that are no decoder layer; ``head`` is the final norm and the head."""
+"""Names of the parts other than decoder layers; ``head`` is the final norm and the head."""
 
 _LAYER = re.compile(r"(?:^|[.:])(?:layers|h|blocks)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
@@ -74,7 +74,7 @@ class Part:
 
     @cached_property
     def quantisations(self) -> dict[str, int]:
-        """Bytes of what is packed in each way, the most first; what is not packed is left out."""
+        """Bytes of each packing, the most first; unpacked tensors are left out."""
         return _sums(
             (str(tensor.quantisation), tensor.place.nbytes)
             for tensor in self.tensors
@@ -93,8 +93,8 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 class Inspection:
     """The parts of a model.
 
-    ``shape`` is None for adapters, loose tensors, and what is no decoder.
-    ``is_computed``: there are no weights yet, and the tensors are those that the shape asks for.
+    ``shape`` is None for adapters, loose tensors, and other models than decoders. ``is_computed``
+    means that there are no weights yet, and the tensors follow from the shape.
     """
 
     files: ModelFiles
@@ -117,14 +117,15 @@ class Inspection:
 
     @cached_property
     def whole(self) -> Part:
-        """Sum of all that is loaded, each tensor once."""
+        """Sum of all loaded tensors, each once."""
         layers = (tensor for layer in self.layers for tensor in layer.tensors)
         ends = (self.embedding.tensors, self.head.tensors, self.other.tensors)
         return Part((*ends[0], *layers, *ends[1], *ends[2]))
 
     @cached_property
     def packing(self) -> str:
-        """Words on how another program packed the model, and what it becomes; empty if none did."""
+        """Words on how another program packed the model, and its form after loading; empty if none
+        did."""
         try:
             packing = published_packing(self.files.config)
             if self.shape is not None:
@@ -138,7 +139,7 @@ class Inspection:
         return str(packing)
 
     def stage(self, start: int, stop: int) -> Part:
-        """Return what the stage with layers ``start`` to ``stop`` holds."""
+        """Return the tensors of the stage with layers ``start`` to ``stop``."""
         is_last = stop == len(self.layers)
         holds_embedding = start == 0 or (is_last and self.tied)
         return Part(
@@ -183,9 +184,8 @@ def inspect_files(files: ModelFiles) -> Inspection:
 
 
 def shape_of(files: ModelFiles) -> ModelShape | None:
-    """Return the model's shape; None without a config.json, or where the tensors are those of no
-    decoder. Raises ``UserError`` for a config.json that is broken, or without tensors of a family
-    that is not declared."""
+    """Return the model's shape; None without a config.json, or if the tensors are no decoder's.
+    Raises ``UserError`` for a broken config.json, or for an undeclared family without tensors."""
     if not files.config:
         return None
     if not files.tensors or is_declared(files.config.get("model_type")):
@@ -194,14 +194,14 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
 
 
 def needed_shape(files: ModelFiles) -> ModelShape:
-    """Return the model's shape. Raises ``UserError`` where it has none."""
+    """Return the model's shape. Raises ``UserError`` if it has none."""
     if not files.config:
         raise UserError(
             f"{files.name} has no config.json, or an empty one", "name the directory of a model"
         )
     shape = shape_of(files)
     if shape is None:
-        # Says by itself what is wrong with the configuration.
+        # Reports the fault of the configuration itself.
         return ModelShape.from_config(files.config)
     check_packing(files.config, shape)
     return shape
@@ -215,8 +215,7 @@ def is_declared(model_type: Any) -> bool:
 def _unpacked(
     tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor before it was packed; what is beside packed ones is left
-    out."""
+    """Return the shape of each tensor before packing, without scales and biases of packed ones."""
     packed = _packings(tensors, config, {})
     shapes = {}
     for name, place in tensors.items():
@@ -268,7 +267,7 @@ def _describe(
         how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
         parameters = math.prod(place.shape)
         if how is not None:
-            # As mlx-lm counts: what the packed words stand for, and no scales.
+            # Counted like mlx-lm: the weights that packed words encode, without scales.
             parameters = parameters * 32 // how.bits if leaf == "weight" else 0
         result.append(Tensor(name, place, parameters, how))
     return result
@@ -277,8 +276,8 @@ def _describe(
 def _packings(
     tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], columns: Mapping[str, int]
 ) -> dict[str, Quantisation | None]:
-    """Return how the weights that have scales were packed; ``columns`` are those before, where
-    they are known."""
+    """Return how the weights with scales were packed; ``columns`` are their unpacked widths, if
+    known."""
     quantisation = read_quantisation(config) if "quantization" in config else None
     packed: dict[str, Quantisation | None] = {}
     for name, scales in tensors.items():
@@ -328,7 +327,7 @@ def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Parts that are alike, in one line: ``layers`` is the range of those that are layers."""
+    """Equal parts, in one line: ``layers`` is their range if they are layers."""
 
     name: str
     parts: tuple[Part, ...]
@@ -336,7 +335,7 @@ class Row:
 
 
 def rows(inspection: Inspection, fold: bool = True) -> list[Row]:
-    """Return the parts in the order of the model; ``fold`` layers in a row that are alike."""
+    """Return the parts in the order of the model; ``fold`` equal neighbouring layers."""
     result = [Row(EMBEDDING, (inspection.embedding,))]
     layers = inspection.layers
     start = 0

@@ -93,7 +93,7 @@ def read_header(path: str | Path) -> Header:
 def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
     """Bytes of the JSON header, from the first ``LENGTH_BYTES`` bytes of a file.
 
-    ``UserError`` when no safetensors file of ``file_size`` bytes begins like that.
+    Raises ``UserError`` if no safetensors file of ``file_size`` bytes begins like that.
     """
     if file_size < LENGTH_BYTES:
         raise UserError(f"{where} is truncated: it has only {file_size} bytes: {_AGAIN}")
@@ -155,7 +155,7 @@ def parse_index(text: bytes, where: str | Path) -> Index:
 def find_tensors(
     headers: Mapping[str, Header], index: Mapping[str, str], where: str | Path
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (file of each tensor, what is wrong) of the files of a model, ``where`` they lie."""
+    """Return (file of each tensor, faults) of the files of a model at ``where``."""
     files: dict[str, str] = {}
     faults = []
     for file, header in headers.items():
@@ -175,7 +175,7 @@ def find_tensors(
 
 
 def check_weights(where: str | Path, files: Sequence[str]) -> None:
-    """Refuse a model of these files that has no weights which mlx-lm loads."""
+    """Refuse a model whose files have no weights that mlx-lm loads."""
     if any(fnmatchcase(file, MODEL_FILES) for file in files):
         return
     problem, remedy = f"{where} has no {MODEL_FILES}", "copy or download the weights too"
@@ -292,7 +292,7 @@ def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
-    """Tensor -> file name; empty where there is no index."""
+    """Return the file name of each tensor; empty without an index."""
     if not path.exists():
         return {}
     try:

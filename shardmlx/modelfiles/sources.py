@@ -13,7 +13,7 @@ from shardmlx.modelfiles.safetensors_header import Header, Index, read_header
 
 CONFIG_FILE = "config.json"
 PACKING_FILE = "hf_quant_config.json"
-"""File in which NVIDIA's ModelOpt says how it packed a model, where config.json does not."""
+"""File in which NVIDIA's ModelOpt describes the packing of a model, if config.json does not."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapters.safetensors"
 SUFFIX = ".safetensors"
@@ -23,7 +23,7 @@ RECORD = "complete-tensors.jsonl"
 
 
 class Source(Protocol):
-    """A source of the files of a model. Methods raise ``UserError`` for what cannot be read."""
+    """A source of the files of a model. Methods raise ``UserError`` for unreadable files."""
 
     name: str
     revision: str | None
@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
-        """Return the header of each file, or what is wrong with it."""
+        """Return the header of each file, or its fault."""
         ...
 
 
@@ -112,7 +112,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 def _known_checksum(path: Path) -> str | None:
-    """Return the checksum that huggingface-hub wrote down when it downloaded a file, if it did."""
+    """Return the checksum that huggingface-hub recorded at the download of a file, if any."""
     if path.is_symlink():
         # snapshots/COMMIT/FILE -> ../../blobs/CHECKSUM, which may be a link again.
         blob = Path(os.readlink(path))

@@ -1,4 +1,4 @@
-"""Check that the files of a model are sound, and its tensors those of its family."""
+"""Check that the files of a model are sound, and that its tensors are those of its family."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _GITS_ID = 40
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A list of what is wrong, and of what was looked at, each in one line."""
+    """A list of faults, and of completed checks, each in one line."""
 
     faults: tuple[str, ...]
     checked: tuple[str, ...]
 
 
 def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: None) -> Verification:
-    """Check headers, sizes, names, shapes and checksums; ``advance`` is told of bytes hashed."""
+    """Check headers, sizes, names, shapes and checksums; ``advance`` gets the bytes hashed."""
     faults = list(files.faults)
     checked = [
         f"{plural(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
@@ -71,7 +71,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
 
 
 def checksums_to_compare(files: ModelFiles) -> list[str]:
-    """Return the local files of which the hub's checksum is known."""
+    """Return the local files with a checksum of the hub."""
     return sorted(files.checksums.keys() & files.paths.keys())
 
 
@@ -98,7 +98,7 @@ def _index(files: ModelFiles) -> Iterator[str]:
 
 
 def _family(files: ModelFiles, faults: list[str]) -> str:
-    """Add what is wrong with names and shapes to ``faults``; returns what was looked at."""
+    """Add faults of names and shapes to ``faults``; return the completed check."""
     if not files.tensors:
         return "tensors not compared: there are none"
     packing = files.config.get("quantization_config")
@@ -197,7 +197,7 @@ def _adapters(files: ModelFiles) -> Iterator[str]:
         partner = f"{match['module']}.{'lora_b' if is_a else 'lora_a'}"
         if partner not in files.tensors:
             yield f"tensor {name!r} of {place.file} has no {partner!r} beside it"
-        # Of experts the leading axis is theirs, and lora_a is stored the other way round.
+        # The leading axis of experts is their number, and lora_a is stored the other way round.
         own = (
             {place.shape[-1], place.shape[-2]}
             if len(place.shape) > 2

@@ -1,1 +1,1 @@
-"""Schedules as data: actions, their order, what must hold for them, and how they look in time."""
+"""Schedules as data: actions, their order and invariants, and their times."""

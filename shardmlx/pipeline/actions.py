@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """The kind of an action: what it does to a micro-batch at a stage."""
+    """The kind of an action: its effect on a micro-batch at a stage."""
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -41,7 +41,7 @@ _WORDS = {
     Kind.SEND_B: "the gradient of",
     Kind.RECV_B: "the gradient of",
 }
-"""The work of an action on a micro-batch, or what its message holds."""
+"""The work of an action on a micro-batch, or the content of its message."""
 
 _PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
@@ -83,7 +83,7 @@ Grid = tuple[tuple[Action, ...], ...]
 
 
 def parse_grid(text: str) -> Grid:
-    """Read a grid: a line a rank, actions apart by white space; empty lines are passed over."""
+    """Read a grid: a line a rank, actions apart by white space; empty lines are ignored."""
     return tuple(
         tuple(Action.parse(word) for word in line.split())
         for line in text.strip().splitlines()
@@ -95,8 +95,8 @@ def parse_grid(text: str) -> Grid:
 def collector_paused() -> Iterator[None]:
     """Pause the garbage collector while a large grid is made; also a decorator.
 
-    The collector would look at all its millions of actions again and again, none of which is
-    garbage, and take a third of the time.
+    The collector would scan millions of actions, none of them garbage, again and again, in a third
+    of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -39,7 +39,7 @@ _IDLE = (0.93, 0.93, 0.94)
 _GREY = (0.45, 0.45, 0.47)
 _INK = (0.12, 0.14, 0.17)
 _PALEST = 0.62  # how white the last stage of a rank is
-_HEIGHT = 0.82  # of a box, as a part of its row
+_HEIGHT = 0.82  # box height, as a part of its row
 _INCH = 72  # points
 _DIGIT = 0.64  # its width, as a part of the font size
 _DPI = 200
@@ -59,7 +59,7 @@ class _Layout:
     """Measures of a picture: inches, and points of its text. More rows are lower rows."""
 
     left: float
-    width: float  # of the time axis
+    width: float  # width of the time axis
     right: float
     row: float
     rows: int

@@ -1,4 +1,4 @@
-"""Lower compute actions to what a rank really runs: add messages, leave out needless gradients.
+"""Lower compute actions to a rank's real actions: add messages, leave out needless gradients.
 
 ``lower`` and ``forward_only`` write lowered grids; ``validate`` proves that one can run. A SEND
 never blocks; a RECV blocks until its SEND was made. 1F1B on two ranks, before and after::
@@ -12,8 +12,8 @@ never blocks; a RECV blocks until its SEND was made. 1F1B on two ranks, before a
     stage 0 frozen       r0  0F0 0SEND_F0 0F1 0SEND_F1
                          r1  1RECV_F0 1F0 1W0 1RECV_F1 1F1 1W1
 
-B became I and W, and stage 0 has no I: token ids have no gradient. Where stage 0 is frozen nobody
-needs the gradient of stage 1's input, so that nothing goes back at all.
+B became I and W, and stage 0 has no I: token ids have no gradient. If stage 0 is frozen, no stage
+needs the gradient of stage 1's input, so nothing is sent back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 
 Kinds = Collection[Kind]
-"""Kinds of actions that one stage has when it is lowered."""
+"""Kinds of actions of one stage after lowering."""
 
 _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
     {
@@ -65,8 +65,8 @@ def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
 def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> Grid:
     """Leave out the gradients nobody needs, then put in the messages between ranks.
 
-    B becomes I, then W: so the gradient leaves for the stage below, which waits for it, before
-    the weights are turned to. A lowered grid has no B.
+    B becomes I, then W, so that the gradient leaves for the waiting stage below before the weights'
+    gradients are computed. A lowered grid has no B.
 
     ``placement[s]`` is the rank of stage s, ``trainable[s]`` whether it has trained weights (by
     default all have). A SEND stands right after the action that makes its content, a RECV right
@@ -87,7 +87,7 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
                 raise ValueError(f"{action} is a message: the grid is lowered already")
             for part in expansions[stage][kind]:
                 if part is RECV_B:
-                    if (stage, microbatch) in received:  # by I, before W
+                    if (stage, microbatch) in received:  # I has received it before W
                         continue
                     received.add((stage, microbatch))
                 yield action if part is kind else Action(stage, part, microbatch)
@@ -115,7 +115,8 @@ def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
 
 
 def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:
-    """Return what a stage of these ``kinds`` does for a compute action: nothing without compute."""
+    """Return the actions of a stage of these ``kinds`` for a compute action; none without
+    compute."""
     parts = tuple(part for part in _EXPANSION[kind] if part in kinds)
     return parts if any(part.is_compute for part in parts) else ()
 
@@ -149,10 +150,10 @@ class _Track:
 
     stage: int
     kind: Kind
-    done: bytearray  # by micro-batch
-    needs: Sequence[_Track] = ()  # done before for the same micro-batch, on the same rank
-    sender: _Track | None = None  # of a RECV: the SEND on another rank
-    receivers: dict[int, int] = field(default_factory=dict)  # of a SEND: rank waiting, by m.-batch
+    done: bytearray  # for each micro-batch
+    needs: Sequence[_Track] = ()  # must be done for the same micro-batch on this rank
+    sender: _Track | None = None  # the SEND on another rank, for a RECV
+    receivers: dict[int, int] = field(default_factory=dict)  # rank waiting, by micro-batch (SEND)
     in_order: bool = False  # gradients add up as in one process
     due: int = 0  # the next micro-batch in that order
 
@@ -161,7 +162,7 @@ class _Track:
         return str(Action(self.stage, self.kind, microbatch))
 
     def do(self, microbatch: int) -> str | None:
-        """Do the action of a micro-batch; return what is wrong if it cannot be done now."""
+        """Do the action of a micro-batch; return the reason if it cannot be done now."""
         if self.done[microbatch]:
             return f"{self.name(microbatch)} is done a second time"
         for needed in self.needs:
@@ -180,7 +181,7 @@ _Tracks = Mapping[Kind, _Track]
 
 
 def _make_tracks(kinds: Sequence[Kinds], microbatches: int) -> list[_Tracks]:
-    """Return the actions that each stage must do, each with what it needs before it.
+    """Return the actions of each stage, each with its predecessors.
 
     ::
 
@@ -224,10 +225,10 @@ def _make_tracks(kinds: Sequence[Kinds], microbatches: int) -> list[_Tracks]:
 def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> None:
     """Prove that a lowered grid does every action once, in order, and never deadlocks.
 
-    Every action that ``placement`` and ``trainable`` ask for is there once, on its rank, after
-    what it needs; F and W take the micro-batches of a stage in ascending order; every RECV
-    has its SEND; the grid runs to its end with sends that never block. Linear in the number of
-    actions. The micro-batches are those that the grid names. Raises ``ScheduleError``.
+    Every action that ``placement`` and ``trainable`` require is there once, on its rank, after its
+    predecessors; F and W take the micro-batches of a stage in ascending order; every RECV has its
+    SEND; the grid runs to its end with sends that never block. Linear in the number of actions. The
+    micro-batches are those that the grid names. Raises ``ScheduleError``.
     """
     kinds = _stage_kinds(len(grid), placement, trainable)
     tracks = _make_tracks(kinds, _count_microbatches(grid))
@@ -237,7 +238,8 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     reached = [0] * len(grid)
 
     def run(rank: int) -> Iterator[int]:
-        """Go on with a rank until it waits or ends; yield the ranks whose RECV it serves."""
+        """Go on with a rank until it waits or ends; yield the ranks whose RECV its SENDs
+        complete."""
         for index in range(reached[rank], len(grid[rank])):
             action = grid[rank][index]
             microbatch = action.microbatch
@@ -288,7 +290,7 @@ def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Ki
 
 
 def _check_all_ended(grid: Grid, placement: Sequence[int], reached: Sequence[int]) -> None:
-    """Follow the waiting ranks from one to the next until one repeats or waits in vain."""
+    """Follow the waiting ranks from one to the next until one repeats or waits for nothing."""
     stuck = [rank for rank, index in enumerate(reached) if index < len(grid[rank])]
     if not stuck:
         return

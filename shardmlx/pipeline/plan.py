@@ -1,4 +1,4 @@
-"""Plan a run: what every rank does in a step. No MLX, no MPI."""
+"""Plan a run: the actions of every rank in a step. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardmlx.pipeline.stage_map import StageMap
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run, which every rank has alike: mesh, stages, schedule and micro-batches.
+    """The plan of a run, equal on every rank: mesh, stages, schedule and micro-batches.
 
     ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
-    replica, in micro-batches of ``micro_batch_size``, the last one taking what is left; with
-    ``pack`` each micro-batch is one row, of about as many tokens as the others. Where replicas have
-    unequal rows, ``replica_rows`` are those of each, and ``rows`` the most. ``model`` identifies
-    the model's configuration. Raises ``UserError`` if the schedule cannot run so.
+    replica, in micro-batches of ``micro_batch_size``, the last one taking the rest; with ``pack``
+    each micro-batch is one row, of about equal length. If replicas have unequal rows,
+    ``replica_rows`` are each one's, and ``rows`` the most. ``model`` identifies the model's
+    configuration. Raises ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of one replica in one step; the most that one has."""
+        """Number of micro-batches of the busiest replica in one step."""
         return -(-self.rows // self.micro_batch_size)
 
     @property
@@ -110,7 +110,7 @@ class Plan:
 
 
 def suits(stage_map: StageMap, schedule: Schedule) -> bool:
-    """Return whether a schedule can run a map's stages where the map puts them."""
+    """Return whether a schedule can run a map's stages in their places."""
     virtual = stage_map.virtual
     if schedule.virtual_choices and virtual not in schedule.virtual_choices:
         return False

@@ -1,4 +1,4 @@
-"""Report what a schedule does on a pipeline: its actions, drawn in time, and what it costs."""
+"""Report a schedule on a pipeline: its actions, drawn in time, and its costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRINTED = ("summary", "actions", "timeline", "lowered")
 """The forms of a report as text: for people, compute actions, drawn in time, with messages."""
 
 FORMS = (*PRINTED, "json")
-"""Forms of a report: as text, and for programs."""
+"""Forms of a report: text, and JSON for programs."""
 
 
 def show_schedule(

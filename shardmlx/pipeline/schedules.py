@@ -1,8 +1,8 @@
 """Order the work of each pipeline rank: which micro-batch it works on, one action after the other.
 
 A schedule is a pure function of pipeline ranks p, micro-batches m and virtual stages v (stages a
-rank). Rank r is first written as a row of words such as F or B of a stage; the j-th time a word
-occurs it means micro-batch j, and words past the last micro-batch fall away. So every schedule
+rank). Rank r is first written as a row of words such as F or B of a stage; the j-th occurrence of a
+word means micro-batch j, and words past the last micro-batch are dropped. Every schedule thus
 serves any p and m, and every stage sees its micro-batches in ascending order: gradients are summed
 in the order of one process.
 
@@ -24,7 +24,7 @@ from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
 Word = tuple[int, Kind]
-"""A stage and what it does; its micro-batch follows from how often it was said before."""
+"""A stage and its work; the micro-batch is the number of earlier occurrences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _numbered(words: Iterable[Word], microbatches: int) -> tuple[Action, ...]:
 
 
 def _one_f_one_b(forwards: list[Word], backwards: list[Word], warm_up: int) -> Iterator[Word]:
-    """Yield ``warm_up`` forwards, then a forward and a backward in turn, then what is left."""
+    """Yield ``warm_up`` forwards, then a forward and a backward in turn, then the rest."""
     yield from forwards[:warm_up]
     steady = forwards[warm_up:]
     for pair in zip(steady, backwards, strict=False):
@@ -209,7 +209,7 @@ def zb_v(pp: int, microbatches: int, virtual: int = 2) -> Grid:
             + [(up, F), (down, F)] * rank  # until its gradient comes from rank 0
             + forward_up * (pp - rank)  # until the gradient comes back to the stage going down
             + [(down, F), (down, I), (down, W), *forward_up] * (microbatches - pp)
-            + [(down, I), (up, I)] * rank  # others wait for these: W can come later
+            + [(down, I), (up, I)] * rank  # other ranks wait for these; W can come later
             + [(down, I), (down, W)] * (pp - rank)
             + [(up, W), (down, W)] * rank
         )
@@ -242,8 +242,8 @@ def get_schedule(name: str) -> Schedule:
 def compute_actions(name: str, pp: int, microbatches: int, virtual: int | None = None) -> Grid:
     """Return the compute actions of each pipeline rank.
 
-    ``virtual`` is by default what the schedule prefers. Raises ``UserError`` with the numbers when
-    the schedule cannot run with them.
+    ``virtual`` defaults to the schedule's own. Raises ``UserError`` with numbers that the schedule
+    cannot run.
     """
     schedule = get_schedule(name)
     stages = schedule.default_virtual if virtual is None else virtual

@@ -1,8 +1,9 @@
 """Simulate a schedule: when each action runs, bubble, links, activations. No MLX, no MPI.
 
-A rank runs its actions in order, each as early as its input is there; sending keeps no rank busy,
-as in the engine. A link from one rank to another carries one message at a time and others queue;
-the links of a rank to different peers, and the two directions between two ranks, are independent.
+A rank runs its actions in order, each as soon as its input is there; sending takes no time of a
+rank, as in the engine. A link from one rank to another carries one message at a time and others
+queue; the links of a rank to different peers, and the two directions between two ranks, are
+independent.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Simulation:
     ``spans[rank]`` are its compute actions with start and end. The time of a rank has three parts,
     the same as in a training run's report: ``busy[rank]`` computing, ``exposed[rank]`` waiting for
     messages that were already made, and the bubble, waiting for others to compute.
-    ``bubbles[rank]`` is that as a fraction of ``makespan``, ``bubble`` the mean of all ranks.
-    ``peak_in_flight[rank]`` is the most stage-micro-batches it holds activations of at once: from
-    F to the end of their backward, of W where that is apart.
+    ``bubbles[rank]`` is the bubble as a fraction of ``makespan``, ``bubble`` the mean of all ranks.
+    ``peak_in_flight[rank]`` is the most stage-micro-batches with activations at once: from F to the
+    end of the backward, or of a separate W.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -118,8 +119,8 @@ def simulate_schedule(
     """Simulate one step of a schedule, by its name, on ``pp`` ranks.
 
     ``virtual`` is the number of stages a rank, by default the schedule's own; ``costs``, ``link``
-    and ``latency`` are as for ``simulate``. Raises ``UserError`` where the schedule does not run
-    on so many ranks, micro-batches or stages.
+    and ``latency`` are as for ``simulate``. Raises ``UserError`` for numbers that the schedule
+    cannot run.
     """
     chosen = get_schedule(schedule)
     virtual = chosen.default_virtual if virtual is None else virtual
@@ -257,7 +258,7 @@ def _run(
 
 
 def _peaks(grid: Grid) -> tuple[int, ...]:
-    """Count the most stage-micro-batches in flight on each rank, which its own order decides."""
+    """Count the most stage-micro-batches in flight on each rank, which depends on its own order."""
     peaks = []
     for actions in grid:
         ends: dict[tuple[int, int], int] = {}  # index of the last backward action

@@ -56,9 +56,9 @@ class Partition:
 class StageMap:
     """A partition with the pipeline rank, and perhaps the host, of each of its stages.
 
-    ``placement`` and ``hosts`` have one entry a stage, in pipeline order; several stages may be
-    on one rank. ``model`` and ``hosts`` are what the map was written for, to be checked where
-    they are not None. ``path`` is the file it was read from. Raises ``UserError`` if ranks are left
+    ``placement`` and ``hosts`` have one entry a stage, in pipeline order; several stages may be on
+    one rank. ``model`` and ``hosts`` are those that the map was written for, to be checked unless
+    they are None. ``path`` is the file it was read from. Raises ``UserError`` if ranks are left
     out, or if one rank has stages on several hosts.
     """
 
@@ -157,7 +157,7 @@ class StageMap:
 
     def to_yaml(self) -> str:
         """Return the map as the text of a file that ``read_stage_map`` reads."""
-        # JSON's strings are YAML's, whatever is in them.
+        # JSON strings are YAML strings, whatever they contain.
         lines = [f"model: {json.dumps(self.model)}"] if self.model is not None else []
         lines.append("stages:")
         stages = zip(self.partition.ranges, self.placement, self.hosts, strict=True)

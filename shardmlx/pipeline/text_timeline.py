@@ -7,7 +7,7 @@ import math
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.simulate import Simulation
 
-_LONGEST = 8  # no action is drawn wider than this many of the shortest
+_LONGEST = 8  # longest drawn action, in shortest ones
 
 
 def timeline(simulation: Simulation, width: int = 160) -> str:
@@ -15,7 +15,7 @@ def timeline(simulation: Simulation, width: int = 160) -> str:
 
     Each action is a cell, as wide as its time. A column is the time of the shortest action; longer
     actions end in dashes. If that takes more than ``width`` letters, each letter shows the kind of
-    the action that the rank is at in the middle of that letter's time; B stands for I and W where a
+    the action that the rank is at in the middle of that letter's time; B stands for I and W if a
     letter is longer than an action.
     """
     names = [f"r{rank}" for rank in range(len(simulation.spans))]
@@ -78,7 +78,7 @@ def _letters(simulation: Simulation, letters: int) -> list[str]:
     unit = simulation.makespan / letters
     letter = {kind: kind.value for kind in Kind}
     if unit > min(_durations(simulation)):
-        letter |= {Kind.I: Kind.B.value, Kind.W: Kind.B.value}  # which of them would be chance
+        letter |= {Kind.I: Kind.B.value, Kind.W: Kind.B.value}  # either would be chance
     rows = []
     for spans in simulation.spans:
         row = ["."] * letters

@@ -1,4 +1,4 @@
-"""Say what stands beside a plan: what is special about the model, and what other ways would take.
+"""Say more about a plan: special facts about the model, and the times of other ways.
 
 No MLX, no MPI.
 """
@@ -23,10 +23,10 @@ from shardmlx.planning.choice import choose
 from shardmlx.planning.training_plan import TrainingPlan
 
 WORTH_A_LINE = 0.01
-"""Part of a step that a shorter type of sums must save."""
+"""Share of a step that a shorter type of sums must save."""
 
 _MANY = 1 << 20
-"""Bytes of gradients by which what a shorter type spares is measured."""
+"""Bytes of gradients for measuring the saving of a shorter type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ExpertTraffic:
 
     @classmethod
     def of(cls, sizes: ModelSizes, machines: int) -> ExpertTraffic:
-        """Return those of a model on so many machines.
+        """Return the traffic of a model on so many machines.
 
         A stage sends the hidden states once. A layer of experts would send them to each other
         machine that has one of a token's experts, and get as much back from it.
@@ -69,11 +69,10 @@ def model_facts(workload: Workload, prediction: Prediction) -> list[str]:
 
 
 def other_way(planned: TrainingPlan) -> list[str]:
-    """Return a line about the best step of the other way to hold a model that no machine holds.
+    """Return a line about the best step of the other way to hold a model larger than a machine.
 
-    Of a pipeline where replicas divide the weights, and of these where layers are divided. Nothing
-    where each machine holds the whole model, where the user has settled it, or where it is not
-    known what messages take.
+    The other way of divided weights is a pipeline, and vice versa. Nothing if each machine holds
+    the whole model, if the user has settled it, or if message times are unknown.
     """
     run, facts, choice = planned.run, planned.facts, planned.choice
     tune, layout, size = run.fine_tune, run.layout, facts.cluster.size

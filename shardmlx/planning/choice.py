@@ -28,15 +28,15 @@ from shardmlx.planning.layout import divide_batch
 from shardmlx.planning.ways import complexity, ways
 
 SET_UP_TOKENS = 24
-"""Tokens that are computed while a micro-batch is set up, whatever its size: weights are read, and
-each operation is started. Counted on an x86 core in float32; by its data sheet an M1 Pro reads
-16-bit weights while it computes 26 tokens, an M4 Max 31."""
+"""Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
+each operation is started. Counted on an x86 core in float32; going by its data sheet an M1 Pro
+reads 16-bit weights while it computes 26 tokens, an M4 Max 31."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """A way that fits: its plan, the seconds of a step by which ways are compared (FLOPs where the
-    speed of the machines is not known), and the memory of each world rank."""
+    """A way that fits: its plan, the seconds of a step for comparison (FLOPs if the speed of the
+    machines is unknown), and the memory of each world rank."""
 
     way: RunSpec
     plan: Plan
@@ -46,10 +46,10 @@ class Assessment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The way that is taken, of ``tried`` that there were.
+    """The chosen way, of ``tried`` ways.
 
-    ``relative_seconds`` are those of a step beside the simplest way's, and ``lacking`` says why
-    that does not fit, if so. ``prediction`` is that of a step of rows of mean length.
+    ``relative_seconds`` are a step's beside the simplest way's, and ``lacking`` says why that does
+    not fit, if so. ``prediction`` is of a step with rows of mean length.
     """
 
     assessment: Assessment
@@ -101,10 +101,10 @@ class Choice:
 
 
 def assess(way: RunSpec, facts: Facts) -> Assessment:
-    """Return what a way takes.
+    """Return the time and memory of a way.
 
-    Raises ``DoesNotFitError`` where a rank would hold more than it may, another ``UserError``
-    where the layers cannot be divided so.
+    Raises ``DoesNotFitError`` if a rank would hold too much, another ``UserError`` if the layers
+    cannot be divided so.
     """
     plan, workload, cluster = facts.plan(way), facts.work(way), facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest, way.batch.recomputed)
@@ -123,7 +123,7 @@ def _predicted(plan: Plan, workload: Workload, facts: Facts, set_up: int = 0) ->
 
 
 def _set_up(rows: int, facts: Facts) -> int:
-    """Return the tokens a row that setting up a micro-batch of ``rows`` takes; a profile has
+    """Return the tokens a row that setting up a micro-batch of ``rows`` costs, unless a profile has
     measured them."""
     return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
 
@@ -144,11 +144,11 @@ def choose(
     facts: Facts,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Choice:
-    """Return the fastest way that fits; of those about as fast, the simplest, then the one that
+    """Return the fastest way that fits; among those about as fast, the simplest, then the one that
     leaves most memory free.
 
-    ``advance`` is told how many ways of how many were looked at. ``DoesNotFitError`` says by how
-    much the best of them fails, another ``UserError`` what keeps all of them from being divided.
+    ``advance`` gets the number of ways examined, and of all. ``DoesNotFitError`` says how far the
+    best way fails, another ``UserError`` why none can be divided.
     """
     asked = ways(run, facts)
     search = _Search(asked, facts)
@@ -175,7 +175,7 @@ def choose(
 
 
 def _preference(found: Assessment, facts: Facts) -> tuple[object, ...]:
-    """Return a sort key of ways about as fast: the simple ones first, then those with much room."""
+    """Return a sort key for ways about as fast: simple ones first, then those with much room."""
     fullness = max(
         each.peak / facts.cluster.capacity(rank) for rank, each in enumerate(found.memory)
     )
@@ -183,7 +183,7 @@ def _preference(found: Assessment, facts: Facts) -> tuple[object, ...]:
 
 
 def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None]:
-    """Return what the simplest way takes, None where it cannot be had, and why it does not fit."""
+    """Return the assessment of the simplest way, None if there is none, and why it does not fit."""
     try:
         return assess(way, facts), None
     except DoesNotFitError as error:
@@ -197,7 +197,7 @@ def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None
 
 
 def fits(run: RunSpec, facts: Facts) -> bool:
-    """Return whether a way fits, with the least memory in what the options leave open."""
+    """Return whether a way fits, with the thriftiest answers to its open options."""
     try:
         asked = ways(run, facts)
     except UserError:
@@ -217,7 +217,7 @@ def _has_room(way: RunSpec, facts: Facts) -> bool:
 
 def _lacking_for_weights(way: RunSpec, facts: Facts) -> float:
     """Return the bytes that the machines of a replica lack for the weights alone, or of all
-    replicas that divide these; 0 or less where they have room."""
+    replicas that divide these; 0 or less if they have room."""
     cluster = facts.cluster
     mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
     rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]
@@ -227,8 +227,8 @@ def _lacking_for_weights(way: RunSpec, facts: Facts) -> float:
 
 
 def _tightest(asked: Sequence[RunSpec]) -> dict[tuple[int | None, bool], RunSpec]:
-    """Return, of the ways with the same ranks in a pipeline that divide weights or do not, the one
-    that needs the least memory."""
+    """Return, for each length of pipeline, with and without divided weights, the way that needs the
+    least memory."""
     tightest: dict[tuple[int | None, bool], RunSpec] = {}
     for way in asked:
         best = tightest.setdefault(_group(way), way)
@@ -247,7 +247,7 @@ def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
 
 
 class _Search:
-    """The ways that were looked at: those that fit, by their place, and why others do not."""
+    """The examined ways: those that fit, by their place, and why others do not."""
 
     def __init__(self, asked: Sequence[RunSpec], facts: Facts) -> None:
         self._asked, self._facts = asked, facts
@@ -263,9 +263,9 @@ class _Search:
         }
 
     def most_promising_first(self) -> list[tuple[float, int]]:
-        """Return (seconds that no such step beats, place) of each way.
+        """Return (lower bound of the seconds of a step, place) of each way.
 
-        Where nobody knows what gathering weights takes, ways that divide them come last.
+        Ways that divide weights come last if the time to gather them is unknown.
         """
         bounds: dict[tuple[object, ...], float] = {}
         pairs = []
@@ -280,7 +280,7 @@ class _Search:
         return sorted(pairs, key=lambda pair: (self._divides(pair[1]), *pair))
 
     def look(self, place: int) -> None:
-        """Assess a way, unless a faster one like it fits already, or its mesh has no room."""
+        """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
         way = self._asked[place]
         group = _group(way)
         if self._is_in_vain(place) or not self._room.get(group, True):
@@ -305,7 +305,7 @@ class _Search:
         return True
 
     def nearest_failure(self) -> UserError:
-        """Return why the way that lacks least cannot be had."""
+        """Return the error of the way that lacks least."""
         if not self.failures:
             lacking = {
                 group: _lacking_for_weights(way, self._facts)
@@ -329,7 +329,7 @@ class _Search:
         )
 
     def _least(self, way: RunSpec) -> float:
-        """Return the seconds of a step in which all machines are busy all the time."""
+        """Return the seconds of a step in which all machines are always busy."""
         facts, batch = self._facts, way.batch
         mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
         rows, size = divide_batch(batch, mesh)
@@ -342,7 +342,7 @@ class _Search:
 
 
 def _alike(way: RunSpec) -> tuple[object, ...]:
-    """Return what two ways have in common where the one that holds more is faster."""
+    """Return the common part of ways among which those that hold more are faster."""
     layout, batch = way.layout, way.batch
     return (
         *(layout.pipeline_stages, layout.schedule),
@@ -351,11 +351,12 @@ def _alike(way: RunSpec) -> tuple[object, ...]:
 
 
 def _thrift(way: RunSpec) -> tuple[int, bool, bool]:
-    """Return what a way spends time on to hold less: recomputing, gathering, division by memory."""
+    """Return the time that a way spends on holding less: recomputing, gathering, division by
+    memory."""
     again = RECOMPUTE.index(way.batch.recomputed)
     return again, way.fine_tune.divides_weights, way.layout.partitioner == SMALLEST
 
 
 def _shortage(error: UserError) -> float:
-    """Return the bytes that are lacking, as a sort key; other faults come last."""
+    """Return the lacking bytes, as a sort key; other faults come last."""
     return error.shortage if isinstance(error, DoesNotFitError) else math.inf

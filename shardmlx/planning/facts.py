@@ -1,4 +1,4 @@
-"""Facts that the choice of a way to train depends on, beside the options. No MLX, no MPI."""
+"""Facts behind the choice of a way to train, beside the options. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import lay_out
 
 CLOSE = 0.01
-"""Part of a step, or of a row, below which a difference counts for nothing."""
+"""Share of a step, or of a row, below which a difference does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
     """The lengths of a run's sequences, in tokens of their inputs.
 
-    ``longest`` are those of a step, and of sequences that only pass forward; ``padded`` and
-    ``exact`` the means of a row as it is computed, and without its padding; ``counted`` the share
-    of the latter that counts in the loss.
+    ``longest`` are a step's, and those of forward-only sequences; ``padded`` and ``exact`` the
+    means of a row with and without padding; ``counted`` the share of ``exact`` that counts in the
+    loss.
     """
 
     longest: tuple[int, int]
@@ -37,7 +37,7 @@ class SequenceLengths:
 
     @classmethod
     def unread(cls, max_seq_length: int) -> SequenceLengths:
-        """Return the lengths that are assumed of data that nobody has read yet."""
+        """Return the assumed lengths of data that no rank has read yet."""
         typical = min(max_seq_length, TYPICAL_LENGTH)
         return cls((max_seq_length, 0), typical, typical)
 
@@ -59,7 +59,7 @@ class SequenceLengths:
 class Facts:
     """Facts on which a choice depends beside the options: model, machines, data.
 
-    ``cluster`` has no more memory than a rank may use. ``stage_map`` is the user's, if there is
+    ``cluster`` has only the memory that a rank may use. ``stage_map`` is the user's, if there is
     one; ``can_pack`` says whether packed rows have the same loss.
     """
 
@@ -71,22 +71,22 @@ class Facts:
 
     @property
     def knows_times(self) -> bool:
-        """True if layouts that send different messages can be compared: by seconds."""
+        """True if layouts with different messages can be compared: by seconds."""
         return self.cluster.unit == "seconds" and self.cluster.knows_messages
 
     def work(self, way: RunSpec) -> Workload:
-        """Return the work as it is done in this way."""
+        """Return the work done in this way."""
         share = self.lengths.counted_share(way.batch.pack)
         return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)
 
     def plan(self, way: RunSpec) -> Plan:
-        """Return the plan of a way. Raises ``UserError`` where it cannot be laid out so."""
+        """Return the plan of a way. Raises ``UserError`` if it cannot be laid out."""
         length = self.lengths.mean(way.batch.pack)
         work, longest = self.work(way), self.lengths.longest[0]
         return lay_out(way, work, self.stage_map, self.cluster, length, longest)
 
     @property
     def with_all_memory(self) -> Facts:
-        """The same with machines that have as much memory as is asked for."""
+        """The same facts with unlimited memory."""
         machines = (replace(each, memory=None, wired=None) for each in self.cluster.machines)
         return replace(self, cluster=replace(self.cluster, machines=tuple(machines)))

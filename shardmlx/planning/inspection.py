@@ -33,9 +33,9 @@ from shardmlx.planning.weight_split import Generation, Split, divide
 
 
 def run(options: InspectOptions) -> int:
-    """Look at a model, and print what it consists of; return 1 if ``--verify`` finds a fault.
+    """Print the parts of a model; return 1 if ``--verify`` finds a fault.
 
-    Raises ``UserError`` where the model cannot be read, or divided as asked.
+    Raises ``UserError`` if the model cannot be read, or divided as asked.
     """
     files = read_model(find_source(options.model, options.revision))
     if options.verify:
@@ -57,7 +57,7 @@ def run(options: InspectOptions) -> int:
 
 
 def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
-    """Divide the model as the options say; None where they say nothing of it."""
+    """Divide the model as the options say; None if they do not."""
     if not options.divides:
         return None
     machines: tuple[Machine, ...] = ()
@@ -71,7 +71,7 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
     if options.context is not None:
         generation = Generation(options.sequences, options.context)
     if stage_map is not None:
-        # Before machines are given out: a map of another model is the first thing to say.
+        # Before machines are assigned, since a map of another model matters most.
         stage_map.check_layers(layers)
         machines = _first(machines, stage_map.pp, options.hostfile)
         _check_hosts(stage_map, machines, options.hostfile)

@@ -18,7 +18,7 @@ from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
 from shardmlx.planning.replica_rows import with_replica_rows
 
 MICROBATCHES_A_RANK = 4
-"""The aim of the default micro-batch size: a bubble of at most a fifth with 1F1B."""
+"""Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""
 
 
 def lay_out(
@@ -29,11 +29,11 @@ def lay_out(
     length: int,
     longest: int,
 ) -> Plan:
-    """Return the plan of a run that leaves nothing open; ``given`` is the user's stage map.
+    """Return the plan of a run without open options; ``given`` is the user's stage map.
 
     Layers are divided for rows of ``length`` tokens, with room for the ``longest``. Raises
-    ``DoesNotFitError`` where the partitioner finds no room, another ``UserError`` where the run
-    cannot be laid out so.
+    ``DoesNotFitError`` if the partitioner finds no room, another ``UserError`` if the run cannot be
+    laid out.
     """
     layout = way.layout
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
@@ -73,9 +73,9 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
-    """Return (rows of a replica, rows of a micro-batch); ``UserError`` where they do not divide.
+    """Return (rows of a replica, rows of a micro-batch); ``UserError`` if they do not divide.
 
-    Where replicas have unequal rows, those of the one with the most that is given, or the mean.
+    If replicas have unequal rows, the rows are the most that one is given, or the mean.
     """
     rows = -(-batch.batch_size // mesh.dp)
     if mesh.dp > 1 and batch.given_rows:
@@ -103,7 +103,7 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
 
 
 def usual_size(rows: int, pp: int) -> int:
-    """Return the rows of a micro-batch where no option says them, of a replica's rows."""
+    """Return the default rows of a micro-batch, for a replica's rows."""
     return rows if pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * pp))
 
 

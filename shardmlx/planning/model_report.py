@@ -16,7 +16,7 @@ _FILES_SHOWN = 2
 
 
 def shown_files(files: Sequence[str]) -> str:
-    """Return file names without their common ending; only how many, where they are many."""
+    """Return file names without their common ending, or only their number if there are many."""
     if len(files) > _FILES_SHOWN:
         return f"{len(files)} files"
     return ", ".join(file.removesuffix(SUFFIX) for file in files)
@@ -27,7 +27,7 @@ def dtypes(part: Part) -> str:
 
 
 def quantisation(part: Part) -> str:
-    """Return how weights are packed, the most bytes first; a dash for those that are not."""
+    """Return the packing of weights, the most bytes first; a dash for unpacked ones."""
     return "; ".join(part.quantisations) or "-"
 
 
@@ -120,7 +120,7 @@ def _part_line(row: Row) -> tuple[str, ...]:
 
 
 def stage_table(split: Split) -> str:
-    """Return a table of stages: where each runs, and what it holds."""
+    """Return a table of stages: their places and contents."""
     header = ["stage", "rank", "host", "layers", "tensors", "parameters", "dtype", "quantisation"]
     header += ["bytes", "to generate", "of memory", "files"]
     lines = []
@@ -146,7 +146,7 @@ def stage_table(split: Split) -> str:
                 shown_files(part.files) or "-",
             ]
         )
-    # What is not known of any stage is no column.
+    # A fact known of no stage gets no column.
     known = [i for i in range(len(header)) if any(line[i] != "-" for line in lines)]
     return columns([header[i] for i in known], [[line[i] for i in known] for line in lines])
 
@@ -198,7 +198,7 @@ def _stages(split: Split, rank: int) -> str:
 
 
 def verification_report(verification: Verification) -> str:
-    """Return what was looked at, and every fault."""
+    """Return the completed checks, and every fault."""
     lines = [f"checked: {each}" for each in verification.checked]
     lines += [f"wrong: {each}" for each in verification.faults]
     number = len(verification.faults)

@@ -40,7 +40,7 @@ class Candidate:
         return -(-self.rows // self.micro_batch_size)
 
     def setup(self, workload: Workload, length: int, backend: str) -> TrainingSetup:
-        """Return what decides its memory with sequences of ``length`` tokens."""
+        """Return the facts that decide its memory with sequences of ``length`` tokens."""
         return workload.setup(
             self.micro_batch_size,
             length,
@@ -51,7 +51,7 @@ class Candidate:
 
 
 def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
-    """Return the plan that ``train`` would make of it."""
+    """Return the plan of a way."""
     return Plan(
         mesh=way.mesh,
         stage_map=stage_map,
@@ -81,10 +81,10 @@ def make_problem(
     *,
     longest: int | None = None,
 ) -> Problem:
-    """Return what a partitioner must know, for sequences of ``length`` tokens.
+    """Return a partitioner's problem, for sequences of ``length`` tokens.
 
-    Memory is that of sequences of ``longest`` tokens, where that is given. Costs are seconds, or
-    FLOPs where the speed of the machines is not known; then links do not count.
+    Memory is for sequences of ``longest`` tokens, if given. Costs are seconds, or FLOPs if the
+    speed of the machines is unknown; links then do not count.
     """
     mesh, placement = way.mesh, way.placement
     setup = way.setup(workload, longest or length, cluster.backend)
@@ -114,7 +114,7 @@ def make_problem(
 def rank_costs(
     way: Candidate, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[LayerCosts, ...]:
-    """Return what a micro-batch costs on each pipeline rank."""
+    """Return the costs of a micro-batch on each pipeline rank."""
     models = pipeline_seconds(
         workload, cluster, way.mesh, way.micro_batch_size, length, recompute=way.recompute
     )
@@ -127,10 +127,10 @@ def _peaks(
 ) -> Callable[[int, int, int], float]:
     """Return the peak bytes of a stage alone on its rank, by its number and its layers.
 
-    Where a rank runs several stages the sum of their peaks is more than its own peak.
+    The stages of a rank may have peaks that add up to more than its own.
     """
-    # In this division every stage has all kinds of actions; what a stage does not need of them
-    # depends on its layers.
+    # Every stage has all kinds of actions in this division; the layers of a stage decide which of
+    # them it needs.
     uniform = get_partitioner("uniform")
     stage_map = uniform(
         Problem.homogeneous(LayerCosts((1.0,) * workload.shape.num_layers), way.placement)
@@ -145,7 +145,7 @@ def _peaks(
     shape, first = workload.shape, workload.first_trained_layer
     layers = shape.num_layers
     upto = list(accumulate(workload.weight_sizes.layers, initial=0.0))
-    # How many layers of each kind lie below a layer.
+    # Number of layers of each kind below a layer.
     below = [
         list(accumulate((each == kind for each in shape.pattern), initial=0))
         for kind in range(len(shape.kinds))
@@ -157,7 +157,7 @@ def _peaks(
 
     @cache
     def look(start: int, stop: int) -> int:
-        """Return the number of what decides the memory of a range of layers."""
+        """Return the number of a range of layers, equal for ranges with equal memory."""
         lowest = min(max(start, first), stop)
         frozen = tuple(each[lowest] - each[start] for each in below)
         trained = tuple(each[stop] - each[lowest] for each in below)
@@ -189,7 +189,7 @@ def _peaks(
 
 
 def _kinds(memory: StageMemory) -> frozenset[Kind]:
-    """Return the kinds of actions that a stage has, as ``lowering.gradient_kinds`` leaves them."""
+    """Return the kinds of actions of a stage, as ``lowering.gradient_kinds`` leaves them."""
     kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
     if memory.has_input_gradient:
         kinds |= {Kind.I, Kind.SEND_B}

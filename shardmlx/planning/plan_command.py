@@ -1,6 +1,6 @@
 """Carries out ``shardmlx plan``: plans the training of a model on given machines.
 
-No MLX, no MPI. Of the model only the headers are read, or config.json alone.
+No MLX, no MPI. Only the model's headers are read, or config.json alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardmlx.planning.training_plan import plan_training
 def run(options: PlanOptions, train_options: Sequence[str]) -> int:
     """Plan as the options say, and print or write the plan; return 0.
 
-    ``train_options`` are the words of the options that the plan leaves as they were. Raises
-    ``UserError`` where no plan fits.
+    ``train_options`` are the words of the options that the plan does not change. Raises
+    ``UserError`` if no plan fits.
     """
     run = RunSpec.of(options)
     for picture in options.draw:
@@ -57,7 +57,6 @@ def run(options: PlanOptions, train_options: Sequence[str]) -> int:
 
 
 def _to_write(stage_map: StageMap, model: str) -> StageMap:
-    """Name the model that the map is for. A host that goes by an address is left out: ranks know
-    names."""
+    """Name the model of the map. Hosts given by address are left out: ranks know names."""
     hosts = tuple(None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
     return replace(stage_map, model=model, hosts=hosts)

@@ -25,18 +25,18 @@ _SHOWN = (
     *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
     *("memory_limit", "dtype"),
 )
-"""The options that ``--help`` lists: of a training run, those that change the plan."""
+"""The options in ``--help``: options of a training run that change the plan."""
 
 _DECIDED = (
     *("stage_map", "partitioner", "pipeline_stages", "micro_batch_size"),
     *("data_parallel", "replica_rows", "schedule", "grad_checkpoint", "recompute", "hostfile"),
 )
-"""The options of training that the plan itself gives."""
+"""The options of training that the plan determines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(TrainConfig):
-    """The run to plan, the machines, and where the plan goes. Raises ``OptionError``, a
+    """The run to plan, the machines, and the file of the plan. Raises ``OptionError``, a
     ``UserError``."""
 
     model: str = model_argument()
@@ -81,8 +81,8 @@ def build_parser(rank: int = 0) -> CommandParser:
 
 
 def read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Return the options, and the words of those that the planner leaves as they were: what the
-    command that runs the plan takes. Raises ``UserError``."""
+    """Return the options, and the words of those that the planner does not change, for the command
+    that runs the plan. Raises ``UserError``."""
     options, given = load_given_options(PlanOptions, build_parser(), argv)
     of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
     left = {name: value for name, value in given.flags.items() if name in of_train}

@@ -1,7 +1,7 @@
 """Divide the batch among replicas of unequal speed, by rows. No MLX, no MPI.
 
-The loss is the sum over all tokens of the batch, divided by their number: who computes which rows
-changes nothing but the order of sums.
+The loss is the sum over all tokens of the batch, divided by their number: the division of rows
+changes only the order of sums.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardmlx.pipeline.plan import Plan
 def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Plan:
     """Return the plan with the rows of each replica that ``--replica-rows`` asks for.
 
-    By speed, the replica that is through last is through as early as can be, with rows of
-    ``length`` tokens. Raises ``UserError`` where the speed of a machine is not known, and where
-    replicas that gather weights together would do so different numbers of times.
+    Division by speed lets the last replica finish as early as possible, with rows of ``length``
+    tokens. Raises ``UserError`` if a machine's speed is unknown, or if replicas that gather weights
+    together would do so unequal numbers of times.
     """
     batch, dp = workload.batch, plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
@@ -45,8 +45,8 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
 
 
 def rows_by_speed(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``total`` rows among replicas that take so many seconds for one: each at least one,
-    and each next one to whom it makes last the shortest."""
+    """Divide ``total`` rows among replicas with so many seconds a row: each gets at least one, and
+    each next row goes to the replica that finishes it first."""
     rows = [1] * len(seconds)
     for _ in range(total - len(seconds)):
         first = min(range(len(rows)), key=lambda each: (rows[each] + 1) * seconds[each])
@@ -57,7 +57,7 @@ def rows_by_speed(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
 def _seconds_of_replicas(
     plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> list[float]:
-    """Return the seconds for which a row keeps the busiest rank of each replica."""
+    """Return the seconds that a row takes on the busiest rank of each replica."""
     cluster.check_speeds()
     recompute, size = workload.batch.recomputed, plan.micro_batch_size
     found = []

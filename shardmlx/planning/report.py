@@ -17,7 +17,7 @@ from shardmlx.planning.facts import CLOSE
 from shardmlx.planning.training_plan import TrainingPlan
 
 _NOTABLE = 0.1
-"""Share of a step: what takes less binds nothing."""
+"""Share of a step below which a part limits nothing."""
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
     options: Sequence[str],
     facts: Sequence[str] = (),
 ) -> str:
-    """Return the plan, a line for each rank, what binds it, and the command that runs it.
+    """Return the plan, a line for each rank, its limits, and the command that runs it.
 
     ``facts`` are lines about the model. ``options`` are those of ``train`` that the user gave, the
     model among them.
@@ -103,7 +103,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
 
 
 def binding(planned: TrainingPlan) -> str:
-    """Return what one would have to change for a faster step."""
+    """Return the change that would make a step faster."""
     prediction = planned.prediction
     step = prediction.step_seconds
     ranks = prediction.ranks
@@ -139,7 +139,7 @@ def binding(planned: TrainingPlan) -> str:
 
 
 def _unlimited_seconds(planned: TrainingPlan) -> float:
-    """Return the seconds of the best step on machines with as much memory as is asked for."""
+    """Return the seconds of the best step on machines with unlimited memory."""
     try:
         best = choose(planned.run, planned.facts.with_all_memory)
     except UserError:

@@ -1,11 +1,11 @@
-"""Find ranks that are slower than they should be, beside the others. No MLX, no MPI.
+"""Find ranks that are slower than expected, beside the others. No MLX, no MPI.
 
-Where the times of machines were measured before (``--profile``), a rank should take what was
-predicted. Elsewhere predictions are FLOPs, or what data sheets say: good enough to divide layers,
-but off by a factor that differs from rank to rank, since the head costs more than its FLOPs and
-machines reach different parts of their peaks. There the first reports of the run say what is usual
-for a rank: one that becomes slow is found, and one that is slow from its first step only where a
-replica on a machine as fast runs the same stages.
+With measured times (``--profile``), a rank should take the predicted time. Other predictions are
+FLOPs or from data sheets: good enough to divide layers, but off by a factor that differs from rank
+to rank, since the head costs more than its FLOPs and machines reach different shares of their
+peaks. The first reports of the run then set the usual time of a rank: a rank that becomes slow is
+found, and one that is slow from its first step only if a replica on an equal machine runs the same
+stages.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.pipeline.plan import Plan
 
 TOLERANCE = 1.25
-"""Factor by which a rank may exceed what it should take beside the others."""
+"""Factor by which a rank may exceed its expected time, relative to the others."""
 
 REPORTS_IN_A_ROW = 3
-"""Number of slow reports in a row below which it is a hiccup: a page fault, a backup."""
+"""Slow reports in a row that make a straggler; fewer are a hiccup: a page fault, a backup."""
 
 REPORTS_TO_KNOW = 3
-"""Number of reports that tell what is usual where nothing was measured; the first may warm up."""
+"""Number of reports that set the usual time if nothing was measured; the first may warm up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that computes ``seconds`` a step where ``expected`` would be in step with the others.
+    """A rank that computes ``seconds`` a step where ``expected`` would keep up with the others.
 
-    ``usual``: expected by its own first reports, not by a profile.
+    ``usual`` means expected by its own first reports, not by a profile.
     """
 
     step: int
@@ -67,8 +67,8 @@ class Straggler:
 class Watch:
     """Compares the ranks of a run at each report and names a straggler once.
 
-    ``hosts`` has one for each world rank. ``is_measured``: predictions are those of a profile.
-    ``alike[r]`` are the ranks that do the same work as r, on machines as fast.
+    ``hosts`` has one for each world rank. ``is_measured`` means that a profile predicts.
+    ``alike[r]`` are the ranks with the same work as r, on equal machines.
     """
 
     hosts: Sequence[str]
@@ -103,7 +103,7 @@ class Watch:
         """Return the stragglers that are new at this report.
 
         ``measured`` and ``predicted`` are the compute of a step on each world rank, the one in
-        seconds, the other in any unit. A report with nothing measured for some rank is passed over.
+        seconds, the other in any unit. A report without a measurement of some rank is ignored.
         """
         ratios = [
             seconds / cost if cost > 0 else math.nan
@@ -134,12 +134,12 @@ class Watch:
         return found
 
     def _usual(self, count: int) -> list[float]:
-        """Measured for predicted, of each rank when nothing slows it down."""
+        """Return measured over predicted seconds of each rank when nothing slows it down."""
         if self.is_measured:
             return [1.0] * count
         own = [median(ratios) for ratios in zip(*self._first, strict=True)]
         alike = self.alike or [()] * count
-        # Of two replicas the faster one tells what is usual for both.
+        # The faster of two replicas sets the usual time of both.
         return [
             median_low([own[rank], *(own[each] for each in alike[rank])]) for rank in range(count)
         ]
@@ -148,9 +148,9 @@ class Watch:
 def compute_of_ranks(
     plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str
 ) -> list[float]:
-    """Return what a step computes on each world rank with ``length`` tokens, in ``cluster.unit``.
+    """Return the compute of a step on each world rank with ``length`` tokens, in ``cluster.unit``.
 
-    Its share of the update is included, as in what is measured.
+    Includes its share of the update, as measurements do.
     """
     stage_map = plan.stage_map
     computed = []
@@ -160,7 +160,7 @@ def compute_of_ranks(
         replica, pipeline_rank = plan.mesh.coordinates(rank)
         ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
         total = sum((model.stage(*ends) for ends in ranges), Seconds())
-        # The last micro-batch may have fewer rows, but packed they are alike.
+        # The last micro-batch may have fewer rows, but packed ones are alike.
         count = plan.shares[replica] / plan.micro_batch_size
         if plan.pack:
             count = plan.microbatches_of(replica)

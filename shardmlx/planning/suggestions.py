@@ -1,4 +1,4 @@
-"""Find what would make a model fit; each remedy is tried before it is named. No MLX, no MPI."""
+"""Find changes that make a model fit; each remedy is tried before it is named. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ QUANTISED_BITS = 4.5
 """Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
 
 SHORTEST = 128
-"""Tokens; shorter sequences are no remedy."""
+"""Tokens of the shortest useful sequence."""
 
 MOST_MACHINES = 8
-"""Limit of machines that one would add."""
+"""Limit of machines to suggest."""
 
 
 def remedies(run: RunSpec, facts: Facts) -> list[str]:
@@ -57,7 +57,7 @@ def remedies(run: RunSpec, facts: Facts) -> list[str]:
 
 
 def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
-    """Yield the run with one choice of the user settled for less memory."""
+    """Yield the run with one of the user's options replaced by a thriftier one."""
     batch, layout, tune = run.batch, run.layout, run.fine_tune
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
@@ -76,7 +76,7 @@ def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
 
 
 def quantised(workload: Workload) -> Workload | None:
-    """Return the same work on weights of 4 bits; None if they are not of full width now."""
+    """Return the same work on weights of 4 bits; None if they are quantised already."""
     shape, sizes = workload.shape, workload.weight_sizes
     width = DTYPE_BYTES[workload.dtype]
     if sizes.layers[0] < width * shape.layer(0).parameters:

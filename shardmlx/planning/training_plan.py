@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The plan that was chosen for a run, and the facts that it was chosen by.
+    """The chosen plan of a run, and the facts behind the choice.
 
-    ``prediction`` has the plan with its stage map, the seconds of a step, and of each rank its
-    hosts, layers, peak bytes and capacity.
+    ``prediction`` has the plan with its stage map, the seconds of a step, and hosts, layers, peak
+    bytes and capacity of each rank.
     """
 
     run: RunSpec
@@ -50,7 +50,7 @@ class TrainingPlan:
 
     @property
     def workload(self) -> Workload:
-        """The work, as the chosen way does it."""
+        """The work in the chosen way."""
         return self.facts.work(self.choice.run)
 
 
@@ -63,10 +63,10 @@ def plan_training(
 ) -> TrainingPlan:
     """Choose replicas, stages, schedule, micro-batches and recomputation for ``machines``.
 
-    The fastest way that fits is chosen, from the model's headers alone, among those that
-    ``config`` leaves open: "auto" and None leave a choice. All rows are taken to have
-    ``max_seq_length`` tokens. ``advance`` is told how many ways of how many were looked at. Raises
-    ``UserError``: where nothing fits, its remedy says what would.
+    Chooses the fastest way that fits, from the model's headers alone, among those that ``config``
+    leaves open with "auto" and None. All rows are assumed to have ``max_seq_length`` tokens.
+    ``advance`` gets the number of ways examined, and of all. Raises ``UserError``, whose remedy
+    names a way that would fit.
     """
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map

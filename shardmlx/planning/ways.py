@@ -1,4 +1,4 @@
-"""Answer what the options of a run leave open, in every way that makes sense. No MLX, no MPI."""
+"""Answer the open options of a run, in every way that makes sense. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from shardmlx.planning.layout import divide_batch, make_mesh
 
 
 class TooManyMachinesError(UserError):
-    """Error: more machines, or stages, than layers."""
+    """Error of more machines, or stages, than layers."""
 
 
 def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
-    """Return all answers to what the options leave open, from the simplest on.
+    """Return all answers to the open options, from the simplest on.
 
-    Raises ``UserError`` where they leave nothing, ``TooManyMachinesError`` for more stages than
-    layers.
+    Raises ``UserError`` if there is none, ``TooManyMachinesError`` for more stages than layers.
     """
     run = run.for_ranks(facts.cluster.size)
     meshes = _meshes(run, facts)
@@ -39,14 +38,14 @@ def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
     if not found:
         raise _nothing_left(run, facts, meshes)
     if not facts.knows_times or not run.fine_tune.train:
-        # The longest pipeline, whose ranks hold the least and which has the fewest messages.
+        # The longest pipeline, with the smallest ranks and the fewest messages.
         longest = max(each.layout.pipeline_stages or 1 for each in found)
         found = [each for each in found if each.layout.pipeline_stages == longest]
     return sorted(found, key=complexity)
 
 
 def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
-    """Return a sort key: little is computed and sent again, and pipelines are long."""
+    """Return a sort key: little recomputing and few messages first, and long pipelines."""
     batch, stages = way.batch, way.layout.pipeline_stages or 1
     again = RECOMPUTE.index(batch.recomputed)
     counted = batch.loss_chunk == COUNTED
@@ -112,7 +111,7 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
 
 
 def _schedules(run: RunSpec, facts: Facts, pp: int) -> list[str]:
-    """Return the schedules between which a prediction can decide, from the simplest on."""
+    """Return the schedules that a prediction can compare, from the simplest on."""
     # 1F1B takes as long as GPipe, and never more memory.
     names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
     if run.layout.schedule != AUTO:
@@ -120,7 +119,7 @@ def _schedules(run: RunSpec, facts: Facts, pp: int) -> list[str]:
     if facts.stage_map is not None:
         return [name for name in names if suits(facts.stage_map, get_schedule(name))]
     if run.layout.schedule == AUTO and (pp == 1 or not facts.cluster.knows_messages):
-        return [SIMPLEST]  # one rank orders nothing; and it has the fewest messages
+        return [SIMPLEST]  # one rank needs no order; this one has the fewest messages
     return names
 
 
@@ -145,11 +144,11 @@ def _sizes(
     """Return the usual size of micro-batches, larger ones that leave each rank one at a time, then
     smaller ones, which hold less.
 
-    None stands for all rows of a replica where it is not known yet how many these will be.
+    None stands for all rows of a replica while their number is unknown.
     """
     if batch.micro_batch_size is not None:
         return [batch.micro_batch_size]
-    # Without packing larger ones may be padded, by how much is not known here.
+    # Without packing, larger ones may be padded by an unknown amount.
     grows = pack or facts.lengths.are_alike
     larger = [usual << k for k in range(1, rows.bit_length())] if grows else []
     smaller = [usual >> k for k in range(1, usual.bit_length())]
@@ -164,7 +163,7 @@ def _loss_chunks(batch: BatchOptions, facts: Facts, pack: bool) -> tuple[str, ..
 
 
 def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
-    """Return the partitioners to ask, the fastest division first: ``hetero`` knows memory too, and
+    """Return the partitioners to try, the fastest division first: ``hetero`` knows memory too, and
     puts one stage on each rank."""
     if run.layout.partitioner != AUTO:
         return (run.layout.partitioner,)

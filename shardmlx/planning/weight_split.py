@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Sequences to be generated at once, and the tokens of each, prompt included."""
+    """Number of sequences to generate at once, and tokens of each, prompt included."""
 
     sequences: int
     context: int
@@ -35,7 +35,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in stages, and the machine of each pipeline rank where machines are known."""
+    """A model in stages, and the machine of each pipeline rank, if machines are known."""
 
     inspection: Inspection
     stage_map: StageMap
@@ -46,26 +46,26 @@ class Split:
         self.stage_map.check_layers(len(self.inspection.layers))
 
     def stage(self, stage: int) -> Part:
-        """Return what a stage holds."""
+        """Return the tensors of a stage."""
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
     def rank(self, rank: int) -> Part:
-        """Return what a pipeline rank holds for all of its stages, each tensor once."""
+        """Return the tensors of all stages of a pipeline rank, each once."""
         if not 0 <= rank < self.stage_map.pp:
             raise UserError(f"--rank {rank}", f"the ranks are 0 to {self.stage_map.pp - 1}")
         held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
         return Part(tuple({tensor.name: tensor for tensor in held}.values()))
 
     def host(self, rank: int) -> str | None:
-        """Return the host that runs a pipeline rank, where that is known."""
+        """Return the host of a pipeline rank, if it is known."""
         return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)
 
     def memory(self, rank: int) -> float | None:
-        """Return the bytes of the machine that runs a pipeline rank, where they are known."""
+        """Return the memory of a pipeline rank's machine in bytes, if it is known."""
         return self.machines[rank].memory if self.machines else None
 
     def nbytes(self, stage: int) -> float:
-        """Return the bytes that a stage takes: weights, and what generating adds to them."""
+        """Return the bytes of a stage: weights, and the memory of generating."""
         start, stop = self.stage_map.partition.ranges[stage]
         return _peak(self.inspection, self.generation)(stage, start, stop)
 
@@ -84,9 +84,9 @@ def divide(
 ) -> StageMap:
     """Divide a model among ranks with one stage each; ``machines`` has one for each, or none.
 
-    A stage takes its weights, and what ``generation`` adds to them, keys and values first of all.
-    Layers cost the FLOPs of a forward pass, or its seconds where all machines say how fast they
-    are; bytes where the family is not known.
+    A stage takes its weights, and the memory of ``generation``, mainly keys and values. Layers cost
+    the FLOPs of a forward pass, or its seconds if all machines have a known speed; bytes if the
+    family is unknown.
     """
     costs = _costs(inspection)
     speeds = [machine.flops for machine in machines if machine.flops is not None]
@@ -123,7 +123,7 @@ def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:
-    """Return bytes, with a tied matrix on both ends: both hold it."""
+    """Return bytes, with a tied matrix on both ends, which both hold it."""
     sizes = _stored_sizes(inspection)
     return replace(sizes, head=sizes.head + inspection.tied * sizes.embedding)
 

@@ -12,7 +12,7 @@ from shardmlx.runreport.page import render_page
 
 
 def run(options: ReportOptions) -> int:
-    """Write what the options ask for, and say where it is. Raises ``UserError``."""
+    """Write the requested outputs, and print where they are. Raises ``UserError``."""
     metrics = read_metrics(options.metrics)
     events = current(metrics.events)
     page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)

@@ -1,7 +1,7 @@
-"""Show a run while it goes on: its page, its events, and its metrics for Prometheus, over HTTP.
+"""Show a running job: its page, its events, and its metrics for Prometheus, over HTTP.
 
-The server runs on threads of the process that trains, which waits for none of them: an event costs
-it one JSON line, and only a request costs more. No MLX, no MPI.
+The server runs on threads of the training process, which never waits for them: an event costs it
+one JSON line, and only a request costs more. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SECONDS_FOR_A_REQUEST = 20.0
 """Seconds from connection to end of an answer, after which the connection is closed."""
 
 SECONDS_TO_WAIT = 10.0
-"""Seconds for which a page's question for events waits for one."""
+"""Seconds that a page's request for events waits for one."""
 
 SECONDS_OF_A_PAGE = 15.0
-"""Seconds since its last question after which a page is taken to be closed."""
+"""Seconds since its last request after which a page counts as closed."""
 
 SECONDS_TO_TELL = 1.0
-"""Seconds for which the end of a run waits for a page to ask once more."""
+"""Seconds that the end of a run waits for another request of a page."""
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds in which the server looks whether it shall stop, and what has taken too long."""
+"""Seconds between the server's checks for its end, and for overdue requests."""
 
 
 class _Entry(NamedTuple):
@@ -56,7 +56,7 @@ class _Entry(NamedTuple):
 
 
 class EventLog:
-    """The events of a run, each with a number by which a page asks for those after it."""
+    """The events of a run, each with a number, after which a page asks for more."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -65,7 +65,7 @@ class EventLog:
         self._has_ended = False
 
     def add(self, event: str, line: str) -> None:
-        """Add an event; of very many reports every second one goes."""
+        """Add an event; every second report is dropped once there are very many."""
         with self._news:
             if len(self._entries) >= 2 * MOST_REPORTS:
                 self._entries = halved(self._entries, lambda each: each.is_report)
@@ -74,14 +74,14 @@ class EventLog:
             self._news.notify_all()
 
     def end(self) -> None:
-        """Let nobody wait any more: no event will come."""
+        """Wake all waiting requests: no event will come."""
         with self._news:
             self._has_ended = True
             self._news.notify_all()
 
     def after(self, number: int, patience: float = 0.0) -> tuple[int, list[str], bool]:
-        """Return the number of the last event, all events after that of ``number``, and whether
-        none will come any more; wait up to ``patience`` seconds for one."""
+        """Return the number of the last event, all events after ``number``, and whether the run has
+        ended; wait up to ``patience`` seconds for one."""
         with self._news:
             self._news.wait_for(lambda: self._last > number or self._has_ended, patience)
             first = bisect_right(self._entries, number, key=lambda each: each.number)
@@ -91,8 +91,8 @@ class EventLog:
 class LivePage:
     """A server of a run on ``listener``, which it closes at its end.
 
-    Where the run resumes, what ``metrics_file`` has of it is shown too. Only requests for this
-    machine are answered where only this machine reaches the listener.
+    If the run resumes, earlier events in ``metrics_file`` are shown too. A listener of this machine
+    alone answers only requests for this machine.
     """
 
     def __init__(self, listener: socket.socket, metrics_file: str | None = None) -> None:
@@ -114,7 +114,7 @@ class LivePage:
         """Show an event: a listener of ``Reporter``."""
         line = metrics_line(event, values)
         if event == "start" and values.get("step") and self._metrics_file is not None:
-            # What was reported after the step from which the run resumes does not hold any more.
+            # Reports after the step from which the run resumes no longer hold.
             with contextlib.suppress(UserError):
                 self._resuming = list(read_metrics(self._metrics_file).events)
             self._resuming.append(json.loads(line))
@@ -131,14 +131,15 @@ class LivePage:
         self._log.add(event, line)
 
     def close(self) -> None:
-        """Stop answering, once a page that is open has been told that the run has ended, or after a
-        second. Connections that hang end with the process."""
+        """Stop answering, once open pages know that the run has ended, or after a second. Hanging
+        connections end with the process."""
         self._log.end()
         if time.monotonic() - self._server.asked_at < SECONDS_OF_A_PAGE:
             self._server.has_told_end.wait(SECONDS_TO_TELL)
         threading.Thread(target=self._server.shutdown, daemon=True).start()
-        with contextlib.suppress(OSError):  # macOS knows no shutdown of a listener
-            # Else the thread that looks at the socket would keep the port up to its next look.
+        with contextlib.suppress(OSError):  # macOS cannot shut a listener down
+            # Otherwise the thread that watches the socket would keep the port for one more
+            # interval.
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
@@ -178,7 +179,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that have taken too long, whatever they wait for."""
+        """End overdue connections."""
         now = time.monotonic()
         with self._lock:
             late = [
@@ -189,7 +190,7 @@ class _Server(ThreadingMixIn, HTTPServer):
                 each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that went away is no matter of the run."""
+        """Ignore errors: a client that has left does not matter to the run."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -218,7 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _events(self, query: str) -> None:
-        """Answer with the events after a number, once there is one; with all for another run's."""
+        """Answer with the events after a number, once there is one; with all if the number is
+        another run's."""
         given = {name: values[0] for name, values in parse_qs(query).items()}
         number = given.get("after", "")
         after = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else 0
@@ -244,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal is the run's."""
+        """Print nothing: the terminal is the run's."""
 
 
 @cache

@@ -13,16 +13,16 @@ from shardmlx.errors import UserError
 T = TypeVar("T")
 
 Event = dict[str, Any]
-"""A line of a metrics file: what happened, under ``event``, and its values."""
+"""A line of a metrics file: the kind of the ``event``, and its values."""
 
 KNOWN = frozenset({"start", "train", "val", "test", "checkpoint", "resume", "straggler", "summary"})
-"""Events that a run writes; others are passed over."""
+"""Events that a run writes; others are ignored."""
 
 _UNDONE = frozenset({"train", "val", "checkpoint", "straggler"})
-"""Events of a step, which are undone where a run resumes from an earlier one."""
+"""Events of a step, which are undone if a run resumes from an earlier one."""
 
 MOST_REPORTS = 5000
-"""Reports of training that are shown of a run; of more, every second one goes, and so on."""
+"""Limit of training reports shown for a run; beyond it, every second one goes, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def read_metrics(path: str | Path) -> Metrics:
     """Read a file that ``train --metrics-file`` wrote, or is still writing.
 
     Lines that are not JSON objects with an event, and with a number for its step if it has one, are
-    counted and left out: such as the last one of a run that was killed. Raises ``UserError`` where
-    the file cannot be read or has no event.
+    counted and left out, such as the last one of a killed run. Raises ``UserError`` if the file
+    cannot be read or has no event.
     """
     path = Path(path)
     try:
@@ -85,11 +85,11 @@ def _number(text: str) -> float | None:
 
 
 def current(events: Iterable[Event]) -> list[Event]:
-    """Return what still holds of the events: those of the last run, without what it undid.
+    """Return the valid events: those of the last run, without undone ones.
 
-    A run that resumes goes on in the file; what it had reported after the step from which it
-    resumes is made again. The ``resume`` event is given the number of those ``repeated_steps``.
-    A ``start`` at step 0 begins another run, as where files were put one after the other.
+    A resumed run continues in the file, and repeats the reports after the step from which it
+    resumes. Its ``resume`` event gets the number of ``repeated_steps``. A ``start`` at step 0
+    begins another run, as in concatenated files.
     """
     kept: list[Event] = []
     for event in events:
@@ -127,7 +127,7 @@ def _is_report(event: Event) -> bool:
 
 
 def halved(items: Sequence[T], is_report: Callable[[T], bool]) -> list[T]:
-    """Return the items without every second report, from the last on, which stays."""
+    """Return the items without every second report, counted from the last one, which stays."""
     kept, is_kept = [], True
     for each in reversed(items):
         if is_kept or not is_report(each):
@@ -137,5 +137,5 @@ def halved(items: Sequence[T], is_report: Callable[[T], bool]) -> list[T]:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value of an event is a number; true and false are none."""
+    """Tell whether a value of an event is a number, and no truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

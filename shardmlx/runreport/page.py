@@ -1,8 +1,8 @@
 """Make the page of a run: one HTML file with all that it needs in it. No MLX, no MPI.
 
 The browser draws it, with uPlot 1.6.32 (MIT licence), from the events, which are in it as JSON.
-uPlot's files are those of its npm package: a test compares them. The Content-Security-Policy lets
-nothing else run, and lets the page ask nobody but its own server.
+uPlot's files are from its npm package, which a test checks. The Content-Security-Policy runs no
+other script, and allows requests to the page's own server only.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _inlined(names: Sequence[str]) -> str:
 def _part(name: str) -> str:
     text = _read(name)
     if name.endswith(".LICENSE"):
-        # Who is given the page is given uPlot with it, and must be given its licence.
+        # The page contains uPlot, and so must contain its licence.
         return f"/*\n{text}\n*/"
     if name == "dark.css":
         return f"@media (prefers-color-scheme: dark) {{\n{text}\n}}"
-    # All scripts become one, in which what a module exports is there for all after it.
+    # All scripts become one, in which a module's exports are visible to all after it.
     return re.sub(r"(?m)^export ", "", text)
 
 

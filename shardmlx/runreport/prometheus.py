@@ -25,7 +25,7 @@ _OF_A_REPORT = (
     ("skipped_updates", "Updates that were left out: not finite", "skipped"),
     ("last_report_timestamp_seconds", "When the last report was made", "time"),
 )
-"""Name, help text and field of the gauges that a report of training has."""
+"""Name, help text and field of the gauges in a report of training."""
 
 _PARTS = {
     "compute": "compute_seconds",
@@ -51,7 +51,7 @@ class Gauges:
                 self._counts["tokens"] += int(_number(values.get("tokens")) or 0)
 
     def exposition(self) -> bytes:
-        """Return all metrics, as Prometheus asks for them."""
+        """Return all metrics, in Prometheus's format."""
         with self._lock:
             newest, counts = dict(self._newest), Counter(self._counts)
         return "".join(_families(newest, counts)).encode()
@@ -126,7 +126,7 @@ def _number(value: Any) -> float | None:
 
 
 def _family(name: str, text: str, samples: Sequence[Sample], kind: str = "gauge") -> str:
-    """Return a metric with its samples; nothing where there are none."""
+    """Return a metric with its samples; nothing without samples."""
     if not samples:
         return ""
     full = f"shardmlx_training_{name}" + "_total" * (kind == "counter")
