@@ -23,7 +23,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 _KEY, _WORD = "wxkey", "yzword"
 _USER = {"role": "user", "content": "a"}
-_ALWAYS_KNOWN = ("system", "user", "assistant", "tool")
+KNOWN_ROLES = ("system", "user", "assistant", "tool")
 """Roles that are not tried by themselves: a template may want them in an order."""
 
 _STRUCTURE = ("role", "type", "id")
@@ -83,7 +83,7 @@ class ChatTemplate:
         return _WORD in text and "'text'" not in text and '"text"' not in text
 
     def _drops(self, role: str) -> bool:
-        if role in _ALWAYS_KNOWN:
+        if role in KNOWN_ROLES:
             return False
         message = {"role": role, "content": _WORD}
         found = [*map(self._text_or_none, ([message, _USER], [_USER, message]))]
@@ -113,9 +113,12 @@ class ChatTemplate:
         return bool(others) and self.writes(others, text)
 
     def writes(self, value: Any, text: str) -> bool:
-        """Return whether ``text`` of a conversation holds a value of JSON: all its words, and
-        nowhere as Python would write it."""
-        for each in _nodes(value):
+        """Return whether ``text`` of a conversation holds a value of JSON: all its words, of which
+        it has some, and nowhere as Python would write it."""
+        nodes = [*_nodes(value)]
+        if all(isinstance(each, (Mapping, list, type(None))) for each in nodes):
+            return False
+        for each in nodes:
             if isinstance(each, (Mapping, list)):
                 if str(each) != json.dumps(each, ensure_ascii=False) and str(each) in text:
                     return False

@@ -122,7 +122,7 @@ def _read_csv(path: Path, content: bytes) -> list[Row]:
     rows: list[Row] = []
     try:
         columns = next(reader, [])
-        for cells in reader:
+        for cells in filter(None, reader):  # an empty line is no row
             if len(cells) != len(columns):
                 raise UserError(
                     f"{row_name(path, len(rows))} has {len(cells)} cells, and the first line names "

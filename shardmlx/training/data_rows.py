@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
-from shardmlx.training.chat_template import ChatTemplate, Tools
+from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Tools
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
@@ -194,43 +194,51 @@ class _Chats(_Conversations):
         """Return a message without the keys that hold nothing, as other formats add them."""
         if not isinstance(given, Mapping):
             raise UserError(f"{name} is {_shown(given)}, no message", _MESSAGES)
-        message = {key: value for key, value in given.items() if value is not None and value != []}
+        message = {key: value for key, value in given.items() if value not in (None, [], {})}
         role = message.get("role")
         if not isinstance(role, str) or not role:
             found = f"role {_shown(role)}" if "role" in given else "no role"
             raise UserError(f"{name} has {found}, and {_keys(message)}", _MESSAGES)
-        if self.template.drops(role):
+        why = "which the model's chat template leaves out" if self.template.drops(role) else None
+        if role not in KNOWN_ROLES and role.strip().lower() in KNOWN_ROLES:
+            why = "which is a role of another spelling"
+        if why is not None:
             raise UserError(
-                f"{name} has role {_shown(role)}, which the model's chat template leaves out",
+                f"{name} has role {_shown(role)}, {why}",
                 'write "system", "user", "assistant" or "tool"',
             )
         if "tool_calls" in message:
             message["tool_calls"] = self._calls(message["tool_calls"], f"{name}.tool_calls")
         if self.adds_nulls:
             message = without_nulls(message)
+        self._check_words(message, given, name)
         if "content" in message:
             content = _content(message["content"], role, f"{name}.content", self.template)
             return {**message, "content": content}
-        self._check_other_words(message, given, name)
         return message
 
-    def _check_other_words(self, message: Row, given: Row, name: str) -> None:
-        """Raise ``UserError`` unless the template writes what a message without content has."""
-        has_calls = "tool_calls" in message
-        if self.template.writes_calls if has_calls else self.template.writes_message(message):
-            return
+    def _check_words(self, message: Row, given: Row, name: str) -> None:
+        """Raise ``UserError`` unless the template writes the calls of a message, and what one
+        without content has in its place."""
         what = f"content {_shown(given['content'])}" if "content" in given else "no content"
-        if has_calls:
-            raise UserError(
-                f"{name} has {what}, and the model's chat template does not write tool_calls",
-                "write the call as content, or take the row out",
-            )
-        raise UserError(f"{name} has {what}, and {_keys(message)}", _MESSAGES)
+        old = {key: message[key] for key in ("role", "function_call") if key in message}
+        for key, is_written in (
+            ("tool_calls", self.template.writes_calls),
+            ("function_call", len(old) < 2 or self.template.writes_message(old)),
+        ):
+            if key in message and not is_written:
+                raise UserError(
+                    f"{name} has {what}, and the model's chat template does not write {key}",
+                    "write the call as content, or take the row out",
+                )
+        is_written = "content" in message or "tool_calls" in message
+        if not is_written and not self.template.writes_message(message):
+            raise UserError(f"{name} has {what}, and {_keys(message)}", _MESSAGES)
 
     def _calls(self, calls: Any, name: str) -> list[Row]:
-        if not isinstance(calls, list) or not all(isinstance(each, Mapping) for each in calls):
+        if not isinstance(calls, list) or not all(_has_name(each) for each in calls):
             raise UserError(
-                f"{name} is {_shown(calls)}, no list of calls",
+                f"{name} is {_shown(calls)}, no list of calls that have names",
                 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}]',
             )
         return [self._call(each, f"{name}[{i}]") for i, each in enumerate(calls)]
@@ -250,16 +258,24 @@ class _Chats(_Conversations):
         wanted = self.template.arguments
         if wanted is str and not isinstance(value, str):
             return json.dumps(value, ensure_ascii=False)
-        if wanted is not dict or not isinstance(value, str):
+        if wanted is not dict:
             return value
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value or "{}")
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value or "{}")
         if not isinstance(value, Mapping):
             raise UserError(
                 f"{name} is {_shown(value)}, no JSON object, which the model's chat template wants",
                 'write {"NAME": VALUE, ...}',
             )
         return value
+
+
+def _has_name(call: Any) -> bool:
+    """Return whether a value is a call: its function has a name."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return isinstance(name, str) and name != ""
 
 
 def without_nulls(value: Any) -> Any:
@@ -356,7 +372,7 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _no_text(value: Any, name: str) -> UserError:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     remedy = f'write "{_shown(value)}" in quotes, or take the row out' if is_number else _TAKE_OUT
     return UserError(f"{name} is {_shown(value)}, not text", remedy)
 

@@ -194,6 +194,10 @@ def test_cells_may_have_commas_quotes_and_lines() -> None:
     assert parse_rows(Path("x.csv"), content) == [{"prompt": 'a, "b"', "completion": "c\nd"}]
 
 
+def test_empty_lines_of_csv_are_no_rows() -> None:
+    assert parse_rows(Path("x.csv"), b"text\na\n\nb\n\n") == [{"text": "a"}, {"text": "b"}]
+
+
 def test_parquet_that_is_none_is_refused() -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=r"^train\.parquet is not Parquet: "):

@@ -95,6 +95,13 @@ def refusal(tmp_path: Path, row: Any, template: str = CHATML, **options: Any) ->
         ([USER, {**ANSWER, "content": ["c", "d"]}], ('content ["c", "d"]', "no text")),
         ([USER, {**ANSWER, "tool_calls": "[]"}], ("messages[1].tool_calls", "no list of calls")),
         ([USER, {**ANSWER, "tool_calls": ["f"]}], ("messages[1].tool_calls", "no list of calls")),
+        ([USER, {**ANSWER, "content": {}}], ("messages[1]", "content {}")),
+        ([USER, {**ANSWER, "content": [{}]}], ("content [{}]", "no text")),
+        ([USER, {**ANSWER, "tool_calls": [{}]}], ("messages[1].tool_calls", "name")),
+        ([USER, call({}, tool_calls=[{"function": "f"}])], ("messages[1].tool_calls", "name")),
+        ([USER, {**ANSWER, "function_call": {"name": "f"}}], ("messages[1]", "function_call")),
+        ([USER, {**ANSWER, "role": "Assistant"}], ("messages[1]", '"Assistant"')),
+        ([USER, call([1])], ("messages[1].tool_calls[0].function.arguments", "[1]")),
         ([USER, call("{")], ("messages[1].tool_calls[0].function.arguments", '"{"')),
         ([USER, call("[1]")], ("messages[1].tool_calls[0].function.arguments", "[1]")),
         (
@@ -145,9 +152,10 @@ def test_tools_are_objects(tmp_path: Path, tools: Any, words: str) -> None:
 
 
 def test_what_the_template_leaves_out_is_no_answer(tmp_path: Path) -> None:
-    problem = refusal(tmp_path, {"messages": [USER, call({})]}, NO_TOOLS).problem
-    assert "messages[1]" in problem
-    assert "tool_calls" in problem
+    for message in (call({}), call({}, content="c d")):
+        problem = refusal(tmp_path, {"messages": [USER, message]}, NO_TOOLS).problem
+        assert "messages[1]" in problem
+        assert "tool_calls" in problem
     strict = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     row = {"messages": [USER, {"role": "gpt", "content": "c d"}]}
     assert 'messages[1] has role "gpt"' in refusal(tmp_path, row, strict).problem
