@@ -234,15 +234,15 @@ def cache_state(cache: Any) -> dict[str, Any]:
 
 
 def trims_first_space(detokenizer: Any) -> bool:
-    """Return whether a detokenizer of mlx-lm takes away the space with which a text begins.
+    """Return whether a detokenizer of mlx-lm takes away a space with which a text begins, and which
+    its tokenizer leaves there.
 
-    mlx-lm 0.32.2: SentencePiece's has ``trim_space``, the byte-level one always does, others never.
-    When it breaks: feed a detokenizer one token that begins with a space, and see.
+    mlx-lm 0.32.2: the byte-level one does. When it breaks: feed a detokenizer one token that begins
+    with a space, and see.
     """
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 
-    is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
-    return bool(getattr(detokenizer, "trim_space", is_byte_level))
+    return isinstance(detokenizer, BPEStreamingDetokenizer)
 
 
 def mpi_handle(mpi: Any, communicator: Any) -> int:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from shardmlx.inference.sampling_params import BROKEN
 
 FinishReason = Literal["stop", "length", "broken"]
+
+FEW = 4
+"""Tokens that are decoded once more before a new one, whose text may depend on theirs."""
+
+MOST = 64
+"""Tokens whose text may be held back because the next may change it."""
+
+INCOMPLETE = "\ufffd"
+"""A character in the place of bytes that are no whole one."""
 
 
 class Stops(Protocol):
@@ -44,23 +53,72 @@ class StopStrings:
         return text[: len(text) - len(self._held)]
 
 
+class TokenText:
+    """The text of tokens as they come, which is that of all of them decoded at once.
+
+    Each time a few of the last tokens are decoded: the time grows with the number of tokens alone.
+    The text goes on from the tokens ``before`` it; without any, it may lose the space with which it
+    begins (``trims``). A tokenizer that ``cleans`` takes away the space before short words.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        before: Sequence[int] = (),
+        *,
+        trims: bool = False,
+        cleans: bool = False,
+    ) -> None:
+        self._decode, self._cleans = decode, cleans
+        self._trims = trims and not before
+        starts = (n for n in range(FEW, 2 * FEW) if decode([*before[-n:]])[:1] != INCOMPLETE)
+        self._begin(before[-next(starts, FEW) :])
+
+    def _begin(self, tokens: Sequence[int]) -> None:
+        """Go on with a window of tokens whose text has been given."""
+        self._window = [*tokens]
+        self._given = len(self._decode(self._window)) if tokens else 0
+        self._settled = len(tokens)
+
+    def take(self, token: int | None, *, is_last: bool) -> str:
+        """Take in a token if there is one, and return further text that will not change."""
+        if token is not None:
+            self._window.append(token)
+        text = self._decode(self._window) if self._window else ""
+        new = len(self._window) - self._settled
+        is_sure = is_last or new > MOST
+        held = 0 if is_sure else self._unsure(text)
+        begin, self._given = self._given, max(self._given, len(text) - held)
+        segment = text[begin : self._given]
+        if new >= FEW and not held:
+            self._begin(self._window[-FEW if is_sure else self._settled :])
+        if self._trims and segment:
+            segment, self._trims = segment.removeprefix(" "), False
+        return segment
+
+    def _unsure(self, text: str) -> int:
+        """Return how many characters at the end of ``text`` the next token may change."""
+        if unsure := len(text) - len(text.rstrip(INCOMPLETE)):
+            return unsure
+        space = text.rfind(" ", -3) if self._cleans else -1
+        return len(text) - space if space >= 0 else 0
+
+
 @dataclass(slots=True)
 class IncrementalDetokenizer:
-    """The text of one answer, token by token.
+    """An answer, token by token.
 
     It ends after ``max_tokens``, with a token of ``eos``, where ``stops`` find its end, or where it
     is ``BROKEN``.
-    ``finish_reason`` is None until then. ``detokenizer`` is a new one of mlx-lm.
-    ``begins_with_space`` says of the first token whether a space is missing before the text.
+    ``finish_reason`` is None until then.
     ``count`` are the tokens so far; ``started``, ``first`` and ``last`` the seconds, as
     ``time.perf_counter`` gives them, at which the answer was begun and its tokens came.
     """
 
-    detokenizer: Any
+    words: TokenText
     eos: frozenset[int]
     max_tokens: int
     stops: Stops = field(default_factory=StopStrings)
-    begins_with_space: Callable[[int], bool] | None = None
     count: int = 0
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -70,25 +128,20 @@ class IncrementalDetokenizer:
 
     def take(self, token: int) -> str:
         """Take in a token, and return the text that it adds."""
-        space = ""
         self.last = time.perf_counter()
-        if self.count == 0:
-            self.first = self.last
-            if self.begins_with_space is not None and self.begins_with_space(token):
-                space = " "
         self.count += 1
+        if self.count == 1:
+            self.first = self.last
         if token == BROKEN:
             self.finish_reason = "broken"
         elif token in self.eos:
             self.finish_reason = "stop"
-        else:
-            self.detokenizer.add_token(token)
-            if self.count == self.max_tokens:
-                self.finish_reason = "length"
-        if self.finish_reason is not None:
-            self.detokenizer.finalize()
+        elif self.count == self.max_tokens:
+            self.finish_reason = "length"
         is_last = self.finish_reason is not None
-        segment = self.stops.take(space + self.detokenizer.last_segment, is_last=is_last)
+        is_part = self.finish_reason in (None, "length")
+        text = self.words.take(token if is_part else None, is_last=is_last)
+        segment = self.stops.take(text, is_last=is_last)
         if self.stops.found is not None:
             self.finish_reason = "stop"
         self._given.append(segment)

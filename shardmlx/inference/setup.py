@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops, StopStrings
+from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops, StopStrings, TokenText
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
@@ -51,9 +51,6 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
-
-SPACES = ("\u2581", "\u0120")
-"""The first character of a token that begins with a space: SentencePiece's, byte-level BPE's."""
 
 TYPICAL_PROMPT = 512
 """Tokens of a prompt, as assumed where the layers are divided before any prompt is known."""
@@ -275,24 +272,18 @@ def new_detokenizer(
     tokenizer: TokenizerWrapper,
     max_tokens: int,
     stops: Stops | None = None,
-    continues: bool = False,
+    before: Sequence[int] = (),
 ) -> IncrementalDetokenizer:
-    """Return the detokenizer of a new answer. If it ``continues`` the text of its prompt, it keeps
-    a space at its beginning, which mlx-lm's detokenizers would take away."""
-    detokenizer = tokenizer.detokenizer
-    trims = trims_first_space(detokenizer)
-    return IncrementalDetokenizer(
-        detokenizer,
-        frozenset(tokenizer.eos_token_ids),
-        max_tokens,
-        stops=stops or StopStrings(),
-        begins_with_space=partial(_begins_with_space, tokenizer) if continues and trims else None,
+    """Return the detokenizer of a new answer, whose text goes on from the tokens ``before`` it."""
+    words = TokenText(
+        tokenizer.decode,
+        before,
+        trims=trims_first_space(tokenizer.detokenizer),
+        cleans=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
     )
-
-
-def _begins_with_space(tokenizer: TokenizerWrapper, token: int) -> bool:
-    piece = tokenizer.convert_ids_to_tokens(token)
-    return isinstance(piece, str) and piece.startswith(SPACES)
+    return IncrementalDetokenizer(
+        words, frozenset(tokenizer.eos_token_ids), max_tokens, stops or StopStrings()
+    )
 
 
 def report_memory(prepared: Prepared, reporter: Reporter) -> None:

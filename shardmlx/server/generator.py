@@ -67,7 +67,10 @@ class PipelineGenerator:
     def add(self, number: int, request: GenerationRequest) -> None:
         """Begin the sequence of a request."""
         self._detokenizers[number] = new_detokenizer(
-            self._tokenizer, request.max_tokens, stops_of(request), request.continues
+            self._tokenizer,
+            request.max_tokens,
+            stops_of(request),
+            request.tokens if request.continues else (),
         )
         self._first_stage.add(
             number,

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
+from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings, TokenText
 from shardmlx.inference.sampling_params import BROKEN
 
 EOS = 0
 
 
-class Letters:
-    """A detokenizer of one character a token."""
-
-    def __init__(self) -> None:
-        self.last_segment = ""
-
-    def add_token(self, token: int) -> None:
-        self.last_segment = chr(token)
-
-    def finalize(self) -> None:
-        pass
+def letters(tokens: Sequence[int]) -> str:
+    """Decode tokens of one character each."""
+    return "".join(map(chr, tokens))
 
 
 def test_a_text_may_break() -> None:
-    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), 9)
+    stream = IncrementalDetokenizer(TokenText(letters), frozenset({EOS}), 9)
     assert stream.take(ord("a")) == "a"
-    stream.detokenizer.last_segment = ""
     assert (stream.take(BROKEN), stream.finish_reason) == ("", "broken")
 
 
 def segments(text: str, stop: Sequence[str] = (), most: int = 100) -> tuple[list[str], str | None]:
     """What comes of each token, and why it ends; ``$`` is the end-of-text token."""
-    stream = IncrementalDetokenizer(Letters(), frozenset({EOS}), most, StopStrings(stop))
+    stream = IncrementalDetokenizer(TokenText(letters), frozenset({EOS}), most, StopStrings(stop))
     given = []
     for letter in text:
-        stream.detokenizer.last_segment = ""
         given.append(stream.take(EOS if letter == "$" else ord(letter)))
         if stream.finish_reason is not None:
             break
@@ -63,8 +56,98 @@ def test_of_several_stop_strings_the_first_that_is_complete(stop: list[str], tex
     assert ("".join(given), reason) == (text, "stop")
 
 
-def test_a_text_that_goes_on_may_begin_with_a_space() -> None:
-    stream = IncrementalDetokenizer(
-        Letters(), frozenset({EOS}), 9, begins_with_space=lambda token: True
+TEXT = "naïve café 東京 🙂 say don't , it ' s we ' ve a . b ?  two   three\n  four "
+TEXTS = [TEXT[n:] + TEXT[:n] for n in range(0, len(TEXT), 6)]
+
+
+def bpe(spaces: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder) -> Tokenizer:
+    """A tokenizer of pieces of up to three bytes or characters, or of words."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = spaces, decoder
+    known = pre_tokenizers.ByteLevel.alphabet() if "ByteLevel" in repr(spaces) else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<unk>", *(f"<0x{n:02X}>" for n in range(256) if not known)],
+        initial_alphabet=known,
+        limit_alphabet=40,
+        show_progress=False,
     )
-    assert [stream.take(ord("a")), stream.take(ord("b"))] == [" a", "b"]
+    made.train_from_iterator([text.replace("東京", "") for text in TEXTS], trainer)
+    return made
+
+
+def word_piece() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    made.train_from_iterator(
+        TEXTS, trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"])
+    )
+    return made
+
+
+def byte_level() -> Tokenizer:
+    return bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+
+
+def byte_level_in_a_sequence() -> Tokenizer:
+    return bpe(
+        pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.Sequence([decoders.ByteLevel()])
+    )
+
+
+def sentence_piece() -> Tokenizer:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return bpe(
+        pre_tokenizers.Metaspace(split=False),
+        decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)]),
+    )
+
+
+def metaspace() -> Tokenizer:
+    return bpe(pre_tokenizers.Metaspace(), decoders.Metaspace())
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize(
+    "make", [byte_level, byte_level_in_a_sequence, sentence_piece, metaspace, word_piece]
+)
+def test_the_text_is_that_of_all_tokens_at_once(
+    make: Callable[[], Tokenizer], cleans: bool
+) -> None:
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=make(),
+        clean_up_tokenization_spaces=cleans,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=cleans,
+    )
+    for text in TEXTS:
+        tokens = tokenizer.encode(text)
+        words = TokenText(tokenizer.decode, cleans=cleans)
+        came = [words.take(token, is_last=False) for token in tokens]
+        assert "".join([*came, words.take(None, is_last=True)]) == tokenizer.decode(tokens)
+        assert sum(map(bool, came)) > len(tokens) // 4, "it comes while it is written"
+        before = tokens[: len(tokens) // 2]
+        if not tokenizer.decode(before).endswith("\ufffd"):
+            more = TokenText(tokenizer.decode, before, trims=True, cleans=cleans)
+            rest = [more.take(token, is_last=False) for token in tokens[len(before) :]]
+            whole = tokenizer.decode(before) + "".join([*rest, more.take(None, is_last=True)])
+            assert whole == tokenizer.decode(tokens) or cleans
+
+
+@pytest.mark.parametrize("piece", ["a", " ", "\ufffd", " a", ""])
+def test_few_tokens_are_decoded_at_a_time(piece: str) -> None:
+    most = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal most
+        most = max(most, len(tokens))
+        return piece * len(tokens)
+
+    words = TokenText(decode, cleans=True)
+    came = [words.take(1, is_last=number == 999) for number in range(1000)]
+    assert "".join(came) == piece * 1000
+    assert most < 80
+
+
+def test_a_text_may_lose_its_first_space() -> None:
+    assert TokenText(letters, trims=True).take(ord(" "), is_last=True) == ""
+    assert TokenText(letters, [ord("a")], trims=True).take(ord(" "), is_last=True) == " "
