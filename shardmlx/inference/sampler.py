@@ -144,7 +144,7 @@ class BatchSampler:
                 known.after = None
             if known.processors:
                 known.history.append(token)
-            if known.matcher is not None:
+            if known.matcher is not None and token != BROKEN:
                 known.matcher.take(token)
 
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shardmlx.inference.answer_format import Tool
+from shardmlx.inference.argument_types import has_value
 from shardmlx.inference.call_formats import CallFormat
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.structure import LITTLE_SPACE, closed, json_term
+from shardmlx.server.structure import LITTLE_SPACE, closed, endless, json_term
 from shardmlx.server.written_arguments import ArgumentRules, Rules
 
 
@@ -48,6 +49,8 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
     before = " ".join(rules.terms(written.before.format(name)))
     after = " ".join(rules.terms(written.after))
     schema = closed({"type": "object", **tool["function"]["parameters"]})
+    if not has_value(schema):
+        raise endless("tools")
     if written.arguments is None:
         sequences = [rules.add("json", json_term(schema, LITTLE_SPACE))]
     else:

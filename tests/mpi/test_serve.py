@@ -150,6 +150,20 @@ def test_an_answer_keeps_to_a_schema_on_the_last_rank(served: Served) -> None:
         )
 
 
+def test_an_answer_whose_structure_breaks_is_an_error_and_the_next_one_none(
+    served: Served,
+) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
+    with pytest.raises(openai.InternalServerError) as caught:
+        served.client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Which day?"}],
+            extra_body={"guided_grammar": 'start: "a" start'},
+        )
+    assert (caught.value.code, caught.value.param) == ("broken_structure", "guided_grammar")
+    assert served.ask("Which day?")
+
+
 LOOK: Any = {
     "type": "function",
     "function": {

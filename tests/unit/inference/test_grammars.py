@@ -80,9 +80,9 @@ def sampled(grammars: Grammars, grammar: str, seed: int = 0) -> list[int]:
         row = sampler.sample([0], 3 * mx.random.normal((1, SIZE), key=key))
         (token,) = np.array(row)[:, 0].tolist()
         tokens.append(token)
+        sampler.settle([0], [token])
         if token in (1, BROKEN):
             break
-        sampler.settle([0], [token])
     return tokens
 
 
@@ -225,6 +225,8 @@ def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptRead
 
 ITSELF = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
 
+DEFINED = {"$defs": ITSELF["$defs"]}
+
 
 @pytest.mark.parametrize(
     "fields",
@@ -232,6 +234,10 @@ ITSELF = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref
         {"guided_json": {"$ref": "#"}},
         {"guided_json": {"anyOf": [{"$ref": "#"}]}},
         {"guided_json": ITSELF},
+        {"guided_json": closed(a={"$ref": "#"})},
+        {"guided_json": closed(a=closed(b={"$ref": "#/properties/a"}))},
+        {"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+        {"guided_json": {**closed(a={"anyOf": [ITSELF, {"allOf": [ITSELF]}]}), **DEFINED}},
         {"guided_grammar": "start: start"},
     ],
 )
@@ -242,12 +248,34 @@ def test_what_is_only_itself_is_refused(fields: dict[str, Any], grammars: Gramma
         assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [closed(next={"$ref": "#"}), {"type": "null"}]},
+        closed(next={"$ref": "#/$defs/a"}) | {"$defs": {"a": {"enum": [1]}}},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "prefixItems": [True], "items": {"$ref": "#"}, "minItems": 1},
+    ],
+)
+def test_what_may_hold_its_own_kind_is_allowed(schema: dict[str, Any], grammars: Grammars) -> None:
+    assert asked(grammars, guided_json=schema)
+
+
+def test_tools_whose_arguments_never_end_cannot_be_forced() -> None:
+    calls = call_format("mlx_lm.tool_parsers.json_tools", "")
+    endless = closed(at=closed(at={"$ref": "#"}))
+    tool = {"type": "function", "function": {"name": "look", "parameters": endless}}
+    assert calls is not None
+    with pytest.raises(ApiError) as caught:
+        call_rules([tool], calls, {}, parallel=True)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
 def test_an_answer_that_cannot_go_on_is_broken(
     grammars: Grammars, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grammar = asked(
-        grammars, guided_json={**closed(a={"$ref": "#/$defs/a"}), "$defs": ITSELF["$defs"]}
-    )
+    grammar = asked(grammars, guided_grammar='start: "a" start')
     assert sampled(grammars, grammar)[-1] == BROKEN
     assert len(capsys.readouterr().err.splitlines()) == 1
 
