@@ -66,10 +66,10 @@ class AnswerParts:
     """The parts of one answer of a model with this ``format``.
 
     It begins with a thought if ``is_thinking``: then its template has written the first mark. If it
-    ``goes_on`` from what was said before, it may begin with space. Calls are looked for if there
-    are ``tools``; one at most unless they may be ``parallel``. Arguments come in pieces, as the
-    model writes them, where the format is known; what else is no call that can be read counts as
-    said.
+    ``goes_on`` from what was said before, it may begin with space; so may all after the thought of
+    one that ``is_exact``, which does not think again. Calls are looked for if there are ``tools``;
+    one at most unless they may be ``parallel``. Arguments come in pieces, as the model writes them,
+    where the format is known; what else is no call that can be read counts as said.
     """
 
     format: AnswerFormat
@@ -77,6 +77,7 @@ class AnswerParts:
     is_thinking: bool = False
     parallel: bool = True
     goes_on: bool = False
+    is_exact: bool = False
     calls: int = 0
     _text: str = ""
     _state: _State = _State.SAYING
@@ -185,7 +186,9 @@ class AnswerParts:
     def _change(self, marks: Marks) -> None:
         self._passed = False
         if self._state is not _State.SAYING:
-            self._bare = True  # what is said after a thought or a call begins with lines of space
+            # What is said after a thought or a call begins with lines of space.
+            self._bare = not self.is_exact
+            self._silent = self._silent and not self.is_exact
             self._state = _State.SAYING
         elif marks is self.format.thought:
             self._bare = True

@@ -151,6 +151,7 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     thought = reader.answer_format.thought
     end = thought.end if thought is not None and reader.opens_thought(tokens) else None
     structure = chat.structure()
+    is_exact = structure is not None and not tools
     if forced := _forced(chat, tools):
         structure = _call_structure(chat, forced, reader.answer_format)
     elif structure is not None and tools:
@@ -158,8 +159,11 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     special = reader.answer_format.special
     grammar = structure.grammar(served.complaint, end, special) if structure else None
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
-    parts = _parts(chat, tools, tokens, reader, goes_on=goes_on)
-    each = [replace(one, parts=parts, continues=goes_on) for one in request.requests]
+    parts = None
+    if end is not None or not is_exact:
+        parts = _parts(chat, tools, reader, end is not None, goes_on=goes_on, is_exact=is_exact)
+    continues = goes_on or is_exact
+    each = [replace(one, parts=parts, continues=continues) for one in request.requests]
     param = structure.param if structure else None
     return replace(request, requests=tuple(each), structure=param)
 
@@ -216,7 +220,13 @@ def _structure_or_call(
 
 
 def _parts(
-    chat: ChatBody, tools: Sequence[Tool], prompt: Sequence[int], reader: Reader, *, goes_on: bool
+    chat: ChatBody,
+    tools: Sequence[Tool],
+    reader: Reader,
+    is_thinking: bool,
+    *,
+    goes_on: bool,
+    is_exact: bool,
 ) -> AnswerParts | None:
     """Return the parts in which the answer comes; None if it has only one."""
     known = reader.answer_format
@@ -229,9 +239,10 @@ def _parts(
     return kind(
         known,
         tools,
-        is_thinking=known.thought is not None and reader.opens_thought(prompt),
+        is_thinking=known.thought is not None and is_thinking,
         parallel=chat.parallel_tool_calls is not False,
         goes_on=goes_on,
+        is_exact=is_exact,
     )
 
 

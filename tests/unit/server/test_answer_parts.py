@@ -103,6 +103,13 @@ def test_a_template_may_have_begun_the_thought(size: int) -> None:
     assert parts == [Thought("Hm."), Said("Aye!")]
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_after_a_thought_what_is_exact_is_said_to_the_letter(size: int) -> None:
+    text = "Hm.</think> <think>\n</think>"
+    parts = parts_of(text, size, is_thinking=True, is_exact=True, tools=[])
+    assert parts == [Thought("Hm."), Said(" <think>\n</think>")]
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     assert parts_of(HEAR, 3, tools=[]) == [Said(HEAR)]
 

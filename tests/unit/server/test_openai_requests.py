@@ -22,6 +22,7 @@ from shardmlx.server.openai_requests import (
     read_completion,
 )
 from shardmlx.server.request_queue import GenerationRequest
+from shardmlx.server.stop_strings import UntilStop
 from tests.helpers.http_serving import Agent, Letters
 
 HELLO = tuple(map(ord, "hello"))
@@ -225,6 +226,15 @@ def test_an_answer_may_go_on_from_the_last_message(
     assert request.continues
     assert request.parts is not None
     assert list(request.parts.take(" yes", is_last=True)) == [Said(" yes")]
+
+
+def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
+    body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
+    served = terms(complaint=lambda grammar: "")
+    (request,) = read_chat(json.dumps(body).encode(), Agent(), served).requests
+    parts = UntilStop.of(request)
+    assert list(parts.take(" <think>a</think>", is_last=True)) == [Said(" <think>a</think>")]
+    assert request.continues
 
 
 def test_an_answer_goes_on_from_none_but_the_assistants() -> None:
