@@ -28,6 +28,11 @@ class LayerCosts:
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"a cost of {cost}")
 
+    def scaled(self, factor: float) -> LayerCosts:
+        """Return all costs times ``factor``."""
+        layers = tuple(cost * factor for cost in self.layers)
+        return LayerCosts(layers, self.embedding * factor, self.head * factor)
+
     def total(self, start: int, stop: int) -> float:
         """Return the cost of layers ``start`` to ``stop`` as a stage, with its ends."""
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))

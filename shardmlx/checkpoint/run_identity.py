@@ -22,6 +22,7 @@ from shardmlx.config.specs import Spec
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
+from shardmlx.modelfiles.sources import CONFIG_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def _model(path: Path, read: Read | None) -> str:
             content.seek(offset)
             return content.read(count)
 
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest = hashlib.sha256((path / CONFIG_FILE).read_bytes())
     with ThreadPoolExecutor(_READERS) as pool:
         for file in sorted(path.glob(MODEL_FILES)):
             size = file.stat().st_size

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import flush_directory, write_durably
+from shardmlx.common.durable_files import PARTIAL, flush_directory, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 
@@ -41,7 +41,6 @@ FORMAT = 1
 """Version of the manifest's format; newer ones are refused."""
 
 _NAME = re.compile(r"step-(\d{7,})")
-_PARTIAL = "partial-"
 _REPLACED = "replaced-"
 _CHUNK = 4 << 20
 
@@ -135,7 +134,7 @@ class Store:
 
     def partial(self, step: int) -> Path:
         """Return the directory of a checkpoint that is being written."""
-        return self.directory / (_PARTIAL + name_of(step))
+        return self.directory / (PARTIAL + name_of(step))
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first; they may be damaged."""
@@ -177,7 +176,7 @@ class Store:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._finish_replacing()
-        for path in self.directory.glob(f"{_PARTIAL}step-*"):
+        for path in self.directory.glob(f"{PARTIAL}step-*"):
             shutil.rmtree(path)
         for path in self.directory.glob(f"{PROBE}*"):
             path.unlink(missing_ok=True)  # another rank may be about to remove its own

@@ -18,7 +18,7 @@ from shardmlx.loading.adapter_files import (
     read_adapter_config,
 )
 from shardmlx.loading.manifest import fingerprint
-from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 
 _WEIGHTS = "weights-"
 
@@ -53,7 +53,7 @@ def find_trained(name: str) -> Trained:
         return _of_checkpoint(name, Store(path.absolute().parent), step)
     if steps := Store(path).steps():
         return _of_checkpoint(name, Store(path), steps[-1])
-    if (path / "config.json").is_file():
+    if (path / CONFIG_FILE).is_file():
         raise UserError(
             f"--adapter-path {name} is a whole model", "name it as the MODEL to export, and no more"
         )

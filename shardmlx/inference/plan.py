@@ -234,7 +234,7 @@ def _divided(
     costs = inference_costs(sizes, load, rows)
     problem = Problem(
         placement=tuple(range(mesh.pp)),
-        costs=tuple(_scaled(costs, 1 / speed) for speed in speeds)
+        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
         if is_timed
         else (costs,) * mesh.pp,
         sizes=sizes.held_sizes,
@@ -262,11 +262,6 @@ def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
     return LayerCosts(
         tuple(each * tokens for each in flops), head=shape.head_flops() * (1 + answer)
     )
-
-
-def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
-    layers = tuple(cost * factor for cost in costs.layers)
-    return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
 def _fits(stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _GenerationMemory) -> bool:

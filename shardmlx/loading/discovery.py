@@ -32,12 +32,11 @@ from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
-from shardmlx.modelfiles.sources import SUFFIX
+from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
 
 _LOOKING = "looking for the model"
 _NOT_ASKED = "--weights rank0"
-_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +149,9 @@ def _open(model: str, revision: str | None) -> Repository | None:
     if repository is None or repository.revision is None:
         return None
     check_layout(repository.name, repository.files)
-    if _CONFIG in repository.files:
+    if CONFIG_FILE in repository.files:
         check_weights(repository.name, repository.files)
-        check_can_be_cut(read_config(repository.fetch(_CONFIG).parent))
+        check_can_be_cut(read_config(repository.fetch(CONFIG_FILE).parent))
     return repository
 
 

@@ -95,7 +95,7 @@ def divide(
     sizes.check_stages(num_stages)
     problem = Problem(
         placement=tuple(range(num_stages)),
-        costs=tuple(_scaled(costs, 1 / speed) for speed in speeds)
+        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
         if is_timed
         else (costs,) * num_stages,
         sizes=sizes,
@@ -115,11 +115,6 @@ def _costs(inspection: Inspection) -> LayerCosts:
         return _sizes(inspection)
     forward = Speed(shape=shape, flops=1.0, first_trained=shape.num_layers, trains_weights=False)
     return forward.seconds(1, TYPICAL_LENGTH).layer_costs
-
-
-def _scaled(costs: LayerCosts, factor: float) -> LayerCosts:
-    layers = tuple(cost * factor for cost in costs.layers)
-    return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:
