@@ -17,9 +17,9 @@ from tests.helpers.mpirun import mpirun
 from tests.helpers.small_models import SMALL_VOCABULARY
 
 LAYERS, RANKS = 8, 2
-SLACK = 1_000_000
-"""Bytes for headers, configuration, tokenizer, data, and modules imported late; a layer of the
-model has four times as many."""
+SLACK = 1_500_000
+"""Bytes for headers, configuration, tokenizer, data, and modules imported late, as source the first
+time; a layer of the model has nearly three times as many."""
 
 
 @dataclass(frozen=True)
