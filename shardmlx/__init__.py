@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardmlx.distributed.run_ranks import connect
     from shardmlx.distributed.transport import Transport
     from shardmlx.engine.engine import Engine
-    from shardmlx.engine.stages import build_stages
+    from shardmlx.engine.gathered_stage import build_stages
     from shardmlx.errors import AgreedFailure, EngineError, Stopped, UserError
     from shardmlx.inference.text_pipeline import load_pipeline
     from shardmlx.modelfiles.model_files import open_model
@@ -73,7 +73,7 @@ _WITH_MLX = {
     "Slice": "models.slice",
     "Transport": "distributed.transport",
     "TransportError": "distributed.messages",
-    "build_stages": "engine.stages",
+    "build_stages": "engine.gathered_stage",
     "load_pipeline": "inference.text_pipeline",
     "train_model": "training.trainer",
 }

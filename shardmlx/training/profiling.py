@@ -33,9 +33,9 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
-from shardmlx.engine.stages import build_stages
 from shardmlx.loading.build import build_random, cut, unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model

@@ -24,8 +24,8 @@ from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.stage import Stage
-from shardmlx.engine.stages import build_stages
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan

@@ -21,9 +21,9 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, Savings
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
-from shardmlx.engine.stages import build_stages
 from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape

@@ -19,9 +19,9 @@ from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
-from shardmlx.engine.stages import build_stages
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from tests.helpers.checkpoints import Bytes, as_bytes

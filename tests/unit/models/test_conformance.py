@@ -29,7 +29,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import pack, split
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
-from shardmlx.engine.stages import build_stages
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape

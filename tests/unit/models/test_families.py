@@ -19,8 +19,8 @@ from shardmlx.config.specs import RECOMPUTE, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.engine.batches import MicroBatch, pack
+from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.stage import Stage
-from shardmlx.engine.stages import build_stages
 from shardmlx.errors import UserError
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
