@@ -1,7 +1,7 @@
 """Functions that MLX computes slowly on a CPU without Apple's libraries, computed faster there.
 
-An exponential takes 25 ns there, where a product of two numbers takes less than one: SwiGLU alone
-takes a fifth of a small layer's time. In other places, and in 16 bits, all is as in mlx-lm.
+An exponential takes 25 ns there, and a product of two numbers less than one: SwiGLU alone takes a
+fifth of a small layer's time. Elsewhere, and in 16 bits, mlx-lm's own code runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_slow(dtype: mx.Dtype) -> bool:
 def exponential(x: mx.array) -> mx.array:
     """Return e to the power of ``x``.
 
-    Where MLX is slow at it, its powers of two take 0.4 of the time.
+    If MLX is slow at it, its powers of two take 0.4 of the time.
     """
     return mx.power(2.0, x * 1.4426950408889634) if is_slow(x.dtype) else mx.exp(x)
 
@@ -40,7 +40,7 @@ def sigmoid(x: mx.array) -> mx.array:
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return SiLU of ``gate``, times ``up``: both (..., F).
 
-    Where MLX is slow at it, the sigmoid is computed once, and kept for the gradients.
+    If MLX is slow at it, the sigmoid is computed once, and kept for the gradients.
     """
     if not is_slow(gate.dtype):
         out: mx.array = activations.swiglu(gate, up)
@@ -65,14 +65,14 @@ def _gradients(
 def swiglu_gradients(
     gate: mx.array, up: mx.array, weights: mx.array, cotangent: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the gradients of SwiGLU for ``gate`` and ``up``, of that of its output;
+    """Return the gradients of SwiGLU for ``gate`` and ``up``; ``cotangent`` is its output's,
     ``weights`` are the gate's sigmoid."""
     silu = gate * weights
     return cotangent * up * (weights + silu * (1 - weights)), cotangent * silu
 
 
 def use_swiglu(layer: nn.Module, function: Gated) -> None:
-    """Let the MLPs of a layer call ``function`` for mlx-lm's SwiGLU, from now on."""
+    """Make the MLPs of a layer call ``function`` in place of mlx-lm's SwiGLU, from now on."""
     for module in layer.modules():
         for name, child in module.children().items():
             if isinstance(child, nn.Module) and not child.children() and calls(child, "swiglu"):

@@ -1,4 +1,4 @@
-"""Exact attention in pieces of queries, of which one at a time has its scores in memory.
+"""Exact attention in pieces of queries, with the scores of one piece in memory at a time.
 
 The forward keeps queries, keys, values, the output, and the log-sum-exp of each query's scores. The
 backward computes a piece's probabilities again, and adds its part to the gradients of keys and
@@ -10,7 +10,7 @@ values (Rabe & Staats, arXiv:2112.05682; Dao et al., arXiv:2205.14135, algorithm
 
     queries of the piece: s to e; of a row that holds several sequences, all of one
 
-Keys that no query of the piece sees are left out, wherefore long texts take half the arithmetic.
+Keys that no query of the piece sees are left out, so long texts take half the arithmetic.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Arrays = Sequence[mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Keys that the positions of a micro-batch see, given to a layer in the place of a mask.
+    """Keys that the positions of a micro-batch see, given to a layer as its mask.
 
-    Each sees itself and those before it in its sequence, of which a ``window`` leaves the last so
-    many. ``chunk`` is the most queries of a piece, from 1.
+    Each position sees itself and those before it in its sequence, or only the last ``window`` of
+    these. ``chunk`` is the most queries of a piece, from 1.
     """
 
     chunk: int
@@ -88,7 +88,7 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return mlx-lm's ``scaled_dot_product_attention``; in pieces where ``mask`` is a ``Sight``."""
+    """Return mlx-lm's ``scaled_dot_product_attention``; in pieces if ``mask`` is a ``Sight``."""
     if isinstance(mask, Sight):
         return attention_in_pieces(queries, keys, values, scale, mask, sinks)
     out: mx.array = scaled_dot_product_attention(
@@ -108,7 +108,7 @@ def attention_in_pieces(
     """Return attention (rows, heads, T, Dv) of queries (rows, heads, T, D), keys (rows, groups, T,
     D) and values (rows, groups, T, Dv), as MLX's ``scaled_dot_product_attention``.
 
-    ``sinks`` (heads,) are a score more for each head, of a key whose value is 0.
+    ``sinks`` (heads,) add a score to each head, for a key whose value is 0.
     """
     pieces = [*sight.pieces(queries.shape[2])]
 
@@ -127,7 +127,7 @@ def attention_in_pieces(
     out, sums = (each.reshape(rows, heads, length, -1) for each in attention(grouped, keys, values))
     if sinks is None:
         return out
-    # The share of all scores that the sink leaves to the keys.
+    # The share of the scores' sum that the sink leaves to the keys.
     shares = mx.sigmoid(sums - sinks.astype(mx.float32)[:, None, None])
     weighted: mx.array = (out * shares).astype(out.dtype)
     return weighted
@@ -156,7 +156,7 @@ def _forward(
 def _backward(
     primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[Piece]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the gradients of queries, keys and values, of those of the output and of the
+    """Return the gradients of queries, keys and values, given those of the output and the
     log-sum-exp."""
     (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
     inner = (out * gradient).astype(mx.float32).sum(axis=-1, keepdims=True) - of_sums
@@ -192,13 +192,13 @@ def _flat(x: mx.array, piece: Piece) -> mx.array:
 
 
 def _by_head(x: mx.array, like: mx.array) -> mx.array:
-    """Return what ``_flat`` made one, divided by heads again."""
+    """Return the result of ``_flat``, divided by heads again."""
     rows, groups, heads = like.shape[:3]
     return x.reshape(rows, groups, heads, -1, x.shape[-1])
 
 
 def _added(total: mx.array, a: int, b: int, part: mx.array) -> mx.array:
-    """Return a sum with the part of keys ``a`` to ``b``: all that were there before, or all new."""
+    """Return ``total`` with ``part`` added at keys ``a`` to ``b``, some of which may be new."""
     spans = [total[:, :, :a]]
     if a < total.shape[2]:
         spans += [total[:, :, a:b] + part, total[:, :, b:]]

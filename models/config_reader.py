@@ -1,4 +1,4 @@
-"""Read the fields of a config.json, and refuse what they cannot be. No MLX, no MPI."""
+"""Read the fields of a config.json, and refuse impossible values. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LAYERS = 10_000
 """Limit of ``num_hidden_layers``: a typing error beyond it would fill the memory with layers."""
 
 AGAIN = "download the model's config.json again"
-"""The remedy where a config.json contradicts itself."""
+"""The remedy for a config.json that contradicts itself."""
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
@@ -27,12 +27,12 @@ _OWN_LAYOUT = "params.json"
 
 class Config(NamedTuple):
     """The fields of a config.json. Each method raises ``UserError``, which names the field and its
-    value, for what it cannot be."""
+    value, for an impossible one."""
 
     fields: Mapping[str, Any]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field as it is; ``default`` where it is missing or null."""
+        """Return a field as it is; ``default`` if it is missing or null."""
         value = self.fields.get(key)
         return default if value is None else value
 
@@ -52,11 +52,11 @@ class Config(NamedTuple):
         return value
 
     def number(self, key: str, default: int) -> int:
-        """Return a whole number from 0; ``default`` where it is missing or null."""
+        """Return a whole number from 0; ``default`` if it is missing or null."""
         return self.count(key) if self.get(key, default) else 0
 
     def switch(self, key: str, default: bool | None = None) -> bool:
-        """Return true or false; one that has no ``default`` must be there."""
+        """Return true or false; without a ``default`` the field must be there."""
         value = self.fields.get(key, default)
         if not isinstance(value, bool):
             found = f"is {value!r}" if key in self.fields else "is missing"
@@ -64,14 +64,14 @@ class Config(NamedTuple):
         return value
 
     def only(self, key: str, value: Any) -> None:
-        """Raise ``UserError`` if a field is there, and is not the only ``value`` supported."""
+        """Raise ``UserError`` if a field has another than the only supported ``value``."""
         if self.get(key, value) != value:
             raise UserError(
                 f"config.json: {key} is {self.fields[key]!r}", f"only {value!r} is supported"
             )
 
     def each_layer(self, key: str) -> list[Any] | None:
-        """Return a list with an entry for each layer; None where it is missing or null."""
+        """Return a list with an entry for each layer; None if it is missing or null."""
         value = self.get(key)
         count = self.count("num_hidden_layers")
         if value is not None and (not isinstance(value, list) or len(value) != count):
@@ -117,7 +117,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def check_layout(where: str | Path, files: Container[str]) -> None:
-    """Refuse a model of these files that has its maker's own layout alone."""
+    """Refuse a model whose files have only its maker's own layout."""
     if _OWN_LAYOUT in files and "config.json" not in files:
         raise UserError(
             f"{where} has no config.json: its {_OWN_LAYOUT} is of Mistral's (or Meta's) own layout",
@@ -127,7 +127,7 @@ def check_layout(where: str | Path, files: Container[str]) -> None:
 
 
 def check_pointer(text: bytes, where: str | Path) -> None:
-    """Refuse what git leaves in the place of a large file that it was not asked for."""
+    """Refuse the pointer that git leaves in place of a large file that was not fetched."""
     if text.startswith(b"version https://git-lfs"):
         raise UserError(f"{where} is a git-lfs pointer, not the file", "run git lfs pull")
 

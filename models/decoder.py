@@ -1,17 +1,17 @@
 """Run a range of a decoder's layers through mlx-lm's own code of its family.
 
-How layers are called differs between families: masks and windows, scaled embeddings, soft caps of
-logits, factors of queries. All of that is in the ``__call__`` of mlx-lm's model. It runs here, over
-steps in the place of the layers::
+Families call layers differently: masks and windows, scaled embeddings, soft caps of logits, factors
+of queries. All of that is in the ``__call__`` of mlx-lm's model, which runs here over steps in
+place of the layers::
 
     embedding   step 0 ... step start ... step stop ...   norm   head
                     |          |              |
                 passes on   the slice's    passes on
                             input
 
-What the code computes before ``start`` and after ``stop`` is lazy, and nobody asks for it. In a
-stage without the embedding all before its first layer gives that layer's input. Whether a model can
-be run so is found out before (``models.parts``).
+Results before ``start`` and after ``stop`` are lazy, and never evaluated. In a stage without the
+embedding every step before its first layer returns that layer's input. ``models.parts`` checks that
+a model can run in this way.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_par
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 
 POSITIONED = (KVCache, RotatingKVCache)
-"""Caches of which only position and window matter to what is not their layer."""
+"""Caches whose position and window alone matter outside their layer."""
 
 LayerCall = Callable[[mx.array], mx.array]
-"""A call of one layer on its input, with all else that the family's code gives it."""
+"""A call of one layer on its input, with the other arguments of the family's code."""
 
 Visit = Callable[[int, LayerCall, mx.array], mx.array]
-"""Called for each layer in turn with its number, its call and its input; returns its output."""
+"""Called for each layer with its number, its call and its input; returns its output."""
 
 
 class View(NamedTuple):
     """The facts that decide which keys positions of a micro-batch see, beside the family.
 
-    ``places`` say which sequences are in a row that holds several. ``chunk`` is the most queries of
-    a piece of attention; None, or all of T, makes no pieces.
+    ``places`` are the sequences of a packed row. ``chunk`` is the most queries of a piece of
+    attention; None, or all of T, makes no pieces.
     """
 
     places: PackedPositions | None = None
@@ -55,15 +55,15 @@ class View(NamedTuple):
 
 
 EVERYTHING = View()
-"""The view of a row that is one sequence, of all keys at once."""
+"""The view of a row with one sequence, and all keys at once."""
 
 
 class _Run(NamedTuple):
-    """A call of the body, with the input of the first layer and what is done at each."""
+    """A call of the body, with the first layer's input, and a visit at each layer."""
 
     x: mx.array
     visit: Visit | None
-    """Function called at each layer; None to pass all layers over."""
+    """Function called at each layer; None to skip all layers."""
     view: View
     outputs: list[mx.array]
 
@@ -82,12 +82,12 @@ class Decoder:
         self.embedding: nn.Module = parts.body[parts.embedding_name]
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
-        # An array of its own, of which only the shape matters: bodies scale it in place.
+        # A new array of which only the shape matters: bodies scale it in place.
         self._from_states = self._own_body(lambda ids: mx.stop_gradient(self._given))
         self._top = copy(parts.top)
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
-        # The kind of each cache, as far as masks differ.
+        # The properties of each cache that masks depend on.
         self._kinds = [(type(cache), getattr(cache, "max_size", None)) for cache in self._empty]
         self.caches = [i for i in parts.caches[start:stop] if i is not None]
         """Numbers of these layers' caches among those of mlx-lm."""
@@ -99,7 +99,7 @@ class Decoder:
         ]
         body = with_part(parts.body, parts.layers_name, stand_ins)
         if parts.body_has_head:
-            # The head comes apart, behind the norm.
+            # The head is called separately, after the norm.
             for name in parts.heads:
                 leaf = name.rpartition(".")[2]
                 body[leaf] = InPlaceOf(body[leaf], first_argument)
@@ -111,7 +111,7 @@ class Decoder:
         return body
 
     def _head(self, *args: Any, **kwargs: Any) -> mx.array:
-        """Return what the family's code takes for the output of the body."""
+        """Return the output of the body, as far as the family's code sees it."""
         parts, normed = self.parts, self._given
         if not parts.body_has_head:
             return normed
@@ -134,8 +134,8 @@ class Decoder:
     ) -> mx.array:
         """Return the hidden states (rows, T, D) after the layers.
 
-        ``x`` are token ids (rows, T) where the first layer is among them, else hidden states (rows,
-        T, D). ``visit`` is called for each layer, and ``caches`` are those of these layers.
+        ``x`` are token ids (rows, T) for the first layer, else hidden states (rows, T, D).
+        ``visit`` is called for each layer, and ``caches`` are those of these layers.
         """
         run = _Run(x, visit, view, [])
         every = None if caches is None else self._with_stand_ins(caches)
@@ -152,7 +152,7 @@ class Decoder:
 
     def _call(self, body: nn.Module, run: _Run, caches: Sequence[Any] | None) -> mx.array:
         self._now = run
-        # Of hidden states the code is given tokens, too: some look at their shape.
+        # Hidden states come with tokens too, since some code looks at their shape.
         is_tokens = mx.issubdtype(run.x.dtype, mx.integer)
         tokens = run.x if is_tokens else mx.zeros(run.x.shape[:-1], mx.int32)
         out: mx.array
@@ -163,12 +163,12 @@ class Decoder:
             self._now = None
 
     def _step(self, i: int, *args: Any, **kwargs: Any) -> mx.array:
-        """Do what the family's code takes for the call of a layer."""
+        """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
         given, visit, _, outputs = self._now
         if visit is None:
-            # Embeddings may be scaled, and nothing else comes before the norm.
+            # Embeddings may be scaled; nothing else comes before the norm.
             return given
         x: mx.array = first_argument(*args, **kwargs)
         how = kwargs if args else dict([*kwargs.items()][1:])
@@ -181,7 +181,7 @@ class Decoder:
     def _mask(
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any
     ) -> Any:
-        """Return the mask that layers take; in pieces and for packed rows one of our own."""
+        """Return the mask for layers; our own for attention in pieces and packed rows."""
         view = EVERYTHING if self._now is None else self._now.view
         chunk, places = view.chunk, view.places
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
@@ -191,15 +191,15 @@ class Decoder:
         return create_attention_mask(h, cache, window_size=window_size, **how)
 
     def _positions(self) -> mx.array | None:
-        """Return the position of each token (T,) in its own sequence; None where a row is one."""
+        """Return the position of each token (T,) in its own sequence; None if a row is one."""
         places = None if self._now is None else self._now.view.places
         return None if places is None else mx.array(places.positions)
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:
-        """Return every cache that the family's code asks for: of one layer of a kind it takes the
-        mask of all of them."""
+        """Return every cache that the family's code asks for: it makes one mask for all layers of a
+        kind."""
         own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=True)}
-        # Layers of other kinds are none of ours; ours may take positions from their caches.
+        # Layers of other kinds are outside; ours may take positions from their caches.
         placed = next((cache for cache in caches if hasattr(cache, "offset")), None)
         every = [
             own.get(kind, placed if placed is not None and kind[0] in POSITIONED else empty)

@@ -1,7 +1,7 @@
-"""Dropout whose mask at a row and a position depends on these, and on nothing of the layout.
+"""Dropout whose mask at a row and a position depends on these alone, not on the layout.
 
-A mask has its own key for every (row of the global batch, position), so that it does not matter
-how rows are divided into micro-batches, how wide these are padded, or which replica has them.
+Every (row of the global batch, position) has its own key, so that micro-batches, padding and
+replicas do not change a mask.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class KeyedDropout(nn.Module):
         self, key: tuple[int, int], first_row: int = 0, places: PackedPositions | None = None
     ) -> None:
         """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch, or for
-        one row of several sequences, whose ``places`` count from there."""
+        a packed row, whose ``places`` count from there."""
         self._key, self._first_row, self._places = key, first_row, places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
-        """Expect (rows, T, experts, ...) = ``shape`` next, flattened and taken in ``order``."""
+        """Expect (rows, T, experts, ...) = ``shape`` next, flattened and permuted to ``order``."""
         self._order = (shape, order)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -84,7 +84,7 @@ class KeyedExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Pass (rows, T, D) through the experts of each token (rows, T, E): (rows, T, E, D).
 
-        Tokens are sorted by expert whatever their number; mlx-lm leaves few tokens as they are.
+        Tokens are always sorted by expert; mlx-lm does not sort few tokens.
         """
         indices = mx.stop_gradient(indices)
         order = mx.argsort(indices.flatten())
@@ -106,7 +106,7 @@ class KeyedExperts(SwitchGLU):
 def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
     """Replace each active ``nn.Dropout`` inside ``layer``; returns them in order.
 
-    Those replaced before, for another slice of the same model, are returned too.
+    Dropouts replaced earlier, for another slice of the same model, are returned too.
     """
     found = []
     for _, module in sorted(layer.named_modules(), key=lambda item: item[0]):
@@ -135,7 +135,7 @@ def set_keys(
     first_row: int = 0,
     places: PackedPositions | None = None,
 ) -> None:
-    """Give each of ``dropouts`` a key of its own, out of ``parts``: seed, step and layer."""
+    """Give each of ``dropouts`` its own key, made of ``parts``: seed, step and layer."""
     for index, dropout in enumerate(dropouts):
         dropout.set_key(dropout_key(*parts, index), first_row, places)
 

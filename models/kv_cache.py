@@ -1,4 +1,4 @@
-"""Know how mlx-lm's KV caches grow, and what they take quantised. No MLX, no MPI."""
+"""Know how mlx-lm's KV caches grow, and their quantised sizes. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ def held(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheQuantisation:
-    """The way in which KV caches are quantised: each element in ``bits`` bits, with a scale and a
-    bias for ``group_size`` of them, from the first step before which a sequence has ``start``
-    tokens, and any."""
+    """The quantisation of KV caches: ``bits`` for each element, with a scale and a bias for each
+    ``group_size``, from the first step at which a sequence has ``start`` tokens, and any."""
 
     bits: int
     group_size: int

@@ -1,4 +1,4 @@
-"""Sizes of one decoder layer, and the blocks that families make theirs of. No MLX, no MPI.
+"""Sizes of one decoder layer, and the blocks that families build theirs from. No MLX, no MPI.
 
 A matrix product of m x k by k x n counts 2 m k n FLOPs; norms, activations and rotary embedding are
 left out.
@@ -19,8 +19,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 class Activation(NamedTuple):
     """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm
-    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways. ``is_long``:
-    it takes many more operations than SwiGLU."""
+    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways. ``is_long``
+    functions take many more operations than SwiGLU."""
 
     kept: float
     is_swiglu: bool = False
@@ -28,7 +28,7 @@ class Activation(NamedTuple):
 
     @property
     def without_gate(self) -> Activation:
-        """The same function of an MLP without a gate, which keeps gate and up less."""
+        """The same function in an MLP without a gate, which keeps neither gate nor up."""
         return Activation(self.kept - 2, is_long=self.is_long)
 
 
@@ -44,10 +44,10 @@ class Linear(NamedTuple):
     """A linear layer from ``inputs`` to ``outputs``; ``source`` names its input, which it may share
     with others.
 
-    ``experts`` matrices are stacked in one array, of which a token passes through ``uses``; 0 is
-    one matrix that is not stacked. ``stored`` is the path of one expert's as Hugging Face has them,
-    with ``{}`` for its number. ``applied`` are the elements of a token that go in and come out,
-    where all matrices have one input; mlx-lm has no LoRA for such.
+    ``experts`` matrices are stacked in one array, and a token passes through ``uses`` of them; 0 is
+    a single matrix. ``stored`` is the path of one expert's matrix in Hugging Face's files, with
+    ``{}`` for its number. ``applied`` are a token's input and output elements if all matrices have
+    one input; mlx-lm has no LoRA for these.
     """
 
     source: str
@@ -61,7 +61,7 @@ class Linear(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Elements of a token that go in and come out, of all matrices that it passes."""
+        """Input and output elements of a token, for all matrices that it passes."""
         return self.applied or (self.uses * self.inputs, self.uses * self.outputs)
 
     @property
@@ -75,8 +75,8 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of vectors of ``size``; ``elements`` is what it takes of a token, in all heads. It may
-    have weights of its own for each of ``heads``."""
+    """A norm of vectors of ``size``; ``elements`` are its elements of a token, in all heads. It may
+    have its own weights for each of ``heads``."""
 
     size: int
     elements: int
@@ -91,7 +91,7 @@ class Norm(NamedTuple):
 
 class Heads(NamedTuple):
     """The heads of attention: of queries, and of keys and values; and the elements of one. A cache
-    keeps ``cached`` elements of a token. Values cut out of a larger array keep ``joined`` more."""
+    keeps ``cached`` elements of a token. Values cut from a larger array keep ``joined`` more."""
 
     queries: int
     keys: int
@@ -106,8 +106,8 @@ class LayerShape:
     """Sizes of a decoder layer.
 
     ``linears`` and ``norms`` are by path in the layer, ``arrays`` the shapes of all other
-    parameters. ``window`` is how many tokens attention sees, None for all before. ``mlp`` is the
-    width between up and down, of all experts that a token passes through.
+    parameters. ``window`` is the number of tokens that attention sees, None for all before. ``mlp``
+    is the width between up and down, summed over a token's experts.
     """
 
     linears: tuple[tuple[str, Linear], ...]
@@ -120,17 +120,17 @@ class LayerShape:
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
     activation: Activation = SWIGLU
     activation_weights: tuple[int, int] = (0, 0)
-    """Arrays of that width that it keeps for the gradients of weights of its own, where these are
+    """Arrays of that width that it keeps for the gradients of its own weights, if these are
     trained: from the forward on, and from the gradient for the input on."""
     passing: float = 0.0
-    """Arrays of that width that pass in the backward beyond those of SwiGLU."""
+    """Temporary arrays of that width in the backward, beyond those of SwiGLU."""
     scores: int = 1
-    """Arrays that attention keeps of its scores: the probabilities, and what made them."""
+    """Arrays that attention keeps of its scores: the probabilities and their origin."""
     score_weights: int = 0
-    """Arrays of scores that wait for the gradients of weights which attention adds to them."""
+    """Arrays of scores that wait for gradients of weights that attention adds to them."""
     kept: int = 0
-    """Elements of a token that the forward keeps of what is not listed: norms without a weight, or
-    what is weighted."""
+    """Elements of a token that the forward keeps of unlisted parts: norms without a weight,
+    weighted sums."""
 
     @property
     def width(self) -> int:
@@ -165,7 +165,7 @@ class LayerShape:
         return self.parameters - idle
 
     def seeing(self, length: int) -> LayerShape:
-        """Return the layer as it is for texts of ``length`` tokens: a window of all is none."""
+        """Return the layer for texts of ``length`` tokens, where a window of all is none."""
         return replace(self, window=None) if (self.window or 0) >= length else self
 
     def flops(self, sequence_length: int) -> float:
@@ -176,7 +176,7 @@ class LayerShape:
         products = sum(each.uses * each.inputs * each.outputs for _, each in self.linears)
         seen = mean_context(sequence_length, self.window)
         heads = self.heads
-        # Scores, and their use on values.
+        # Scores, and their weighted values.
         return 2 * (products + heads.queries * (heads.key_dim + heads.value_dim) * seen)
 
 
@@ -248,7 +248,7 @@ def layer_of(
 
 
 def head_dim(config: Config) -> int:
-    """Return ``head_dim`` where it is given, else the hidden size divided by the heads."""
+    """Return ``head_dim`` if it is given, else the hidden size divided by the heads."""
     if config.get("head_dim") is not None:
         return config.count("head_dim")
     return config.share("hidden_size", "num_attention_heads")
@@ -273,7 +273,7 @@ def grouped_attention(
 ) -> Attention:
     """Return attention of ``groups`` heads of keys and values, of ``dim`` elements each.
 
-    ``norms`` of queries and keys are of each ``head``, or of all heads as one ``whole``.
+    ``norms`` of queries and keys are of each ``head``, or of all heads as a ``whole``.
     """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     if heads % groups:
@@ -307,7 +307,7 @@ def fused(
     path: str = "self_attn",
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
 ) -> Attention:
-    """Return attention whose queries, keys and values come of one matrix."""
+    """Return attention whose queries, keys and values come from one matrix."""
     linears = dict(attention.block.linears)
     parts = [linears.pop(f"{path}.{part}") for part in names]
     one = parts[0]._replace(outputs=sum(part.outputs for part in parts))
@@ -341,7 +341,7 @@ def fused_swiglu(hidden: int, width: int, *, path: str = "mlp") -> MLP:
         f"{path}.gate_up_proj": Linear("mlp", hidden, 2 * width),
         f"{path}.down_proj": Linear(f"product of {path}", width, hidden),
     }
-    # The gradients of both halves, and of the whole, which adapters scale.
+    # The gradients of both halves, and the whole gradient, which adapters scale.
     return MLP(Block(linears), width, passing=4)
 
 
@@ -364,7 +364,7 @@ def plain_mlp(
 
 
 def windows(config: Config) -> list[int | None]:
-    """Return the window of each layer, as ``layer_types`` says; mlx-lm passes over a bare
+    """Return the window of each layer, as ``layer_types`` says; mlx-lm ignores a bare
     ``sliding_window``."""
     count = config.count("num_hidden_layers")
     kinds = config.each_layer("layer_types")
@@ -385,7 +385,7 @@ def windows(config: Config) -> list[int | None]:
 
 
 def every_nth_full(config: Config, period: int) -> list[int | None]:
-    """Return the window of each layer, of which the last one of each ``period`` has none."""
+    """Return the window of each layer; the last one of each ``period`` has none."""
     count = config.count("num_hidden_layers")
     if period > count:
         raise UserError(

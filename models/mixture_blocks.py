@@ -36,13 +36,13 @@ def expert_mlps(
     router_is_array: bool = False,
     correction: str = "",
 ) -> MLP:
-    """Return the gated MLPs of which the field ``count`` tells the number, and their router; a
-    token passes through so many as ``used`` tells.
+    """Return the gated MLPs, their number in the field ``count``, and their router; the field
+    ``used`` has the number that a token passes through.
 
     Hugging Face ``stored`` each as ``PATH.experts.NUMBER.NAME``, or stacks them as mlx-lm does
-    (then no names are given). A ``router_is_array`` that is never quantised, and gets no adapter,
-    or a linear layer. ``correction`` is the path of what is added to its scores to choose, a number
-    for each expert.
+    (then no names are given). A ``router_is_array`` without quantisation or adapters, or a linear
+    layer. ``correction`` is the path of numbers added to the scores for the choice, one for each
+    expert.
     """
     hidden, number, active = config.count("hidden_size"), config.count(count), config.count(used)
     if active > number:
@@ -66,7 +66,7 @@ def expert_mlps(
 
 
 def with_shared(mlp: MLP, shared: MLP) -> MLP:
-    """Return experts beside which every token passes through a ``shared`` MLP."""
+    """Return experts and a ``shared`` MLP that every token passes."""
     block = Block(
         {**mlp.block.linears, **shared.block.linears},
         {**mlp.block.norms, **shared.block.norms},
@@ -78,8 +78,8 @@ def with_shared(mlp: MLP, shared: MLP) -> MLP:
 def latent_attention(config: Config, *, absorbed: bool) -> Attention:
     """Return multi-head latent attention.
 
-    ``absorbed``: what makes keys and values of the latent state is a matrix for each head, and the
-    cache keeps the latent state and one rotary key. Else one linear layer makes them all, and the
+    If ``absorbed``, a matrix for each head makes keys and values of the latent state, and the cache
+    keeps the latent state and one rotary key. If not, one linear layer makes them all, and the
     cache keeps keys and values.
     """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -98,7 +98,8 @@ def latent_attention(config: Config, *, absorbed: bool) -> Attention:
         norms[f"{path}.q_a_layernorm"] = Norm(rank, rank)
     linears[f"{path}.kv_a_proj_with_mqa"] = Linear("attention", hidden, latent + rotary, bias)
     if absorbed:
-        # A matrix for each head, all of the same latent state; of queries the other way round.
+        # A matrix for each head, all from the same latent state; for queries in the other
+        # direction.
         linears[f"{path}.embed_q"] = Linear(
             "latent", plain, latent, experts=heads, uses=heads, applied=(latent, heads * plain)
         )
@@ -109,7 +110,7 @@ def latent_attention(config: Config, *, absorbed: bool) -> Attention:
         linears[f"{path}.kv_b_proj"] = Linear("latent", latent, heads * (plain + values))
     linears[f"{path}.o_proj"] = Linear("values", heads * values, hidden, bias)
     cached = latent + rotary if absorbed else heads * (key + values)
-    # Values that are cut out of what one layer makes keep all of it.
+    # Values cut from one layer's output keep all of it.
     joined = 0 if absorbed else heads * plain
     return Attention(Block(linears, norms), Heads(heads, heads, key, values, cached, joined))
 

@@ -1,4 +1,4 @@
-"""Tell where the positions of a row that holds several sequences come from. NumPy only."""
+"""Tell the origin of the positions in a row with several sequences. NumPy only."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import numpy as np
 
 
 class PackedPositions(NamedTuple):
-    """Positions of a row that holds several sequences, one after the other.
+    """Positions of a row with several sequences, one after the other.
 
-    For each of them, the row of the batch that the sequence was, and the position in it: both (T,),
-    int32.
+    Each has the sequence's row in the batch, and the position in it: both (T,), int32.
     """
 
     rows: np.ndarray
     positions: np.ndarray
 
     def mask(self, window: int | None = None) -> np.ndarray:
-        """Return a mask (T, T) of what each position sees: itself and what precedes it in its own
-        sequence, of which a ``window`` leaves the last so many."""
-        # Nothing of (T, T) is larger than the mask itself.
+        """Return a mask (T, T) of the positions that each position sees: itself and those before it
+        in its own sequence, or only the last ``window`` of these."""
+        # No (T, T) array is larger than the mask itself.
         seen: np.ndarray = self.rows[:, None] == self.rows
         seen &= self.positions[:, None] >= self.positions
         if window is not None:

@@ -1,9 +1,9 @@
 """Find the parts of a model of mlx-lm, and check that stages can run its layers apart.
 
-The check runs the model's own code once, of a few tokens, with stand-ins in the place of its
-modules: they say in which order they are called, and give arrays that tell them apart. No weight
-is read. A model can be cut where each layer is called once, in order, and takes from the layers
-before it nothing but one array of hidden states.
+The check runs the model's own code once, on a few tokens, with stand-ins for its modules: they
+record the order of calls, and return arrays that tell them apart. No weight is read. A model can be
+cut if each layer is called once, in order, and takes only one array of hidden states from the
+layers before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS = 3
 """Number of tokens of the check."""
 
 LAST = 0
-"""Seed of what the last layer gives in the check: the same each time."""
+"""Seed of the last layer's output in the check: the same each time."""
 
 
 class Parts(NamedTuple):
@@ -45,21 +45,21 @@ class Parts(NamedTuple):
     layers_path: str
     embedding_path: str
     before: tuple[str, ...]
-    """Paths of what the body calls before the layers beside the embedding."""
+    """Paths of modules that the body calls before the layers, beside the embedding."""
     norms: tuple[str, ...]
-    """Paths of what else the body has: the final norm."""
+    """Paths of other modules of the body: the final norm."""
     heads: tuple[str, ...]
-    """Paths of the head: none where the embedding is the lm_head too."""
+    """Paths of the head; none if the embedding is the lm_head too."""
     ends: Mapping[str, nn.Module]
     """The modules of ``before``, ``norms`` and ``heads``."""
     body_has_head: bool
     """True if the body calls the head, and gives logits."""
     caches: tuple[int | None, ...]
-    """Number of each layer's cache among those of mlx-lm; None for a layer that has none."""
+    """Number of each layer's cache among mlx-lm's; None for a layer without one."""
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the embedding knows."""
+        """Size of the embedding's vocabulary."""
         return int(_without_adapters(self.body[self.embedding_name]).weight.shape[0])
 
     @property
@@ -70,15 +70,15 @@ class Parts(NamedTuple):
 
 
 class InPlaceOf:
-    """A function that the family's code calls in the place of a module, whose attributes it has,
-    but for those that are given."""
+    """A function that the family's code calls in place of a module; it has the module's attributes,
+    except those given."""
 
     def __init__(self, module: Any, call: Callable[..., Any], **attributes: Any) -> None:
         self._module, self._call, self._attributes = module, call, attributes
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the module: some code asks for it to choose a mask."""
+        """The class of the module, by which some code chooses a mask."""
         return type(self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def first_argument(*args: Any, **kwargs: Any) -> Any:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a model of mlx-lm. Raises ``UserError`` where it cannot be cut."""
+    """Find the parts of a model of mlx-lm. Raises ``UserError`` if it cannot be cut."""
     try:
         return _find(model)
     except _CannotBeCutError as error:
@@ -122,7 +122,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 class _CannotBeCutError(Exception):
-    """Error: the reason for which a model cannot be cut."""
+    """Error: the reason why a model cannot be cut."""
 
 
 def _find(model: nn.Module) -> Parts:
@@ -200,7 +200,7 @@ def _with_weights(module: nn.Module) -> list[str]:
 
 
 def _has_weights(part: Any) -> bool:
-    """Return whether there is a parameter in a module, or in what it consists of."""
+    """Return whether a module, or a module in it, has a parameter."""
     if isinstance(part, dict):
         return any(_has_weights(each) for name, each in part.items() if name[0] != "_")
     if isinstance(part, list):
@@ -210,7 +210,7 @@ def _has_weights(part: Any) -> bool:
 
 @dataclass
 class _Look:
-    """A record of how the code of a body called stand-ins."""
+    """A record of a body's calls of stand-ins."""
 
     tokens: mx.array
     caches: list[int | None] = field(default_factory=list)
@@ -225,7 +225,7 @@ class _Look:
 
 
 def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -> _Look:
-    """Run the code of ``body`` over stand-ins, which give other numbers with another ``seed``."""
+    """Run the code of ``body`` over stand-ins, whose numbers depend on ``seed``."""
     layers = at(body, layers_name)
     look = _Look(mx.full((1, TOKENS), seed, mx.int32))
     width = _width(next(body[name] for name in _embeddings(body)))
@@ -282,30 +282,30 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
 
 
 def _drawn(number: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return random numbers in float32: the same for a number."""
+    """Return random numbers in float32 for a seed."""
     return np.random.default_rng(number).standard_normal(shape, np.float32)
 
 
 def _is(array: mx.array, expected: np.ndarray) -> bool:
-    """Return whether an array has the numbers expected: what it was may have been changed."""
+    """Return whether an array has the expected numbers, and was not changed."""
     return array.dtype == mx.float32 and np.array_equal(np.array(array), expected)
 
 
 def _without_adapters(embedding: Any) -> Any:
-    """Return the embedding that mlx-lm's LoRA or DoRA has put its adapters around, or itself."""
+    """Return the embedding inside mlx-lm's LoRA or DoRA, or the embedding itself."""
     return getattr(embedding, "embedding", embedding)
 
 
 def _width(embedding: Any) -> int:
-    """Return the width of what an embedding gives, packed or not, with adapters or without."""
+    """Return the width of an embedding's output, packed or not, with adapters or without."""
     embedding = _without_adapters(embedding)
     dims = getattr(embedding, "dims", None)
     return int(embedding.weight.shape[-1] if dims is None else dims)
 
 
 def _check(looks: Sequence[_Look], caches: Sequence[Any]) -> None:
-    """Raise ``_CannotBeCutError`` unless layers and what comes after them take nothing from the
-    layers before them but hidden states."""
+    """Raise ``_CannotBeCutError`` unless layers and the modules after them take only hidden states
+    from the layers before them."""
     found = looks[0]
     if not found.given:
         raise _CannotBeCutError("it does not call its layers one by one")
@@ -327,7 +327,7 @@ def _check(looks: Sequence[_Look], caches: Sequence[Any]) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two values are alike, with the arrays in them."""
+    """Return whether two values are equal, with the arrays in them."""
     if isinstance(a, mx.array) and isinstance(b, mx.array):
         return a.shape == b.shape and bool(mx.array_equal(a, b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Read how other programs packed a model, and what it becomes when mlx-lm loads it. No MLX, no MPI.
+"""Read how other programs packed a model, and how mlx-lm loads it. No MLX, no MPI.
 
-Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` where config.json has no
+Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` if config.json has no
 ``quantization``.
 """
 
@@ -24,9 +24,8 @@ _FORMATS: Mapping[str, tuple[int, int, str]] = {
 
 
 class Packing(NamedTuple):
-    """A packing of another program: its ``method``, and ``loaded``, bits, group and mode in which
-    mlx-lm keeps it; None where mlx-lm unpacks it to bfloat16. ``kept`` are the modules that stay as
-    they are."""
+    """A packing of another program: its ``method``, and the bits, group and mode in which mlx-lm
+    keeps it ``loaded``, None if mlx-lm unpacks it to bfloat16. ``kept`` modules stay unpacked."""
 
     method: str
     loaded: tuple[int, int, str] | None
@@ -46,9 +45,9 @@ class Packing(NamedTuple):
 
 
 def published_packing(config: Mapping[str, Any]) -> Packing | None:
-    """Return how another program packed the model of a config.json; None where none did.
+    """Return how another program packed the model of a config.json; None if none did.
 
-    Raises ``UserError``, which names the method, for what mlx-lm does not read.
+    Raises ``UserError``, which names the method, if mlx-lm does not read it.
     """
     said = config.get("quantization_config")
     if said is None:
@@ -71,7 +70,7 @@ def check_packing(config: Mapping[str, Any], shape: ModelShape) -> None:
     packing = published_packing(config)
     if packing is None or packing.method != "fp8" or packing.loaded is not None:
         return
-    # A family that multiplies the scales in passes over them then.
+    # A family that multiplies the scales in ignores them then.
     if shape.is_declared and not shape.family.drops("weight_scale_inv"):
         raise UserError(
             f"config.json: mlx-lm does not unpack fp8 of type {shape.text_type}", _16_BITS
@@ -79,7 +78,7 @@ def check_packing(config: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def _names(exception: str, module: str) -> bool:
-    """Return whether an exception, a path with stars or an expression, is that of a module."""
+    """Return whether an exception, a path with stars or an expression, matches a module."""
     if exception.startswith("re:"):
         return re.match(exception.removeprefix("re:"), module) is not None
     pattern = re.escape(exception).replace(r"\*", ".*")

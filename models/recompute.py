@@ -1,8 +1,8 @@
-"""Selective recomputation: hold what matrix products made, compute again what is cheap.
+"""Selective recomputation: hold outputs of matrix products, recompute cheap arrays.
 
 Beside attention's scores, which pieces never hold, the large and cheap arrays of a layer are those
-of RMSNorm and SwiGLU (Korthikanti et al., arXiv:2205.05198). Here both keep their inputs alone; so
-does an MLP whose last matrix is trained, in the place of the product that goes through it.
+of RMSNorm and SwiGLU (Korthikanti et al., arXiv:2205.05198). Here both keep only their inputs; so
+does an MLP whose last matrix is trained, instead of that matrix's input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MLP_NAMES = ("gate_proj", "up_proj", "swiglu", "down_proj")
 
 
 def recompute_selectively(layer: nn.Module) -> None:
-    """Let the norms and activations of a layer keep their inputs alone, from now on."""
+    """Make the norms and activations of a layer keep only their inputs, from now on."""
     for module in layer.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = RecomputedRMSNorm
@@ -36,7 +36,7 @@ def is_trained_linear(module: nn.Module) -> bool:
 
 
 class RecomputedRMSNorm(nn.RMSNorm):
-    """An RMSNorm that is computed again in the backward pass."""
+    """An RMSNorm that is recomputed in the backward pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the norm of ``x`` (..., D)."""
@@ -49,7 +49,7 @@ class RecomputedRMSNorm(nn.RMSNorm):
 
 
 class RecomputedMLP(nn.Module):
-    """A gated MLP that holds what goes into its SwiGLU, and computes its product again."""
+    """A gated MLP that holds the inputs of its SwiGLU, and recomputes the product."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the MLP's answer to ``x`` (..., D)."""
@@ -72,13 +72,13 @@ def _gradients_with_linear(
     primals: Sequence[mx.array], cotangent: mx.array, output: mx.array
 ) -> tuple[mx.array, ...]:
     gate, up, *linear = primals
-    # Not before the gradient is there: else MLX would compute the product well ahead, and hold it.
+    # Wait for the gradient: otherwise MLX would compute the product well ahead, and hold it.
     gate, up = mx.depends([gate, up], [cotangent])
     weights = sigmoid(gate)
     product = gate * weights * up
     _, (of_product, *of_linear) = mx.vjp(_linear, [product, *linear], [cotangent])
     gradients = swiglu_gradients(gate, up, weights, of_product)
-    # I computes the product that W needs: W would hold two arrays for it.
+    # I computes the product that W needs, since W would hold two arrays for it.
     return (*mx.depends(list(gradients), [product]), *of_linear)
 
 
@@ -97,6 +97,6 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 def _gradients(
     primals: Sequence[mx.array], cotangent: mx.array, output: mx.array
 ) -> tuple[mx.array, mx.array]:
-    # Not before the gradient is there: else MLX would compute the sigmoid well ahead, and hold it.
+    # Wait for the gradient: otherwise MLX would compute the sigmoid well ahead, and hold it.
     gate, up = mx.depends(list(primals), [cotangent])
     return swiglu_gradients(gate, up, sigmoid(gate), cotangent)

@@ -1,7 +1,7 @@
 """The table of all model families. No MLX, no MPI.
 
 Each file of ``models.families`` is named for a ``model_type`` of config.json, and has a ``FAMILY``.
-How its layers are called is in mlx-lm's own code, which ``models.decoder`` runs.
+mlx-lm's own code, run by ``models.decoder``, calls the layers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_load())
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json; ``UserError`` for one that is not declared, of which
-    only tensors tell the sizes."""
+    """Return the family of a config.json; ``UserError`` for an undeclared one, whose sizes only
+    tensors tell."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Put what transformers 5 says of rotary embeddings where mlx-lm reads it. No MLX, no MPI.
+"""Translate transformers 5's fields of rotary embeddings to mlx-lm's. No MLX, no MPI.
 
 transformers 5 writes base, scaling and rotated share into ``rope_parameters``, once, or once for
 each type of layers; the code of most families of mlx-lm reads ``rope_theta``, ``rope_scaling`` and
-``partial_rotary_factor`` at the top, and takes defaults where these are missing.
+``partial_rotary_factor`` at the top, and takes defaults if these are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardmlx.errors import UserError
 
 SAID = "rope_parameters"
 FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Types of layers that ``rope_parameters`` may tell apart."""
+"""Types of layers that ``rope_parameters`` may distinguish."""
 
 _TEXT = "text_config"
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "deepseek_yarn": ("factor",),
     "telechat3-yarn": ("factor",),
 }
-"""The types that mlx-lm knows, and the numbers that each cannot do without."""
+"""The types that mlx-lm knows, and the numbers that each requires."""
 _OF_TRAINING = "original_max_position_embeddings"
 _NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -42,10 +42,10 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json whose fields say what ``rope_parameters`` does, of its text model too.
+    """Return a config.json with the fields for ``rope_parameters``, in its text model too.
 
-    Where both speak, that one counts which transformers takes. Raises ``UserError`` for what is
-    none of the types that mlx-lm knows, or lacks a number.
+    If both are there, the one that transformers takes counts. Raises ``UserError`` for a type that
+    mlx-lm does not know, or without a needed number.
     """
     fields = _with_older(config)
     if isinstance(fields.get(_TEXT), Mapping):
@@ -59,7 +59,7 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = shares.pop()
         found["rotary_dim"] = rotated(fields, found["partial_rotary_factor"])
     if tells_layers_apart(fields):
-        # mlx-lm's code of Gemma 3 knows the type of a layer by its number alone.
+        # mlx-lm's code of Gemma 3 derives the type of a layer from its number alone.
         found |= _period(fields.get("layer_types") or [])
         if of_windowed and "rope_theta" in of_windowed:
             found["rope_local_base_freq"] = of_windowed["rope_theta"]
@@ -72,7 +72,7 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any] | None:
-    """Return what ``rope_parameters`` says of layers of a type; None where it says nothing."""
+    """Return the ``rope_parameters`` of layers of a type; None without any."""
     said = fields.get(SAID)
     if said is None:
         return None
@@ -93,7 +93,7 @@ def rope_of(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any] | N
 
 
 def tells_layers_apart(fields: Mapping[str, Any]) -> bool:
-    """Return whether ``rope_parameters`` has objects of types of layers."""
+    """Return whether ``rope_parameters`` has an object for each type of layers."""
     return not {FULL, WINDOWED}.isdisjoint(fields[SAID])
 
 
@@ -103,7 +103,7 @@ def type_of(rope: Mapping[str, Any]) -> str:
 
 
 def rotated(fields: Mapping[str, Any], share: float) -> int:
-    """Return how many elements of a head are rotated, of this share of them."""
+    """Return the number of rotated elements of a head, for this share."""
     width = fields.get("head_dim")
     if width is None:
         if not isinstance(heads := fields.get("num_attention_heads"), int) or heads < 1:
@@ -113,8 +113,8 @@ def rotated(fields: Mapping[str, Any], share: float) -> int:
 
 
 def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``rope_scaling`` of mlx-lm with which it computes what transformers does; None
-    without any."""
+    """Return the ``rope_scaling`` with which mlx-lm computes the same as transformers; None without
+    any."""
     kind = type_of(rope)
     if kind not in _NEEDED:
         raise _refused(f"{SAID} is of type {kind!r}", f"known are {', '.join(_NEEDED)}")
@@ -140,12 +140,12 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
         raise _refused(f"{SAID} has attention_factor {factor!r}", f"mlx-lm's {kind} takes none")
     scaling = {key: value for key, value in scaling.items() if key not in _NOT_SCALING}
     share = {key: rope[key] for key in ("partial_rotary_factor",) if kind == "proportional"}
-    # Some families of mlx-lm read one name of the type, some the other.
+    # Families of mlx-lm read one name of the type or the other.
     return {"rope_type": kind, "type": kind, **scaling, **share}
 
 
 def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for layers that see all."""
+    """Return the fields for layers with full attention."""
     found: dict[str, Any] = {"rope_scaling": scaling_of(fields, rope)}
     if "rope_theta" in rope:
         found["rope_theta"] = rope["rope_theta"]
@@ -157,15 +157,15 @@ def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
 
 
 def _period(kinds: list[str]) -> dict[str, int]:
-    """Return how many layers there are to one that sees all, where there are always as many."""
+    """Return the number of layers to one with full attention, if it is constant."""
     period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
     is_regular = kinds == [FULL if (i + 1) % period == 0 else WINDOWED for i in range(len(kinds))]
     return {"sliding_window_pattern": period} if kinds and is_regular else {}
 
 
 def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with ``rope_scaling`` in ``rope_parameters``, whose place it takes in
-    transformers where both are there."""
+    """Return the fields with ``rope_scaling`` in ``rope_parameters``, which it overrides in
+    transformers."""
     said, old = fields.get(SAID), fields.get("rope_scaling")
     if not isinstance(said, Mapping) or not isinstance(old, Mapping) or not old:
         return dict(fields)
@@ -181,8 +181,8 @@ def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
     """Return the ``mscale`` with which mlx-lm's yarn weights attention as transformers' does.
 
-    transformers: ``attention_factor``, else the ratio where both scales are there, else that of 1.
-    mlx-lm: the ratio, of 1 and 0 where they are missing.
+    transformers takes ``attention_factor``, else the ratio if both scales are there, else that of
+    1. mlx-lm takes the ratio, with 1 and 0 for missing scales.
     """
     factor = scaling["factor"]
 

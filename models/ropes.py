@@ -21,15 +21,14 @@ from shardmlx.models.rope_parameters import (
 )
 
 _ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
-"""Kinds of rotary embeddings, of which families make the plain one where they know no other."""
+"""Kinds of rotary embeddings that some families replace by the plain one."""
 
 
 def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
-    """Replace plain rotary embeddings that are not what ``rope_parameters`` says.
+    """Replace plain rotary embeddings that differ from ``rope_parameters``.
 
-    The code of some families passes over scaling, or knows one for all types of layers. Where the
-    file tells no types of layers apart and the code does, the code is right. Returns the types that
-    were passed over.
+    Some families' code ignores scaling, or knows one for all types of layers. If the file has no
+    types of layers and the code has, the code is right. Returns the ignored types.
     """
     fields = config if config.get(SAID) else config.get("text_config") or {}
     if not fields.get(SAID):
@@ -55,7 +54,7 @@ def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
 def _fitting(
     module: nn.Module, rope: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> nn.Module | None:
-    """Return what must be in the place of an embedding; None where it is right."""
+    """Return the right embedding; None if ``module`` is right."""
     if type(module) is not nn.RoPE:
         return None
     dims, base = module.dims, rope.get("rope_theta", module.base)

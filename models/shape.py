@@ -1,4 +1,4 @@
-"""Read the shape of a model from its config.json: what planning needs. No MLX, no MPI."""
+"""Read the shape of a model from its config.json, for planning. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardmlx.models.undeclared import UNDECLARED, Names, Sides, read_tensors
 class ModelShape:
     """Sizes of a decoder-only transformer.
 
-    ``kinds`` are the layers that differ, ``pattern`` says which of them each layer is.
-    ``text_type`` is the ``model_type`` of the text model inside, of one that is not its own.
-    ``names`` are there for a model of no declared family, whose sizes were read from its tensors.
-    ``keeps_state``: layers keep a state from token to token.
+    ``kinds`` are the different layers, ``pattern`` has the number of each layer's kind.
+    ``text_type`` is the ``model_type`` of a separate text model inside. ``names`` belong to a model
+    of no declared family, whose sizes were read from its tensors. ``keeps_state`` means that layers
+    keep a state from token to token.
     """
 
     model_type: str
@@ -82,8 +82,8 @@ class ModelShape:
     def from_tensors(
         cls, config: Mapping[str, Any], tensors: Mapping[str, Sides]
     ) -> ModelShape | None:
-        """Read a model of no declared family from the shapes of its tensors, unpacked; None where
-        they are those of no decoder."""
+        """Read a model of no declared family from the unpacked shapes of its tensors; None if it is
+        no decoder."""
         found = read_tensors(config, tensors)
         if found is None:
             return None
@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def is_declared(self) -> bool:
-        """True if a family declares the sizes; else some are guessed."""
+        """True if a family declares the sizes; otherwise some are guessed."""
         return self.names is None
 
     @property
@@ -132,14 +132,14 @@ class ModelShape:
 
     @property
     def head_path(self) -> str:
-        """Path of the lm_head where it is not the embedding."""
+        """Path of a separate lm_head."""
         if self.names is not None:
             return self.names.head
         return self.prefix + self.family.head
 
     @property
     def chooses_caches(self) -> bool:
-        """True if mlx-lm's model makes its KV caches itself, and passes over a limit of them."""
+        """True if mlx-lm's model makes its KV caches itself, and ignores a limit of them."""
         return self.outer_family.chooses_caches
 
     @property
@@ -158,14 +158,14 @@ class ModelShape:
         return tuple(self.kinds[kind].window for kind in self.pattern)
 
     def unlike_layers(self, length: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
-        """Return the layers that differ for texts of ``length`` tokens, and the number of each
+        """Return the different layers for texts of ``length`` tokens, and the number of each
         layer's: a window that sees the whole text is none."""
         alike = [kind.seeing(length) for kind in self.kinds]
         kinds = tuple(dict.fromkeys(alike))
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 
     def layer(self, index: int) -> LayerShape:
-        """Return the sizes of a layer. Raises ``ValueError`` if there is none of that number."""
+        """Return the sizes of a layer. Raises ``ValueError`` if there is none."""
         if not 0 <= index < self.num_layers:
             raise ValueError(f"layer {index} of a model of {self.num_layers}")
         return self.kinds[self.pattern[index]]
@@ -175,7 +175,8 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     def head_parameters(self) -> int:
-        """Return the number of parameters of norm and lm_head; a tied one is the embedding."""
+        """Return the number of parameters of norm and lm_head; a tied one counts in the
+        embedding."""
         norm = self.hidden_size * (1 + self.family.final_norm_has_bias)
         head = self.vocab_size * (self.hidden_size + self.family.head_has_bias)
         return norm + (0 if self.tied else head)

@@ -1,7 +1,7 @@
 """A stage's part of a decoder, cut out of the lazily built model of mlx-lm.
 
-The whole model is built first, and nothing of it evaluated: names, layer numbers and the initial
-LoRA weights are then those of one machine, and what the slice leaves behind was never read.
+The whole model is built first, and not evaluated: names, layer numbers and initial LoRA weights are
+then the same as on one machine, and the rest of the model is never read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Slice:
             self._in_backward_order(name for name, _ in self._named("trainable_parameters"))
         )
         self.stored: dict[str, mx.array] = {}
-        """Values of trained parameters as the files have them, where these are more exact."""
+        """Values of trained parameters in the files, if these are more exact."""
         self._slots: Mapping[str, Slot] = {
             name: self._find(name) for name, _ in self._named("parameters")
         }
@@ -94,13 +94,13 @@ class Slice:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """Names of the parameters by when they are used: before the first layer, in each layer,
+        """Names of the parameters by the time of their use: before the first layer, in each layer,
         after the last. A tied matrix is in the first and in the last group."""
         prefixes = [tuple(f"{path}." for path in paths) for paths in self._paths_of_groups]
         return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
 
     def name_of(self, group: int) -> str:
-        """Return what people call one of the ``groups``."""
+        """Return a name for one of the ``groups``."""
         if group == 0:
             return "the embedding"
         return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
@@ -116,15 +116,15 @@ class Slice:
         return self._dtype
 
     def _first_states(self, model: nn.Module) -> mx.array:
-        """Return hidden states (1, 1, D) of the first layer, which may widen what the embedding
-        gives: norms in float32. Lazy: nothing is read."""
+        """Return hidden states (1, 1, D) of the first layer, which may widen the embedding's
+        output: norms in float32. Lazy: nothing is read."""
         first = Decoder(model, 0, 1, self._decoder.parts)
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
         return first.run(mx.zeros((1, 1), mx.int32))
 
     def shares(self, name: str) -> bool:
-        """Return whether the first and the last slice, being two, both hold this parameter."""
+        """Return whether the first and the last of several slices both hold this parameter."""
         is_one = self.is_first and self.is_last
         return self.tied and not is_one and name.startswith(f"{self._embedding_path}.")
 
@@ -163,12 +163,12 @@ class Slice:
             module.train(mode)
 
     def use_fast_activations(self) -> None:
-        """Let layers compute SwiGLU faster than mlx-lm's, where MLX is slow at it, from now on."""
+        """Replace mlx-lm's SwiGLU by a faster one, if MLX is slow at it, from now on."""
         for layer in self._decoder.layers:
             use_swiglu(layer, swiglu)
 
     def recompute_selectively(self) -> None:
-        """Let norms and activations keep their inputs alone for the backward pass, from now on."""
+        """Make norms and activations keep only their inputs for the backward pass, from now on."""
         for layer in self._decoder.layers:
             recompute_selectively(layer)
 
@@ -184,9 +184,9 @@ class Slice:
         return sum(array.nbytes for array in self.parameters().values())
 
     def load(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read the slice's tensors, and only those, from disk; ``advance`` is told their bytes."""
+        """Read the slice's tensors, and only those, from disk; ``advance`` gets their bytes."""
         for name in self._slots:
-            # One at a time: a tensor that is cast on its way exists twice, the others do not.
+            # One at a time: a tensor that is cast exists twice meanwhile.
             mx.eval(self[name])
             advance(self[name].nbytes)
 
@@ -219,11 +219,11 @@ class Slice:
         Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
         hidden states (rows, T, D).
 
-        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` say
-        which sequences are in a row that holds several. ``checkpoint`` keeps only the inputs of
-        layers for the backward pass and computes the rest again (Chen et al., arXiv:1604.06174).
-        ``attention_chunk`` is the most queries whose scores are in memory at a time. ``visit`` is
-        called for each layer in the place of its call.
+        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` are the
+        sequences of a packed row. ``checkpoint`` keeps only the inputs of layers for the backward
+        pass and recomputes the rest (Chen et al., arXiv:1604.06174). ``attention_chunk`` is the
+        most queries whose scores are in memory at a time. ``visit`` replaces the call of each
+        layer.
         """
         if self.is_first:
             set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
@@ -237,8 +237,8 @@ class Slice:
         return self._decoder.run(x, step, view=View(places, attention_chunk))
 
     def embed(self, tokens: mx.array, **how: Any) -> mx.array:
-        """Return the hidden states (rows, T, D) of the first slice before its first layer, of token
-        ids (rows, T). What decides dropout is as for the layers."""
+        """Return the hidden states (rows, T, D) of the first slice before its first layer, from
+        token ids (rows, T). Dropout is as for the layers."""
         return self(tokens, visit=lambda i, call, x: x, **how)
 
     def norm(self, x: mx.array) -> mx.array:
@@ -255,7 +255,7 @@ class Slice:
     ) -> mx.array:
         """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D).
 
-        What decides dropout is as for the layers.
+        Dropout is as for the layers.
         """
         set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
         return self._decoder.logits(x)
@@ -263,7 +263,7 @@ class Slice:
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
         """Return mlx-lm's empty cache for each layer, for one sequence.
 
-        A family that ``chooses_caches`` by itself passes over ``max_kv_size``, as in mlx-lm.
+        A family that ``chooses_caches`` by itself ignores ``max_kv_size``, as in mlx-lm.
         """
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
@@ -292,7 +292,7 @@ class Slice:
         return out
 
     def _in_backward_order(self, names: Iterator[str]) -> list[str]:
-        """Names as their gradients come: head and norm, layers from the last, embedding."""
+        """Names in the order of their gradients: head and norm, layers from the last, embedding."""
         layers, embedding = f"{self._layer_prefix}.", f"{self._embedding_path}."
 
         def place(name: str) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 No MLX, no MPI.
 
-Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide what is loaded.
+Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide the loaded tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
 """Default (bits, group size) of each mode in which MLX quantises."""
 
 QUANTISED_PARTS = ("scales", "biases", "global_scale")
-"""Tensors beside a quantised weight. ``biases`` are of the groups, a ``bias`` of the layer."""
+"""Tensors beside a quantised weight. ``biases`` belong to groups, a ``bias`` to the layer."""
 
 _WORD_BITS = 32
 _ALWAYS_ONE_PAIR = ("mxfp4", "nvfp4", "mxfp8")
@@ -52,7 +52,8 @@ class Quantisation:
         return f"{mode}{self.bits}-bit, group {self.group_size}"
 
     def shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what replaces a weight of this shape; the last axis is grouped."""
+        """Return the shapes of the tensors that replace a weight of this shape; the last axis is
+        grouped."""
         *rows, columns = weight
         scales = (*rows, columns // self.group_size)
         packed = (*rows, columns * self.bits // _WORD_BITS)
@@ -65,7 +66,7 @@ class QuantisationConfig:
     """The ``quantization`` of a config.json: the model's, and that of single modules.
 
     A module whose entry is None is not quantised; one without an entry is, if it has scales.
-    ``published`` is how another program packed the model.
+    ``published`` is another program's packing.
     """
 
     default: Quantisation
@@ -113,8 +114,8 @@ def infer_quantisation(
 ) -> Quantisation | None:
     """Return how a weight was packed, from its last axis, in words, and that of its scales.
 
-    ``columns`` is the last axis before packing, where it is known; ``hint`` what is likely else.
-    None when nothing fits.
+    ``columns`` is the last axis before packing, if known, ``hint`` a likely packing otherwise. None
+    if nothing fits.
     """
     modes = ("affine",) if scales_dtype != "U8" else _ALWAYS_ONE_PAIR
     found = []
@@ -134,8 +135,8 @@ def infer_quantisation(
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with a ``weight``. ``is_quantisable``: a linear layer, or the embedding. A ``bare``
-    one is an array by itself."""
+    """A module with a ``weight``. ``is_quantisable`` for a linear layer, or the embedding. A
+    ``bare`` one is a plain array."""
 
     weight: tuple[int, ...]
     bias: tuple[int, ...] | None = None
@@ -146,7 +147,7 @@ class Module:
 def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, Module]:
     """Return the modules that have weights, by path, in the order of the model.
 
-    ``separate_experts``: experts one by one, as Hugging Face stores them; mlx-lm stacks them.
+    With ``separate_experts``, they are as Hugging Face stores them; mlx-lm stacks them.
     """
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
     model = f"{shape.prefix}model"
@@ -182,7 +183,7 @@ def _layer(layer: LayerShape, separate_experts: bool) -> Iterator[tuple[str, Mod
 
 
 def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
-    """Return whether these are tensors as Hugging Face stores experts, one by one."""
+    """Return whether experts are stored one by one, as in Hugging Face's files."""
     for index in range(shape.num_layers):
         for _, linear in shape.layer(index).linears:
             if linear.stored:
@@ -200,7 +201,7 @@ def loaded_name(name: str, shape: ModelShape) -> str:
 
 
 def is_stored_otherwise(names: Iterable[str], shape: ModelShape) -> bool:
-    """Return whether these are names of Hugging Face that mlx-lm cuts or joins when it loads."""
+    """Return whether these are Hugging Face's names of tensors that mlx-lm cuts or joins."""
     pattern = shape.family.stored_otherwise
     return pattern is not None and any(re.search(pattern, name) for name in names)
 
@@ -208,7 +209,7 @@ def is_stored_otherwise(names: Iterable[str], shape: ModelShape) -> bool:
 def expected_tensors(
     modules: Mapping[str, Module], quantised: Callable[[str, Module], Quantisation | None]
 ) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor; ``quantised`` says how a module is packed."""
+    """Return name -> shape of every tensor; ``quantised`` gives the packing of a module."""
     result: dict[str, tuple[int, ...]] = {}
     for path, module in modules.items():
         if module.bare:
@@ -223,7 +224,7 @@ def expected_tensors(
 
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
-    """Return whether mlx-lm passes over a tensor of this name when it loads the model."""
+    """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
     if shape.is_declared and shape.tied and name == f"{shape.head_path}.weight":
         return True
     families = (shape.outer_family, shape.family)

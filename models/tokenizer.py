@@ -35,7 +35,7 @@ def read_tokenizer(
 def ends_of(model_path: Path, config: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a text, as config.json and generation_config.json say.
 
-    One that cannot be read says nothing, as in mlx-lm.
+    An unreadable file is ignored, as in mlx-lm.
     """
     try:
         generation = json.loads((model_path / "generation_config.json").read_bytes())

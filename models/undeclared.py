@@ -1,9 +1,8 @@
-"""Read the shape of a model that no family declares: from its tensors and common fields of
-config.json. No MLX, no MPI.
+"""Read the shape of an undeclared model from its tensors and common fields of config.json. No MLX,
+no MPI.
 
-What is a name or a size there is exact: layers, bytes, parameters. What a layer does with its
-tensors is guessed by their names and sides, so that times and the memory of activations are
-approximate.
+Names and sizes are exact: layers, bytes, parameters. The use of tensors in a layer is guessed from
+their names and sides, so times and the memory of activations are approximate.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _INNER = ("text_config", "attn_config", "ffn_config")
 
 
 class Names(NamedTuple):
-    """The names of what is no decoder layer, and of the list of layers, as the files have them."""
+    """Names in the files: of the list of layers, and of the other parts."""
 
     layers: str
     embedding: str
@@ -55,7 +54,7 @@ UNDECLARED = Family(
     takes_packed=False,
     takes_batches=False,
 )
-"""The family of a model that no file declares: nothing is taken for granted."""
+"""The family of undeclared models, which assumes nothing."""
 
 
 APPROXIMATE = (
@@ -77,7 +76,7 @@ class Found(NamedTuple):
 
 
 def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Found | None:
-    """Read the shapes of all tensors, unpacked; None where they are those of no decoder."""
+    """Read the shapes of all tensors, unpacked; None if it is no decoder."""
     by_list: dict[str, dict[int, dict[str, Sides]]] = {}
     for name, sides in tensors.items():
         if (match := _LAYER.match(name)) and int(match["number"]) < MOST_LAYERS:
@@ -111,7 +110,7 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Fou
 
 
 def _ends(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> Names | None:
-    """Return the names of embedding, norm and head; None where there is no embedding."""
+    """Return the names of embedding, norm and head; None without an embedding."""
     root = f"{layers.split('.')[0]}." if layers.count(".") > 1 else ""
     tables = {
         name.removesuffix(".weight"): sides
@@ -135,7 +134,7 @@ def _ends(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> 
 
 
 def _first(fields: Mapping[str, Any], keys: Sequence[str], layer: int, default: int) -> int:
-    """Return the first of some fields that is there; of a list the entry of the layer."""
+    """Return the first field that is there; the layer's entry if it is a list."""
     for key in keys:
         value = fields.get(key)
         if isinstance(value, list) and layer < len(value):
@@ -205,7 +204,7 @@ def _linear(path: str, sides: Sides, hidden: int, has_bias: bool) -> Linear:
 
 
 def _elements(path: str, size: int, heads: Heads, hidden: int) -> int:
-    """Return what a norm takes of a token: in all heads, where it is of one."""
+    """Return the elements of a token in a norm: of all heads, if it is of one."""
     if size == hidden or size != heads.key_dim:
         return size
     return size * (heads.keys if re.search(r"\bk|key", path) else heads.queries)

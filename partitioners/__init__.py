@@ -1,7 +1,6 @@
 """Divides layers among pipeline stages: one idea a file, found by name.
 
-Others' partitioners are found too, by the entry point group ``shardmlx.partitioners`` of the
-package that brings them::
+Partitioners of other packages are found by their entry point group ``shardmlx.partitioners``::
 
     [project.entry-points."shardmlx.partitioners"]
     mine = "my_package.my_module:my_partitioner"
@@ -25,13 +24,13 @@ from shardmlx.pipeline.stage_map import Partition, StageMap
 PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
     {"balanced": balanced, "uniform": uniform, "memory": memory, "hetero": hetero}
 )
-"""Partitioners of shardmlx; a plug-in of the same name is passed over."""
+"""Partitioners of shardmlx; a plug-in of the same name is ignored."""
 
 _INSTEAD = {"profiled": "balanced, with --profile FILE", "parameters": "balanced or memory"}
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """Return the names of ours, then of other packages'; none of them is imported for that."""
+    """Return the names of ours, then of other packages', without importing any."""
     return *PARTITIONERS, *(name for name in plugin_names() if name not in PARTITIONERS)
 
 
@@ -43,7 +42,7 @@ def check_name(name: str) -> str:
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """Return the partitioner of that name; ``UserError`` lists the names, or says what is amiss."""
+    """Return the partitioner of that name; ``UserError`` lists the names, or names the fault."""
     return PARTITIONERS[name] if name in PARTITIONERS else load_plugin(name, partitioner_names())
 
 

@@ -16,7 +16,7 @@ lighter."""
 
 
 def uniform(problem: Problem) -> StageMap:
-    """Make numbers of layers as even as can be; earlier stages take what is left over."""
+    """Make numbers of layers as even as possible; earlier stages take the remainder."""
     size, left_over = divmod(problem.num_layers, problem.num_stages)
     sizes = (size + (stage < left_over) for stage in range(problem.num_stages))
     return problem.stage_map(Partition.from_sizes(sizes))
@@ -25,8 +25,8 @@ def uniform(problem: Problem) -> StageMap:
 def balanced(problem: Problem) -> StageMap:
     """Minimise, exactly, the largest cost of a stage on the machine that runs it.
 
-    Embedding and lm_head count. Stages stay in their places. Where a rank has several, every
-    stage is as even as can be, not only their sum: a schedule takes turns among them.
+    Embedding and lm_head count. Stages stay in their places. The stages of a rank are balanced one
+    by one, not by their sum, since a schedule alternates between them.
     """
     load = exact_load([problem.costs[rank] for rank in problem.placement])
     return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))
@@ -35,9 +35,9 @@ def balanced(problem: Problem) -> StageMap:
 def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
     """Minimise, exactly, the largest ``load`` of a stage.
 
-    Of equal partitions the one with the least sum of squared loads wins, so that the other stages
-    are even too; then the one whose last stage, then the one before it, and so on, has the fewest
-    layers. Dynamic programming, O(stages x layers^2) at worst.
+    Among equal partitions the one with the least sum of squared loads wins, so that the other
+    stages are even too; then the one whose last stage, then the one before it, and so on, has the
+    fewest layers. Dynamic programming, O(stages x layers^2) at worst.
     """
     bottleneck = _bottleneck(num_layers, num_stages, load)
     # best[stop]: the least sum for layers < stop, and the bounds of the stages that give it, last
@@ -64,7 +64,7 @@ def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
 
 def _bottleneck(num_layers: int, num_stages: int, load: Load) -> float:
     """Return the least possible load of the heaviest stage."""
-    best: dict[int, float] = {0: -math.inf}  # of layers < stop in the stages so far
+    best: dict[int, float] = {0: -math.inf}  # for layers < stop in the stages so far
     for stage in range(num_stages):
         longer = {}
         for stop in _stops(num_layers, num_stages, stage):
@@ -87,10 +87,10 @@ def _stops(num_layers: int, num_stages: int, stage: int) -> range:
 
 
 def exact_load(costs: Sequence[LayerCosts]) -> Load:
-    """Return the load of stages whose layers add up; ``costs[stage]`` are those where it runs.
+    """Return the load of stages whose layers add up; ``costs[stage]`` are those on its rank.
 
-    Floats are fractions of powers of two: on a common scale they are integers, whose exact sums
-    make equal stages compare equal on every machine.
+    Floats are fractions of powers of two: scaled to integers, their exact sums make equal stages
+    compare equal on every machine.
     """
     weights = {each: _weights(each) for each in set(costs)}
     scale = max(weight.denominator for each in weights.values() for weight in each)

@@ -40,13 +40,13 @@ def step_cost(problem: Problem, stage_map: StageMap) -> float:
 def hetero(problem: Problem) -> StageMap:
     """Minimise ``step_cost``, exactly, over partitions and orders of the machines.
 
-    Every machine runs one stage, and what that holds at its peak fits its memory (without
-    ``problem.peak``: the parameters alone). Of equal orders the given one wins. With more kinds of
-    machines than ``orders.MAX_PLACINGS`` allows, only some orders are tried, each solved exactly.
+    Every machine runs one stage, whose peak fits its memory (without ``problem.peak``, its
+    parameters). Among equal orders the given one wins. With more kinds of machines than
+    ``orders.MAX_PLACINGS`` allows, only some orders are tried, each solved exactly.
 
     The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
-    layers x machines; the maximum itself is searched by branch and bound. ``UserError`` when
-    nothing fits, and for several stages a rank.
+    layers x machines; the maximum itself is searched by branch and bound. Raises ``UserError`` if
+    nothing fits, or for several stages a rank.
     """
     if problem.pp < problem.num_stages:
         raise UserError(
@@ -71,8 +71,8 @@ def _search(
     """Return the fastest step in any of the orders, and its path, unless ``best`` is as fast."""
     times = np.unique(tables.time[np.isfinite(tables.time)])
     repeats = microbatches - 1
-    # Where the maximum may lie, from times[low] to times[high], with a lower bound of the step
-    # and of the sum: the most promising range first.
+    # Ranges of the maximum, from times[low] to times[high], with lower bounds of the step and the
+    # sum: the most promising range first.
     ranges = [(-math.inf, 0, len(times) - 1, -math.inf)]
     while ranges:
         bound, low, high, least = heapq.heappop(ranges)
@@ -86,7 +86,7 @@ def _search(
             step = path.total + repeats * path.slowest
             if best is None or step < best[0] * (1 - _ROUNDING):
                 best = step, path
-            # No maximum between that of the path and the middle goes with a smaller sum.
+            # No maximum between the path's and the middle has a smaller sum.
             below = int(np.searchsorted(times, path.slowest)) - 1
             parts.append((low, below, path.total))
         for start, end, total in parts:
@@ -96,7 +96,7 @@ def _search(
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFitError:
-    """Return the error for the order, given or by memory, that comes nearest to fitting."""
+    """Return the error for the order, given or by memory, closest to fitting."""
     largest_first = sorted(problem.placement, key=lambda rank: -problem.capacity[rank])
     tried = []
     for placement in (problem.placement, tuple(largest_first)):

@@ -1,4 +1,4 @@
-"""Fill every machine as much as the others: what fits at all, fits so."""
+"""Fill all machines equally: if any division fits, this one does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardmlx.pipeline.stage_map import Partition, StageMap
 def memory(problem: Problem) -> StageMap:
     """Minimise, exactly, the largest share of its memory that a machine uses.
 
-    ``UserError`` says how much is lacking when that does not fit. Without ``problem.peak`` the
-    parameters alone are weighed. Where a rank has several stages, each has an equal part of its
-    machine: then the optimum is that of stages, not of machines.
+    ``UserError`` says how much is lacking if it does not fit. Without ``problem.peak`` only
+    parameters count. Several stages of a rank get equal parts of its machine: the optimum is then
+    of stages, not of machines.
     """
     for rank, capacity in enumerate(problem.capacity):
         if math.isinf(capacity):
@@ -36,10 +36,11 @@ def memory(problem: Problem) -> StageMap:
 
 
 def evenly_full(problem: Problem) -> Partition:
-    """Return the partition whose fullest machine is least full, whether it fits or not.
+    """Return the partition whose fullest machine is least full, even if it does not fit.
 
     A stage that begins with the lowest trained layer may hold less than one that begins above it,
-    which keeps gradients from I to W. It counts as that one, since more layers must not be lighter.
+    which keeps gradients from I to W. It counts as much as that one, since more layers must not be
+    lighter.
     """
     peak = peak_of(problem)
     budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
@@ -53,12 +54,12 @@ def evenly_full(problem: Problem) -> Partition:
 
 
 def peak_of(problem: Problem) -> Callable[[int, int, int], float]:
-    """Return ``problem.peak``, or where it is not known the bytes of parameters."""
+    """Return ``problem.peak``, or the bytes of parameters if it is unknown."""
     return problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
 
 
 def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
-    """Return the rank with least room for what its stages hold, and the bytes that they hold."""
+    """Return the rank with least room left by its stages, and the bytes that they hold."""
     peak = peak_of(problem)
     held = [0.0] * problem.pp
     for stage, (rank, (start, stop)) in enumerate(
@@ -71,7 +72,7 @@ def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
 
 
 class DoesNotFitError(UserError):
-    """Take the message without its remedy as ``fact``, the bytes that ``rank`` lacks as
+    """Error with its message without the remedy in ``fact``, and the bytes that ``rank`` lacks in
     ``shortage``."""
 
     def __init__(self, fact: str, rank: int, shortage: float, remedy: str) -> None:

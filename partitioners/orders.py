@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from shardmlx.partitioners.problem import Problem
 
 MAX_PLACINGS = 10_240
-"""Limit of nodes times kinds up to which all orders are searched: those of 10 machines that are all
-different, of 24 machines of four kinds, or of 140 of two."""
+"""Limit of nodes times kinds for a search of all orders: 10 different machines, 24 machines of four
+kinds, or 140 of two."""
 
 Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""
@@ -21,7 +21,7 @@ Kinds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placing:
-    """A stage on a machine of one kind: from nodes ``sources`` to nodes ``targets``."""
+    """A stage on a machine of one kind, which leads from nodes ``sources`` to nodes ``targets``."""
 
     kind: int
     sources: NDArray[np.intp]
@@ -32,8 +32,8 @@ class Placing:
 class Orders:
     """A set of orders, as the paths through a graph.
 
-    A node says how many machines of each kind the stages so far have taken. ``nodes[s]`` is the
-    number of nodes before stage s, and ``placings[s]`` leads on from them. All paths end in one
+    A node is the number of machines of each kind that the stages so far have taken. ``nodes[s]`` is
+    the number of nodes before stage s, and ``placings[s]`` leads on from them. All paths end in one
     node.
     """
 
@@ -54,7 +54,7 @@ class Orders:
 
     @classmethod
     def every(cls, kinds: Kinds) -> Orders:
-        """Return all orders of all machines; those of one kind are interchangeable."""
+        """Return all orders of all machines; machines of one kind are interchangeable."""
         nodes = [tuple(0 for _ in kinds)]
         counts, placings = [], []
         for _ in range(sum(map(len, kinds))):
@@ -84,10 +84,10 @@ class Orders:
 
 
 def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
-    """Return the given order, then all orders; or, where they are too many, two likely good ones.
+    """Return the given order, then all orders; or two likely good ones, if there are too many.
 
-    Those have the largest memory first, since early stages hold the most micro-batches, and the
-    fastest machine first.
+    Likely good orders have the largest memory first, since early stages hold the most
+    micro-batches, or the fastest machine first.
     """
     given = Orders.fixed(problem.placement, kinds)
     if len(kinds) == 1:
@@ -101,7 +101,7 @@ def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
 
 
 def kinds_of(problem: Problem) -> Kinds:
-    """Return the ranks by what they can do, in the given order: two of a kind may change places."""
+    """Return the ranks by kind, in the given order: two of a kind are interchangeable."""
     kinds: list[list[int]] = []
     for rank in problem.placement:
         for ranks in kinds:

@@ -22,7 +22,7 @@ def plugin_names() -> tuple[str, ...]:
 def load_plugin(name: str, names: Sequence[str]) -> Partitioner:
     """Import the partitioner of that name; its answers are checked.
 
-    ``UserError`` when no package or more than one brings it, and when it cannot be imported.
+    Raises ``UserError`` if no package or more than one provides it, or if it cannot be imported.
     """
     found = tuple(entry_points(group=GROUP, name=name))
     if not found:
@@ -34,7 +34,7 @@ def load_plugin(name: str, names: Sequence[str]) -> Partitioner:
     where = f"partitioner {name!r} of {_package(entry)} ({entry.value})"
     try:
         partitioner = entry.load()
-    except Exception as error:  # whatever another's module does as it is imported
+    except Exception as error:  # another package may raise anything at its import
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{where} cannot be imported: {reason}", "mend or uninstall it") from error
     if not callable(partitioner):

@@ -1,4 +1,4 @@
-"""Define what a partitioner is told, and what it answers."""
+"""Define the question to a partitioner, and its answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS = ("FLOPs", "seconds")
 class LayerCosts:
     """Cost of each decoder layer, of the embedding (first stage), of norm and lm_head (last stage).
 
-    Any one unit: seconds, FLOPs, bytes. ``ValueError`` for what is negative or not finite.
+    The unit is free: seconds, FLOPs, bytes. Raises ``ValueError`` for negative or infinite numbers.
     """
 
     layers: tuple[float, ...]
@@ -53,9 +53,8 @@ class LayerCosts:
 class Problem:
     """Layers to be divided among the stages of a pipeline, and the machines that run them.
 
-    A pipeline rank is a machine, or its share of one. What a field leaves out is not known, and
-    does not count. ``UserError`` for more stages than layers, ``ValueError`` for entries that do
-    not belong together.
+    A pipeline rank is a machine, or its share of one. Missing fields are unknown, and do not count.
+    Raises ``UserError`` for more stages than layers, ``ValueError`` for inconsistent entries.
     """
 
     placement: tuple[int, ...]
@@ -68,16 +67,16 @@ class Problem:
     """Peak bytes of a stage with layers start to stop: (stage, start, stop) -> bytes.
     More layers never hold less, and the stages of one rank add up."""
     capacity: tuple[float, ...] = ()
-    """Bytes that each pipeline rank has; ``inf`` where that is not known."""
+    """Bytes that each pipeline rank has; ``inf`` if unknown."""
     transfer: tuple[tuple[float, ...], ...] = ()
     """Seconds ``transfer[a][b]`` that rank a takes to send rank b the message of a micro-batch; 0
-    where that is not known."""
+    if unknown."""
     microbatches: int = 1
     """Number of micro-batches of one step and one pipeline."""
     unit: str = "FLOPs"
     """Unit of ``costs``: ``FLOPs`` or ``seconds``."""
     hosts: tuple[str, ...] = ()
-    """The host of each pipeline rank, where they are known."""
+    """The host of each pipeline rank, if known."""
 
     def __post_init__(self) -> None:
         self.sizes.check_stages(self.num_stages)
@@ -116,7 +115,7 @@ class Problem:
     def homogeneous(
         cls, costs: LayerCosts, placement: tuple[int, ...], sizes: LayerCosts | None = None
     ) -> Problem:
-        """Return stages on machines that are all alike; ``sizes`` are ``costs`` if None.
+        """Return stages on equal machines; ``sizes`` are ``costs`` if None.
 
         Units as in the fields: costs are FLOPs.
         """
@@ -145,11 +144,12 @@ class Problem:
         return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
     def stage_map(self, partition: Partition, placement: tuple[int, ...] | None = None) -> StageMap:
-        """Return the answer, with the placement that was asked for if none is given."""
+        """Return the stage map, by default with the problem's placement."""
         placement = self.placement if placement is None else placement
         hosts = tuple(self.hosts[rank] for rank in placement) if self.hosts else ()
         return StageMap(partition, placement, hosts)
 
 
 Partitioner = Callable[[Problem], StageMap]
-"""A function that divides all layers among the stages; ``UserError`` where that cannot be done."""
+"""A function that divides all layers among the stages; raises ``UserError`` if that is
+impossible."""

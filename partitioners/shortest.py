@@ -31,9 +31,9 @@ Array = NDArray[np.float64]
 class Tables:
     """A problem as arrays, by kinds of machines.
 
-    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf where there
-    is no such stage; ``links`` has the round trip from each kind to each. ``peaks[stage]`` is
-    bytes, None where nothing is known of memory, and ``capacity[kind]`` what they must fit.
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf for impossible
+    stages; ``links`` has the round trip from each kind to each. ``peaks[stage]`` is bytes, None if
+    memory is unknown, and ``capacity[kind]`` their limit.
     """
 
     time: Array
@@ -44,7 +44,7 @@ class Tables:
     @classmethod
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
         ranks = [members[0] for members in kinds]
-        others = [members[-1] for members in kinds]  # within a kind, between two of it
+        others = [members[-1] for members in kinds]  # within a kind, between two machines of it
         layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
         time = np.full((len(ranks), layers + 1, layers + 1), math.inf)
         for kind, rank in enumerate(ranks):
@@ -72,9 +72,9 @@ class Tables:
 
 
 def _peaks(problem: Problem) -> Array | None:
-    """Return bytes by [stage, width, stop]; inf where they fit nowhere, or leave others no layers.
+    """Return bytes by [stage, width, stop]; inf if they fit nowhere, or leave others no layers.
 
-    None where nothing is known of memory.
+    None if memory is unknown.
     """
     if all(map(math.isinf, problem.capacity)):
         return None
@@ -110,7 +110,7 @@ def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
     least[0][:, :, 0] = 0.0
     for stage, placings in enumerate(orders.placings):
         for placing in placings:
-            # The kind of the machine before matters for the link to this one, and no more.
+            # Only the kind of the previous machine matters for the link to this one.
             reached = tables.arriving(least[stage][placing.sources], stage, placing.kind)
             stage_time = tables.stage_time(stage, placing.kind, limit)
             least[stage + 1][placing.targets, placing.kind] = _extended(
@@ -135,8 +135,7 @@ def _extended(reached: Array, stage_time: Array) -> Array:
 def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array]) -> Path:
     """Return the path of the least sum in the last states.
 
-    From the last state back, each stage looks for the state before it: the one from which the same
-    sum comes out.
+    Going back from the last state, each stage finds the state before it, which gives the same sum.
     """
     node, stop = 0, tables.num_layers
     kind = int(least[-1][node, :, stop].argmin())
@@ -145,7 +144,8 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
     for stage in reversed(range(len(orders.placings))):
         placing = next(each for each in orders.placings[stage] if each.kind == kind)
         node = int(placing.sources[np.flatnonzero(placing.targets == node)[0]])
-        # By the kind of the machine before, and by the width of this stage: 1, 2 ... stop layers.
+        # Indexed by the kind of the previous machine, and by the width of this stage: 1, 2 ... stop
+        # layers.
         reached = tables.arriving(least[stage][node], stage, kind)[:, stop - 1 :: -1]
         stage_time = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
         kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)

@@ -25,7 +25,7 @@ def layers(config: Config) -> list[LayerShape]:
     mlp = mlp._replace(block=mlp.block._replace(arrays=activation))
     norms = ("attention_layernorm", "feedforward_layernorm")
     layer = layer_of(hidden, attention, mlp, norms=norms, activation=Activation(0.35))
-    # Its gradients of alpha are sums over as many numbers.
+    # The gradients of alpha sum over as many numbers.
     layer = replace(layer, activation_weights=(2, 4), passing=4)
     return [layer] * config.count("num_hidden_layers")
 

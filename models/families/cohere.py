@@ -30,7 +30,7 @@ def layers(config: Config) -> list[LayerShape]:
             "self_attn.k_norm": Norm(dim, groups * dim, heads=groups),
         }
         attention = attention._replace(block=attention.block._replace(norms=norms))
-    # Of the norm's output, as attention.
+    # The MLP shares the norm's output with attention.
     mlp = swiglu(hidden, config.count("intermediate_size"), source="attention")
     layer = layer_of(hidden, attention, mlp, norms=("input_layernorm",))
     return [layer] * config.count("num_hidden_layers")

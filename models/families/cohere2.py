@@ -25,7 +25,7 @@ def layers(config: Config) -> list[LayerShape]:
         bias=bias,
         output_bias=bias,
     )
-    # Of the norm's output, as attention.
+    # The MLP shares the norm's output with attention.
     mlp = swiglu(hidden, config.count("intermediate_size"), source="attention")
     return [
         layer_of(

@@ -32,7 +32,7 @@ def layers(config: Config) -> list[LayerShape]:
 
 
 def _edge(config: Config, key: str, default: int, choose: Callable[[list[int]], int]) -> int:
-    """Return a layer; of two, one for texts and one for images, as ``choose`` does."""
+    """Return a layer; given one for texts and one for images, the one that ``choose`` takes."""
     value = config.get(key, default)
     return choose(value) if isinstance(value, list) else int(value)
 

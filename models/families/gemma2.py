@@ -21,7 +21,7 @@ NORMS = (
 
 
 def layers(config: Config) -> list[LayerShape]:
-    """Return layers that are all alike; mlx-lm passes over the windows of every other one."""
+    """Return layers that are all alike; mlx-lm ignores the windows of every other one."""
     hidden = config.count("hidden_size")
     attention = grouped_attention(
         config, config.count("head_dim"), config.count("num_key_value_heads")
@@ -43,6 +43,6 @@ FAMILY = Family(
     layers=layers,
     is_tied_by_config=False,
     takes_pieces=False,
-    # mlx-lm takes the rows of a batch's mask for heads.
+    # mlx-lm mistakes the rows of a batch's mask for heads.
     takes_batches=False,
 )

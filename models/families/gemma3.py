@@ -1,4 +1,4 @@
-"""Gemma 3: a text model beside a vision tower, which mlx-lm passes over."""
+"""Gemma 3: a text model beside a vision tower, which mlx-lm ignores."""
 
 from __future__ import annotations
 

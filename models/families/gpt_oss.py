@@ -45,10 +45,10 @@ def layers(config: Config) -> list[LayerShape]:
     return [
         replace(
             layer_of(hidden, attention._replace(block=block), mlp, window=window),
-            # Clipped gate and up, up once more and by one more, and those of swiglu.
+            # Clipped gate and up, up again plus one, and the arrays of swiglu.
             activation=Activation(5),
             passing=3,
-            # What a sink adds to them.
+            # The sink's share of the scores.
             score_weights=1,
         )
         for window in windows(kinds)

@@ -15,7 +15,7 @@ from shardmlx.models.layer_shape import (
 def layers(config: Config) -> list[LayerShape]:
     """Return layers that are all alike."""
     hidden = config.count("hidden_size")
-    # mlx-lm gives a tied model an lm_head as well, which it then loads and passes over.
+    # mlx-lm gives a tied model an lm_head as well, which it loads and ignores.
     config.only("tie_word_embeddings", False)
     dim = config.share("hidden_size", "num_attention_heads")
     attention = grouped_attention(

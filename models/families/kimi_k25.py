@@ -1,4 +1,4 @@
-"""Kimi K2.5: a text model beside a vision tower, which mlx-lm passes over."""
+"""Kimi K2.5: a text model beside a vision tower, which mlx-lm ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiMo: biases of queries, keys and values; mlx-lm passes over what predicts more tokens."""
+"""MiMo: biases of queries, keys and values; mlx-lm ignores layers that predict more tokens."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from shardmlx.models.layer_shape import (
 def layers(config: Config) -> list[LayerShape]:
     """Return layers that are all alike."""
     hidden = config.count("hidden_size")
-    # Tied, mlx-lm adds an lm_head to the tensors, and then refuses it.
+    # mlx-lm adds an lm_head to the tensors of a tied model, and then refuses it.
     config.only("tie_word_embeddings", False)
     dim = config.share("hidden_size", "num_attention_heads")
     attention = grouped_attention(config, dim, config.count("num_key_value_heads"))

@@ -1,4 +1,4 @@
-"""Mistral 3: a text model beside a vision tower, which mlx-lm passes over."""
+"""Mistral 3: a text model beside a vision tower, which mlx-lm ignores."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def layers(config: Config) -> list[LayerShape]:
     attention = grouped_attention(
         config, dim, kv_heads(config), bias=True, output_bias=True, output="dense"
     )
-    # Of the norm's output, as attention.
+    # The MLP shares the norm's output with attention.
     mlp = plain_mlp(
         hidden,
         config.count("intermediate_size"),

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 MoE: beside the experts one that all tokens pass, behind a gate of its own."""
+"""Qwen1.5 and Qwen2 MoE: experts, and a shared expert behind its own gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end that all commands share: one line for bad input, and the exit status."""
+"""The common end of all commands: one line for bad input, and the exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 
 class OneLineParser(QuietParser):
-    """An argument parser that raises ``UserError`` where argparse prints its usage and exits.
+    """An argument parser that raises ``UserError`` instead of printing its usage and exiting.
 
     ``--help`` and ``--version`` end every rank, and only rank 0 prints.
     """
@@ -43,7 +43,7 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more when it ends.
+        # Python flushes stdout once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status

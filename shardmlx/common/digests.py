@@ -1,4 +1,4 @@
-"""Digests that name content. What is on disk bears them: they must stay as they are.
+"""Digests that name content. Files on disk bear them, so they must never change.
 
 SHA-256 names models, runs, plans and caches; BLAKE2b, which is faster, finds damage in tensors.
 """
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Digest(Protocol):
-    """A digest that takes bytes as they come."""
+    """A digest that takes bytes in pieces."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -28,7 +28,7 @@ def new_digest() -> hashlib.blake2b:
 
 
 def json_digest(value: Any) -> str:
-    """Return the SHA-256 of a JSON-able value; the order of a mapping's keys does not count."""
+    """Return the SHA-256 of a JSON-able value, independent of the order of keys."""
     return bytes_digest(canonical_json(value))
 
 
@@ -43,5 +43,5 @@ def bytes_digest(content: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return a JSON-able value as text, in which the keys of mappings are sorted."""
+    """Return a JSON-able value as text with sorted keys."""
     return json.dumps(value, sort_keys=True).encode()

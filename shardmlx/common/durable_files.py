@@ -1,4 +1,4 @@
-"""Files that are there after a power cut, or not at all."""
+"""Files that are complete after a power cut, or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO
 from shardmlx.common.formatting import gibibytes
 
 PARTIAL = "partial-"
-"""Begins the names of files that are being written."""
+"""Prefix of files that are being written."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -23,15 +23,15 @@ _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 
 
 def flush_to_disk(file: IO[bytes]) -> None:
-    """Return once the content of a file is on the disk itself."""
+    """Wait until the content of a file is on the disk itself."""
     file.flush()
     flush_descriptor(file.fileno())
 
 
 def flush_descriptor(descriptor: int) -> None:
-    """Return once what was written to a descriptor is on the disk itself."""
+    """Wait until a descriptor's data is on the disk itself."""
     if sys.platform == "darwin":
-        # There fsync leaves the data in the drive's own cache.
+        # fsync on macOS leaves the data in the drive's own cache.
         import fcntl
 
         with contextlib.suppress(OSError):  # network disks know fsync only
@@ -41,7 +41,7 @@ def flush_descriptor(descriptor: int) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Return once the names in a directory are on the disk: new, renamed and deleted ones."""
+    """Wait until the names in a directory are on the disk: new, renamed and deleted ones."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,7 +60,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(partial: Path, path: Path) -> None:
-    """Give a complete file its final name, in the place of what had it."""
+    """Give a complete file its final name, and replace the file that has it."""
     with partial.open("rb+") as file:
         flush_to_disk(file)
     os.replace(partial, path)
@@ -111,7 +111,7 @@ class NewFiles:
 
 
 def why_not_written(error: OSError, directory: Path, nbytes: int) -> str:
-    """Return why ``nbytes`` could not be written to a directory, and what to do about it."""
+    """Return why ``nbytes`` could not be written to a directory, and the remedy."""
     if error.errno not in _FULL:
         return f"{error.strerror or error}: make it writable"
     free = ""

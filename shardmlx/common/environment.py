@@ -27,12 +27,12 @@ _MALLOC_OPTIONS = {
 """glibc's ``malloc.h``."""
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
-"""Variable that ``shardmlx.launch`` sets for what it starts, which need not say how to stop it.
-It names a file that rank 0 makes when all ranks have come to a good end."""
+"""Variable that ``shardmlx.launch`` sets for its jobs, which need not say how to stop them. It
+names a file that rank 0 makes when all ranks have ended well."""
 
 TERMINAL = "SHARDMLX_TERMINAL"
 """Variable in which ``shardmlx launch`` names its terminal to rank 0 on the same machine, which
-writes there itself: mpirun keeps each line to its end, a prompt or a growing answer among them."""
+writes there itself: mpirun holds each line to its end, even a prompt or a growing answer."""
 
 INSTALL_OPENBLAS = "sudo apt-get install libopenblas0-pthread"
 
@@ -56,7 +56,7 @@ def prepare() -> Blas:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if launched_rank() != 0:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 speaks for all
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 reports for all
     if sys.platform == "darwin":
         return Blas("Metal and Accelerate", None)
     _keep_freed_memory()
@@ -64,9 +64,9 @@ def prepare() -> Blas:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what MLX frees: on the CPU MLX has no cache of its own, and memory that goes
-    back to the system between two steps is zeroed and mapped again, page by page. A few per cent
-    of a step."""
+    """Make glibc keep memory that MLX frees: on the CPU MLX has no cache of its own, and memory
+    returned to the system between two steps is zeroed and mapped again, page by page. Costs a few
+    per cent of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
         for option, value in _MALLOC_OPTIONS.items():
@@ -74,7 +74,7 @@ def _keep_freed_memory() -> None:
 
 
 def _put_openblas_first() -> Blas:
-    # One thread a rank: ranks share the cores, and threads that fight for them cost more.
+    # One thread a rank: ranks share the cores, and competing threads cost more.
     given = os.environ.get("OPENBLAS_NUM_THREADS") or "1"
     if not given.isdecimal() or int(given) < 1:
         raise UserError(f"OPENBLAS_NUM_THREADS is {given!r}", "give a number of threads from 1")
@@ -100,20 +100,21 @@ def _put_openblas_first() -> Blas:
 def write_to_terminal() -> None:
     """Let rank 0 of a launched job write to the terminal that ``shardmlx launch`` names."""
     if TERMINAL in os.environ and launched_rank() == 0:
-        with contextlib.suppress(OSError):  # then mpirun passes it on
+        with contextlib.suppress(OSError):  # then mpirun relays it
             terminal = os.open(os.environ[TERMINAL], os.O_WRONLY | os.O_NOCTTY)
             os.dup2(terminal, 1)
             os.close(terminal)
 
 
 def cache_directory(name: str) -> Path:
-    """Return where this user keeps what can be made anew. ``RuntimeError`` without a home."""
+    """Return this user's directory for files that can be made anew. ``RuntimeError`` without a
+    home."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "shardmlx" / name
 
 
 def launched_rank() -> int:
-    """Return this process's rank as mpirun tells it before MPI starts; 0 without mpirun."""
+    """Return this process's rank before MPI starts, from mpirun; 0 without mpirun."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"):
         if name in os.environ:
             return int(os.environ[name])

@@ -14,11 +14,11 @@ from shardmlx.common.units import GIB, KIB, MIB
 _NUMBERS = frozenset("0123456789.")
 
 _WIDEST = 1_000_000
-"""Characters of a line: no table is cut or wrapped, a terminal does that better."""
+"""Characters of a line: tables are never cut or wrapped, which a terminal does better."""
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table as plain text, as wide as it is; columns of numbers to the right."""
+    """Return a table as plain text of any width; columns of numbers to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     cells = zip(*lines, strict=True) if lines else ((),) * len(header)
     for name, column in zip(header, cells, strict=True):
@@ -60,7 +60,7 @@ def gibibytes(nbytes: float) -> str:
 
 
 def percent(measured: float, predicted: float) -> str:
-    """Return how far a measurement is from what was predicted: ``+3%``."""
+    """Return the deviation of a measurement from a prediction: ``+3%``."""
     return f"{100 * (measured / predicted - 1):+.0f}%"
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from shardmlx.errors import UserError, one_line
 
 MILLISECONDS_STALLED = 60_000
-"""Milliseconds for which a client may leave unread what it was sent."""
+"""Milliseconds for which a client may leave sent data unread."""
 
 ANSWERED = {
     "x-content-type-options": "nosniff",
@@ -22,18 +22,18 @@ ANSWERED = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Headers of all answers that do not say otherwise."""
+"""Default headers of answers."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of this machine on itself."""
+"""Names by which a machine calls itself."""
 
 
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
-    """Return a socket that listens at this address; port 0 is any that is free.
+    """Return a socket that listens at this address; port 0 takes any free one.
 
     It listens at once, so that no other server can take the port; clients that connect wait until
-    its server has started. Raises ``UserError``, in which the options are called ``prefix`` and
-    ``host`` or ``port``, where that is not possible.
+    its server has started. Raises ``UserError``, which names the options ``prefix`` and ``host`` or
+    ``port``, if that fails.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -48,8 +48,8 @@ def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
 
 
 def bind_both(host: str, port: int, prefix: str = "--") -> list[socket.socket]:
-    """Return the socket of ``bind``, and with 127.0.0.1 one at ::1, unless there is no IPv6: Node,
-    and others, take localhost for that alone. Raises as ``bind``."""
+    """Return the socket of ``bind``, and with 127.0.0.1 one at ::1, if there is IPv6: Node and
+    others take localhost for ::1 alone. Raises as ``bind``."""
     first = bind("127.0.0.1" if host == "localhost" else host, port, prefix)
     address, taken = first.getsockname()[:2]
     if address != "127.0.0.1":
@@ -69,7 +69,7 @@ def _listening(family: int, address: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit both: a client that vanished or reads nothing is noticed.
+        # Connections inherit both, which reveal clients that vanish or stop reading.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, MILLISECONDS_STALLED)
@@ -108,8 +108,8 @@ def address_of(listener: socket.socket) -> str:
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
     """Return the names that a request's ``Host`` may have; None for any.
 
-    Where only this machine reaches the server, they are this machine's own and ``extra``. Else they
-    are any, unless there are ``extra``.
+    If only this machine reaches the server, they are its own and ``extra``. Otherwise any name will
+    do, unless there are ``extra``.
     """
     host = listener.getsockname()[0]
     if ip_address(host.partition("%")[0]).is_loopback:
@@ -120,8 +120,8 @@ def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozens
 def is_for(host: str, hosts: Collection[str] | None) -> bool:
     """Tell whether the ``Host`` of a request is one of ``hosts``; None takes any.
 
-    This is against DNS rebinding: a page on the internet can point a name of its own at 127.0.0.1
-    and have the browser send requests there, but their ``Host`` is then that name.
+    The check prevents DNS rebinding: a page on the internet can point a name of its own at
+    127.0.0.1 and have the browser send requests there, but their ``Host`` is then that name.
     """
     if hosts is None:
         return True

@@ -1,8 +1,8 @@
-"""Prepare this process when imported: for programs whose first import this is.
+"""Prepare this process when imported, for programs that import it first.
 
 ``prepare()`` has to run before ``mlx.core`` and ``mpi4py`` are imported. A command imports these
-late, inside a function; a script that has them at its top imports this module before. The order of
-imports in pyproject.toml keeps it there.
+late, inside a function; a script that imports them at its top imports this module first. The order
+of imports in pyproject.toml keeps it there.
 """
 
 from shardmlx.common.environment import prepare

@@ -1,4 +1,4 @@
-"""The memory of this process as the system counts it, and the most that it may have.
+"""The memory of this process as the system counts it, and its limits.
 
 No MLX, no MPI. Sources: Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst, and proc(5)
 of Linux; getrlimit(2).
@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 
 _UNLIMITED = 1 << 60
-"""Bytes from which a limit is none: cgroup v1 writes the largest whole number of pages."""
+"""Bytes that mean no limit: cgroup v1 writes the largest whole number of pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBound:
-    """Bytes that a process may have, together with all processes of its host that are bound by the
-    same ``name``; ``what`` says in words what limits them."""
+    """Limit of bytes for all processes of a host under the same ``name``; ``what`` names the
+    limiting thing in words."""
 
     name: str
     nbytes: int
@@ -30,13 +30,13 @@ class MemoryBound:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory: its own, and files that it maps."""
+    """Return the bytes of this process in memory: its own, and mapped files."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
     """Return the most bytes that this process has had in memory since it began."""
-    # Linux hands the peak of getrusage on from the process that started this one.
+    # Linux's getrusage inherits the peak of the process that started this one.
     for line in _text(Path("/proc/self/status")).splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
@@ -45,7 +45,7 @@ def peak_resident_bytes() -> int:
 
 
 def memory_bounds() -> tuple[MemoryBound, ...]:
-    """Return what limits the memory of this process, beside the size of the machine."""
+    """Return the limits of this process's memory, beside the size of the machine."""
     return (*cgroup_bounds(), *_address_space())
 
 
@@ -58,7 +58,7 @@ def cgroup_bounds(proc: Path = Path("/proc/self")) -> Iterator[MemoryBound]:
         if version not in mounts or (version == 1 and "memory" not in controllers.split(",")):
             continue
         root, mount = mounts[version]
-        # In a container that sees only its own part, the mount is of a directory below the root.
+        # A container may see only its own part: the mount is then of a directory below the root.
         below = Path(os.path.relpath(path, root)) if path.startswith(root) else Path()
         directory = mount / below
         for each in (directory, *directory.parents):
@@ -86,7 +86,7 @@ def _memory_mounts(mountinfo: str) -> Iterator[tuple[int, tuple[str, Path]]]:
 
 
 def _address_space() -> Iterator[MemoryBound]:
-    """Yield the limit of ``ulimit -v``. What is mapped without being in memory counts there too."""
+    """Yield the limit of ``ulimit -v``. Memory that is only mapped counts there too."""
     if sys.platform == "darwin":
         return  # macOS does not enforce it
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -28,14 +28,14 @@ from shardmlx.errors import UserError
 T = TypeVar("T")
 
 Listener = Callable[[str, Mapping[str, Any]], None]
-"""Function that is told the name and the values of an event."""
+"""Function called with the name and the values of an event."""
 
 SHOW_PROGRESS_FROM = 2000
-"""Items; fewer are done before a bar would be of use."""
+"""Number of items from which a bar is of use."""
 
 
 class Reporter:
-    """The one voice of a job. ``quiet`` ranks have one too, and it says nothing."""
+    """The only output of a job to its user. ``quiet`` ranks have one too, which prints nothing."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Reporter:
             console=self._console,
             disable=not live,
             transient=True,
-            refresh_per_second=4,  # each refresh takes a little of the core that computes
+            refresh_per_second=4,  # each refresh takes time from the computing core
         )
 
     def say(self, text: str) -> None:
@@ -82,7 +82,7 @@ class Reporter:
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """Tell the listeners, and write one line into the metrics file.
 
-        They are also given the ``time``, in seconds since 1970.
+        Events also get the ``time``, in seconds since 1970.
         """
         values = {**values, "time": round(time.time(), 3)}
         for listener in self._listeners:
@@ -90,18 +90,18 @@ class Reporter:
         if self._metrics_file is None:
             return
         if self._metrics is None:
-            # Not before: a run that is refused leaves the metrics of the last one.
+            # Opened late: a refused run leaves the metrics of the last one.
             self._metrics = self._metrics_file.open(self._mode, encoding="utf-8")
         self._metrics.write(metrics_line(event, values) + "\n")
         self._metrics.flush()
 
     def go_on(self) -> None:
-        """Keep what is in the metrics file; without this, events replace it."""
+        """Keep the metrics file's content; otherwise events replace it."""
         self._mode = "a"
 
     @contextmanager
     def bar(self, description: str, total: int, done: int = 0) -> Iterator[Bar]:
-        """Show a progress bar in a terminal, and nothing elsewhere."""
+        """Show a progress bar, only in a terminal."""
         started = not self._progress.live.is_started
         if started:
             self._progress.start()
@@ -139,7 +139,7 @@ class Bar:
         self._progress.update(self._task, advance=count)
 
     def show(self, done: int, total: int) -> None:
-        """Show how much of how much is done."""
+        """Show the done part of the total."""
         self._progress.update(self._task, completed=done, total=total)
 
     def note(self, text: str) -> None:
@@ -147,13 +147,13 @@ class Bar:
 
 
 def metrics_line(event: str, values: Mapping[str, Any]) -> str:
-    """Return the line of a metrics file that tells of an event; null where a number is not finite,
-    since JSON has no NaN."""
+    """Return an event's line of a metrics file; infinite numbers become null, since JSON has no
+    NaN."""
     return json.dumps({"event": event, **finite(values)})
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of plain data with None in the place of numbers that are not finite."""
+    """Return a copy of plain data with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -166,8 +166,8 @@ def finite(value: Any) -> Any:
 def _shown_in_terminal() -> bool:
     """Return whether a person watches.
 
-    mpirun gives rank 0 a terminal of its own wherever the output goes, so ask what mpirun writes
-    to, where that can be seen.
+    mpirun gives rank 0 a terminal even if the output goes elsewhere, so look at mpirun's own
+    output, if it can be seen.
     """
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return False
@@ -178,7 +178,7 @@ def _shown_in_terminal() -> bool:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise ``UserError`` unless a file can be written there; what is there stays as it is."""
+    """Raise ``UserError`` unless a file can be written there, whose content stays unchanged."""
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True)

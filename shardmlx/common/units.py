@@ -33,7 +33,8 @@ def split_quantity(text: str) -> tuple[float, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of ``12GiB``, ``500 MB``, ``2G`` or ``1000``; ``ValueError`` for the rest.
+    """Return the bytes of ``12GiB``, ``500 MB``, ``2G`` or ``1000``; ``ValueError`` for other
+    texts.
 
     Letters may be small or capital, and the B may be left out.
     """

@@ -14,16 +14,16 @@ import yaml
 from shardmlx.errors import UserError
 
 _MOST_VALUES = 100_000
-"""Values of one file, each alias counted as what it stands for: a few lines can mean billions."""
+"""Limit of values in one file, aliases counted in full: a few lines can mean billions."""
 
 _LARGEST = 2**1000
-"""Largest whole number: beyond it is no float, and more digits than anyone wrote."""
+"""Largest whole number: a larger one is no float, and certainly an error."""
 
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which ``1e-5`` is a number and a key given twice is an error.
 
-    Whatever is wrong is a ``MarkedYAMLError``, so that its line is known.
+    Every mistake is a ``MarkedYAMLError``, so that its line is known.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            # Constructors of tags, like ``!!bool maybe``, fail in ways of their own.
+            # Constructors of tags, like ``!!bool maybe``, have their own errors.
             kind = node.tag.rpartition(":")[2]
             raise _fault(node, f"{_shown(node)} is no {kind}") from None
         if isinstance(value, int) and abs(value) > _LARGEST:
@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 takes 1e-5 for text: its numbers need both a dot and a sign before the exponent.
+# YAML 1.1 takes 1e-5 for text: its numbers need a dot, and a sign before the exponent.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
@@ -71,7 +71,8 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return how many values a node stands for; ``known`` has those of other nodes, by identity."""
+    """Return the number of values in a node, aliases in full; ``known`` has other nodes' by
+    identity."""
     if id(node) in known:
         count = known[id(node)]
         if count is None:
