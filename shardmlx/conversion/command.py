@@ -32,8 +32,8 @@ from shardmlx.modelfiles.verify import verify
 def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
     """Export as ``options`` say. All ranks must call it.
 
-    Raises ``AgreedError`` for what the user can mend, ``AgreedFailure`` where ``--verify`` finds a
-    fault, ``Stopped`` after Ctrl-C.
+    Raises ``AgreedError`` for the user's mistakes, ``AgreedFailure`` if ``--verify`` finds a fault,
+    ``Stopped`` after Ctrl-C.
     """
     reporter = Reporter(quiet=transport.rank != 0)
     started = time.monotonic()
@@ -68,9 +68,9 @@ def _write(
     trained: Trained | None,
     reporter: Reporter,
 ) -> None:
-    """Write all of the model into the working directory; nothing of it where that is refused."""
+    """Write the whole model into the working directory; nothing if it is refused."""
     model = build_lazily(source.path, trained, options, has_files=source.has_files)
-    gc.collect()  # modules hold weights that were not used, in cycles
+    gc.collect()  # modules hold unused weights, in cycles
     shards: Shards
     if options.gguf:
         check_gguf(model, source.path)
@@ -102,7 +102,7 @@ def _write(
 
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
-    """Say what there is now; look at it after ``--verify``."""
+    """Print the result; check it after ``--verify``."""
     path = Path(options.output_dir)
     weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")]
     nbytes = sum(file.stat().st_size for file in weights)

@@ -1,7 +1,6 @@
 """Layers of experts, computed one expert after the other, although mlx-lm stacks them.
 
-What mlx-lm does to a layer of experts it does to each by itself: so what it would make of one is
-made of a layer that has no more than that one.
+mlx-lm treats the experts of a layer independently, so each is converted in a layer of one expert.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _KINDS = SwitchLinear, QuantizedSwitchLinear, LoRASwitchLinear
 _LAYER = "layer"
 
 Finish = Callable[[nn.Module, Callable[[str], str]], None]
-"""Makes of a module what the finished model has. The function returns a parameter's name there."""
+"""Finishes a module in place. The function returns a parameter's name in the finished model."""
 
 
 class OpenFile:
-    """A file that stays readable until nobody needs it, even if its name is gone before."""
+    """A file that stays readable until it is no longer used, even if its name is gone."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -42,8 +41,8 @@ class OpenFile:
         os.close(self._descriptor)
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from ``start`` on. Raises ``OSError`` where there are not
-        as many."""
+        """Fill a buffer with the bytes from ``start`` on. Raises ``OSError`` if the file ends
+        before."""
         while buffer:
             count = os.preadv(self._descriptor, [buffer], start)
             if not count:
@@ -51,7 +50,7 @@ class OpenFile:
             start, buffer = start + count, buffer[count:]
 
     def expect(self, start: int, nbytes: int) -> None:
-        """Let the system begin to read what is to be read next."""
+        """Let the system read ahead."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
@@ -59,7 +58,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An array as it lies in a file, from byte ``start`` on."""
+    """An array's place in a file, from byte ``start`` on."""
 
     file: OpenFile
     start: int
@@ -70,13 +69,13 @@ class Stored:
         self.file.read(self.start + start, buffer)
 
     def expect(self, start: int, nbytes: int) -> None:
-        """Let the system begin to read the bytes from ``start`` on."""
+        """Let the system read ahead from ``start`` on."""
         self.file.expect(self.start + start, nbytes)
 
 
 def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:
-    """Return where the arrays lie that were ``read`` from a model's files, by ``id`` of the array:
-    those whose bytes are the tensor's. Raises ``UserError``."""
+    """Return the places of the arrays ``read`` from a model's files, by ``id`` of the array, if
+    their bytes are the tensor's. Raises ``UserError``."""
     files = check_model_files(path)
     opened = {file: (read_header(file), OpenFile(file)) for file in set(files.values())}
     found = {}
@@ -91,8 +90,8 @@ def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]
 
 
 class _Stack:
-    """An array whose parts along the first axis are got one by one: what it was stacked of, or
-    the bytes in its file."""
+    """An array with parts along the first axis that are read one by one: from the stacked arrays,
+    or from the bytes in its file."""
 
     def __init__(self, array: mx.array, parts: Sequence[mx.array] | Stored) -> None:
         self._sides, self._dtype = (1, *array.shape[1:]), array.dtype
@@ -100,11 +99,11 @@ class _Stack:
 
     @property
     def leaves(self) -> Mapping[int, mx.array]:
-        """The arrays that it is stacked of."""
+        """The stacked arrays."""
         return {} if isinstance(self._parts, Stored) else self._parts
 
     def take(self, number: int) -> mx.array:
-        """Return a part, once: nothing holds it here any longer."""
+        """Return a part once, and drop it here."""
         if not isinstance(self._parts, Stored):
             return mx.expand_dims(self._parts.pop(number), 0)
         array = new_buffer(self._sides, self._dtype)
@@ -119,8 +118,8 @@ class _Stack:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer of ``count`` experts, before it is finished: its arrays are stacks. ``path`` is its
-    name in the model, ``packing`` how it is quantised at last, if it is; ``written`` returns the
-    name and the array that are written for those of the model."""
+    name in the model, ``packing`` its final quantisation, if any; ``written`` returns the name and
+    the array to write for those of the model."""
 
     path: str
     count: int
@@ -130,15 +129,15 @@ class Experts:
     written: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array)
 
     def arrays(self, number: int) -> dict[str, mx.array]:
-        """Return what the finished model has of an expert, lazily, by name: (1, ...). Once."""
+        """Return the finished arrays of an expert, lazily, by name: (1, ...). Once."""
         return self._arrays(_part(self.layer, lambda stack: stack.take(number), number))
 
     def like(self) -> dict[str, mx.array]:
-        """Return lazy arrays of the shapes and types of those of an expert."""
+        """Return lazy arrays with the shapes and types of an expert's."""
         return self._arrays(_part(self.layer, lambda stack: stack.like(), 0))
 
     def leaves(self, number: int) -> list[mx.array]:
-        """Return the arrays that an expert is stacked of; none where it is read from a stack."""
+        """Return the arrays that an expert is stacked from; none if it is read from a stack."""
         return [s.leaves[number] for s in _stacks(self.layer) if number in s.leaves]
 
     def _arrays(self, layer: nn.Module) -> dict[str, mx.array]:
@@ -165,8 +164,8 @@ def find_experts(
     stored: Mapping[int, Stored],
     finish: Finish,
 ) -> list[Experts]:
-    """Find the layers of experts of a model, before it is finished. ``stacks`` are arrays with
-    what they are stacked of, ``stored`` those in files."""
+    """Find the layers of experts of a model, before it is finished. ``stacks`` are stacked arrays
+    with their parts, ``stored`` those in files."""
     parts: dict[int, Sequence[mx.array] | Stored] = {
         **stored,
         **{id(array): parts for array, parts in stacks},
@@ -183,7 +182,7 @@ def find_experts(
 def by_tensor(
     found: Iterable[Experts], model: nn.Module, weights: Mapping[str, mx.array]
 ) -> dict[str, Experts]:
-    """Return the experts of each tensor of the finished model that is made expert by expert."""
+    """Return the experts of each tensor of the finished model that is computed by expert."""
     finished = dict(model.named_modules())
     result: dict[str, Experts] = {}
     for experts in found:
@@ -203,7 +202,7 @@ def by_tensor(
 
 
 def _stacked(layer: nn.Module, parts: Mapping[int, Sequence[mx.array] | Stored]) -> nn.Module:
-    """Return the layer with stacks in the place of arrays that can be got part by part."""
+    """Return the layer with stacks in place of arrays that can be read by part."""
     stacked = copy.copy(layer)
     for key, value in layer.items():
         if isinstance(value, nn.Module):

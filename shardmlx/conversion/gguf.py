@@ -36,7 +36,7 @@ _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj":
 
 
 def check_gguf(model: LazyModel, source: Path) -> None:
-    """Raise ``UserError`` for a model of which mlx-lm writes no GGUF that llama.cpp could use."""
+    """Raise ``UserError`` for a model without a GGUF of mlx-lm that llama.cpp could use."""
     why = _why_not(model.config, source)
     if any(name.endswith(".scales") for name in model.weights):
         raise UserError("--gguf of a quantised model", "add --dequantize, and leave out --quantize")
@@ -72,7 +72,7 @@ def _why_not(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def as_gguf(model: LazyModel) -> LazyModel:
-    """Return the model with names, order of rows and types of GGUF: norms in float32, all else in
+    """Return the model with names, order of rows and types of GGUF: norms in float32, the rest in
     float16."""
     heads = model.config["num_attention_heads"]
     kv_heads = model.config.get("num_key_value_heads") or heads
@@ -95,7 +95,7 @@ def _written(name: str, array: mx.array) -> tuple[str, mx.array]:
 
 
 def _name(name: str) -> str:
-    for own, theirs in _EXPERTS.items():  # stacked, as llama.cpp has them too
+    for own, theirs in _EXPERTS.items():  # stacked in llama.cpp, too
         name = name.replace(f"block_sparse_moe.switch_mlp.{own}", theirs)
     translated: str = translate_weight_names(name)
     return translated

@@ -1,7 +1,7 @@
-"""Build the finished model with mlx-lm's own code, lazily: nothing of it is computed here.
+"""Build the finished model with mlx-lm's own code, lazily, without computing anything.
 
 Every weight is a lazy array: of bytes in a file, perhaps stacked, cast, fused with its adapters and
-quantised. Whoever evaluates one reads what that one needs, and nothing else.
+quantised. Evaluating one reads only its own bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardmlx.models.config_reader import read_config
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` what the files
-    of the model hold, before anything was made of it.
+    """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` are the
+    unchanged arrays of the model's files.
 
-    ``stored`` are weights that are in a file as they shall be, ``experts`` those that can be
-    computed expert by expert, both by name."""
+    ``stored`` are weights that a file has in their final form, ``experts`` those that can be
+    computed by expert, both by name."""
 
     weights: dict[str, mx.array]
     read: dict[str, mx.array]
@@ -60,7 +60,7 @@ def build_lazily(
     """Build what ``mlx_lm.fuse`` and then ``mlx_lm.convert`` would make of a model; its tensors
     are in ``path`` if it ``has_files``.
 
-    Raises ``UserError`` where mlx-lm cannot build, fuse or quantise it.
+    Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it.
     """
     what = f"{path}: mlx-lm cannot build this model"
     with _refusing(what, _other_layout(path)), watch_loads() as loaded:
@@ -128,7 +128,7 @@ def _finish(
 
 
 def _other_layout(path: Path) -> str:
-    """Return what to do about a model that other programs have quantised; else nothing."""
+    """Return the remedy for a model that other programs have quantised; else nothing."""
     config = read_config(path)
     how = config.get("quantization_config") or {}
     method = how.get("quant_method") if isinstance(how, dict) else None
@@ -155,7 +155,7 @@ def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) ->
 
 @contextmanager
 def _refusing(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn what mlx-lm raises into one line; what it prints is left out."""
+    """Turn errors of mlx-lm into one line, and drop its output."""
     try:
         with redirect_stdout(io.StringIO()):
             yield
@@ -166,7 +166,7 @@ def _refusing(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _add(model: nn.Module, trained: Trained) -> None:
-    """Put what was trained into the model. Raises ``UserError``."""
+    """Put trained weights into the model. Raises ``UserError``."""
     try:
         if trained.directory is not None:
             add_adapters(model, trained.directory)
@@ -203,7 +203,7 @@ def _fuse(model: nn.Module, dequantize: bool) -> None:
 
 
 def _dtype(config: Mapping[str, Any], asked: str | None) -> str | None:
-    """Return the type of weights as ``mlx_lm.convert``: what is asked for, or config.json says."""
+    """Return the type of weights as ``mlx_lm.convert``: the requested one, or config.json's."""
     name: Any = asked or config.get("torch_dtype")
     if name is None and (text_config := config.get("text_config")):
         name = text_config.get("dtype")
@@ -211,7 +211,7 @@ def _dtype(config: Mapping[str, Any], asked: str | None) -> str | None:
 
 
 def _cast(model: nn.Module, dtype: str | None, is_cast: Callable[[str], bool]) -> None:
-    """Cast weights as ``mlx_lm.convert``; those of the type stay the same arrays."""
+    """Cast weights as ``mlx_lm.convert``; weights of that type stay the same arrays."""
     if dtype is None:
         return
     to = getattr(mx, dtype)
@@ -226,7 +226,7 @@ def _cast(model: nn.Module, dtype: str | None, is_cast: Callable[[str], bool]) -
 def _quantise(
     model: nn.Module, config: dict[str, Any], how: Packing
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Quantise as ``mlx_lm.convert``: what is quantised already stays as it is."""
+    """Quantise as ``mlx_lm.convert``: quantised weights stay as they are."""
     predicate = None
     names = {name for name, _ in tree_flatten(model.parameters())}
     with _refusing(f"--quantize: mlx-lm cannot quantise this model {how}"):

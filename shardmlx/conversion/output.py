@@ -1,4 +1,4 @@
-"""The directory of a finished model while it is made: killed at any moment, the work goes on.
+"""The directory of an unfinished model: a killed export can go on at any point.
 
 ::
 
@@ -53,7 +53,7 @@ class OutputDirectory:
             raise UserError(f"-o {self.path} {what}", "name a new directory")
 
     def check_same(self, identity: Mapping[str, str]) -> bool:
-        """Return whether this very export was begun here; refuse another one that was."""
+        """Return whether this very export was begun here; refuse any other."""
         try:
             begun = json.loads((self.work / _IDENTITY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -69,8 +69,7 @@ class OutputDirectory:
         return True
 
     def check_room(self, shards: Shards, ranks: Iterable[int], more: int) -> None:
-        """Refuse to begin the files of ``ranks``, and ``more`` bytes, where the disk is too
-        small."""
+        """Refuse to begin the files of ``ranks``, and ``more`` bytes, if the disk is too small."""
         sizes = {
             self.rank(rank) / file: size
             for rank in ranks
@@ -89,7 +88,7 @@ class OutputDirectory:
             )
 
     def begin(self, identity: Mapping[str, str]) -> None:
-        """Make the directory, and write down what it is for."""
+        """Make the directory, and record its purpose."""
         try:
             self.work.mkdir(parents=True, exist_ok=True)
             write_durably(self.work / _IDENTITY, json.dumps(identity, indent=1).encode())
@@ -102,14 +101,14 @@ class OutputDirectory:
 
     @property
     def is_complete(self) -> bool:
-        """True once all is written, and only to be moved up, or not even that."""
+        """True once all is written, even if files are still to be moved up."""
         if (self.work / _FINISHED).exists():
             return True
         is_left = self.work.is_dir() and not any(self.work.iterdir())
         return is_left and any(name != WORK for name in self._visible())
 
     def complete(self, texts: Mapping[str, bytes]) -> None:
-        """Write all that is no tensor. From now on the export is complete, whatever happens."""
+        """Write all files but tensors. From now on the export is complete, whatever happens."""
         for name, text in texts.items():
             write_durably(self.work / name, text)
         flush_directory(self.work)
@@ -118,7 +117,7 @@ class OutputDirectory:
 
     @property
     def state(self) -> str:
-        """State of the directory: ``complete`` is what only is to be moved up."""
+        """State of the directory: ``complete`` if files are only to be moved up."""
         if self.is_complete:
             return "complete"
         if self.work.is_dir():
@@ -126,13 +125,13 @@ class OutputDirectory:
         return "published" if self._visible() else "empty"
 
     def give_up(self) -> None:
-        """Remove what was written here, and the directory if nothing else is in it."""
+        """Remove the written files, and the directory if it is then empty."""
         shutil.rmtree(self.work)
         if not self._names():
             self.path.rmdir()
 
     def publish(self) -> None:
-        """Move files up, config.json last, which makes it a model; remove the rest."""
+        """Move files up, config.json last, which makes the directory a model; remove the rest."""
         marker = self.work / _FINISHED
         if marker.exists():
             self._publish(marker)
@@ -154,7 +153,7 @@ class OutputDirectory:
 
     def _move(self, paths: Iterable[Path]) -> None:
         for path in paths:
-            if path.exists():  # else it was moved before this run
+            if path.exists():  # otherwise it was moved before this run
                 os.replace(path, self.path / path.name)
         flush_directory(self.path)
 
@@ -171,7 +170,7 @@ class OutputDirectory:
 
 
 _SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "mlx-lm")
-"""Parts of the identity of an export that say something to the user."""
+"""Parts of the identity of an export to show to the user."""
 
 
 def _allocated(path: Path) -> int:

@@ -1,7 +1,7 @@
-"""An export on several ranks: each computes the tensors of its own layers, from what it holds.
+"""An export on several ranks: each computes the tensors of its own layers, from its own weights.
 
-Each rank writes files of its own. Where all see the same disk, that is all. Else ``--gather``
-brings them to rank 0, once they are complete, or each machine keeps its own.
+Each rank writes its own files, which is enough if all see the same disk. If not, ``--gather``
+brings them to rank 0 once they are complete, or each machine keeps its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Range = tuple[int, int]
 def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
     """Export on several ranks; return whether the whole model is on the disk of rank 0.
 
-    All ranks must call it. Raises ``AgreedError`` for what the user can mend.
+    All ranks must call it. Raises ``AgreedError`` for the user's mistakes.
     """
     output = OutputDirectory(Path(options.output_dir))
     disks = find_disks(transport, output.path.absolute().parent)
@@ -88,7 +88,7 @@ def _write(
     transport: Transport,
     reporter: Reporter,
 ) -> None:
-    """Compute and write the tensors of all ranks, and all else. All ranks must call it."""
+    """Compute and write the tensors of all ranks, and the other files. All ranks must call it."""
     trained, adapters = _find_trained(options, transport)
     source = ModelSource.of(options)
     with open_on_all_ranks(transport, reporter, source, adapters) as opened:
@@ -98,7 +98,7 @@ def _write(
             transport, "building the model", partial(build_lazily, opened.path, trained, options)
         )
         model.read.clear()
-        gc.collect()  # modules hold weights that were not used, in cycles
+        gc.collect()  # modules hold unused weights, in cycles
         ranges = divide_layers(model, opened.shape, transport.size)
         shards = _plan(model, opened.shape, ranges, options.max_shard)
         identity = _identity(options, opened, trained, shards, transport)
@@ -127,7 +127,7 @@ def _write(
         )
     if options.gather:
         _gather(output, shards, disks, transport, reporter)
-    # Whoever has the rest says last that all is there.
+    # Rank 0, which has the rest, writes the completion marker last.
     is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
     on_all_ranks(transport, _WHAT, lambda: complete(output, {}) if is_kept else None)
     on_rank_0(transport, _WHAT, lambda: complete(output, texts or {}))
@@ -136,7 +136,7 @@ def _write(
 def _find_trained(
     options: ExportOptions, transport: Transport
 ) -> tuple[Trained | None, str | None]:
-    """Return what was trained, and the directory of adapters that rank 0 gives to others.
+    """Return the trained weights, and the directory of adapters that rank 0 gives to others.
 
     All ranks must call it. Raises ``AgreedError``.
     """
@@ -147,14 +147,14 @@ def _find_trained(
     trained = transport.broadcast(on_rank_0(transport, _WHAT, find), what=_WHAT)
     if trained is None or trained.directory is not None:
         return trained, options.adapter_path
-    # A checkpoint is looked for by each rank.
+    # Each rank looks for a checkpoint itself.
     return on_all_ranks(transport, _WHAT, find), None
 
 
 def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range]:
     """Return the layers of each rank, so that all have about as many bytes to write.
 
-    Raises ``AgreedError`` where there are fewer layers than ranks.
+    Raises ``AgreedError`` if there are fewer layers than ranks.
     """
     count = shape.num_layers
     if ranks > count:
@@ -165,7 +165,7 @@ def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range
     total, before, start, ranges = sum(nbytes), 0, 0, []
     for rank in range(ranks):
         stop = start
-        # A layer belongs to the rank in whose share its middle lies; each rank has one at least.
+        # A layer belongs to the rank whose share contains its middle; each rank has at least one.
         while stop < count - (ranks - rank - 1) and (
             stop == start
             or rank == ranks - 1
@@ -202,7 +202,7 @@ def _identity(
     shards: Shards,
     transport: Transport,
 ) -> dict[str, str]:
-    """Return what makes two exports the same.
+    """Return the identity of an export.
 
     All ranks must call it, before weights are brought. Raises ``AgreedError``.
     """
@@ -235,7 +235,7 @@ def _check_room(
     disks: Disks,
     transport: Transport,
 ) -> None:
-    """Refuse to begin where a disk is too small. All ranks must call it."""
+    """Refuse to begin if a disk is too small. All ranks must call it."""
 
     def check() -> None:
         if not _leads(disks, transport):
@@ -293,7 +293,7 @@ def _receive(
     writer: int,
     reporter: Reporter,
 ) -> None:
-    """Write a file as it comes; it takes its name when all of it has come unharmed."""
+    """Write a file while it arrives; it takes its name once all of it has come unharmed."""
     what = f"{transport.name(0)}, gathering {path.name}"
     digest, tail, left = new_digest(), b"", size
     partial_path = path.with_name(PARTIAL + path.name)
@@ -313,7 +313,7 @@ def _receive(
                 bar.show((size - left) // MEGABYTE, max(1, size // MEGABYTE))
     except OSError as error:
         failure = error
-    for _ in pieces:  # the rest must be received all the same
+    for _ in pieces:  # the rest must be received anyway
         pass
     if failure is not None:
         raise not_written(output, failure, size)
@@ -325,7 +325,7 @@ def _receive(
 def _say_where(
     options: ExportOptions, disks: Disks, transport: Transport, reporter: Reporter
 ) -> None:
-    """Say on which machines the files are, if not all are here."""
+    """Print which machines have the files, if not all are here."""
     for group in disks.groups[1:]:
         there = f"{transport.hosts[group[0]]}:{Path(options.output_dir).absolute()}"
         reporter.say(

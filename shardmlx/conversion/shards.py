@@ -1,6 +1,6 @@
-"""Divide a model's tensors into files, as mlx-lm does; what precedes their bytes is known at once.
+"""Divide a model's tensors into files, as mlx-lm does, and know the files' headers at once.
 
-Nothing of the tensors is needed but names, shapes and types.
+Only names, shapes and types of the tensors are needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shards:
         return {file: each for file, each in self.files.items() if self.writers[file] == rank}
 
     def manifest(self, rank: int, key: str) -> ModelManifest:
-        """Return the beginning of the files that a rank writes; ``key`` names what is exported."""
+        """Return the beginning of the files that a rank writes; ``key`` names the export."""
         heads = {file: safetensors_header(specs) for file, specs in self.of(rank).items()}
         sizes = {
             file: len(heads[file]) + sum(spec.nbytes for spec in specs)

@@ -30,9 +30,9 @@ from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_model_file
 
 
 class Source(Protocol):
-    """A model to build from ``path``, which ``has_files`` with all of its tensors, or only what
-    was brought. ``identity`` names its content, ``repository`` its name on the hub; ``largest`` are
-    the bytes that it takes on the disk meanwhile."""
+    """A model to build from ``path``, which ``has_files`` with all of its tensors, or only those
+    brought so far. ``identity`` names its content, ``repository`` its name on the hub; ``largest``
+    is the most disk space that it takes meanwhile."""
 
     path: Path
     has_files: bool
@@ -41,16 +41,15 @@ class Source(Protocol):
     largest: int
 
     def watch(self, model: LazyModel) -> None:
-        """Learn what each weight of the model is computed from."""
+        """Learn from which tensors each weight of the model is computed."""
         ...
 
     def bring(self, name: str) -> None:
-        """Return once all that a weight, or an expert, is computed from can be read. Raises
-        ``UserError``."""
+        """Wait until all inputs of a weight, or an expert, can be read. Raises ``UserError``."""
         ...
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the model's files."""
+        """Drop the model's files from the page cache."""
         ...
 
 
@@ -73,12 +72,12 @@ class InDirectory:
         """Do nothing: all of it can be read."""
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the model's files."""
+        """Drop the model's files from the page cache."""
         drop_files(self.path.glob(MODEL_FILES))
 
 
 class OnHub:
-    """A model of which one tensor at a time is on the disk, in files that are holes else."""
+    """A model with one tensor at a time on the disk, in files that are otherwise holes."""
 
     has_files = False
 
@@ -95,7 +94,7 @@ class OnHub:
         self._unread: dict[str, mx.array] = {}
 
     def watch(self, model: LazyModel) -> None:
-        """Learn what each weight of the model is computed from."""
+        """Learn from which tensors each weight of the model is computed."""
         self._unread = {name: each for name, each in model.read.items() if name in self._tensors}
         names = list(self._unread)
         computed = list(_computed(model))
@@ -104,17 +103,17 @@ class OnHub:
             self._needed.setdefault(weight, []).extend(names[each] for each in sorted(numbers))
 
     def bring(self, name: str) -> None:
-        """Fetch what a weight is computed from into memory; nothing of it stays on the disk."""
+        """Fetch the inputs of a weight into memory; nothing stays on the disk."""
         for source in self._needed[name]:
             array = self._unread.pop(source, None)
             if array is None:
-                continue  # read before, and held by whatever still needs it
+                continue  # read before, and still held by its users
             download(self._hub, self._copy, [source], self._tensors, lambda nbytes: None)
             mx.eval(array)
             self._copy.empty()
 
     def drop_page_cache(self) -> None:
-        """Drop what the page cache has of the tensor that is here."""
+        """Drop the current tensor from the page cache."""
         self._copy.drop_page_cache()
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ class OnHub:
 
 
 def _computed(model: LazyModel) -> Iterator[tuple[str, mx.array]]:
-    """Yield lazy arrays with the names of what is computed from them: a weight or an expert."""
+    """Yield lazy arrays with the names of their results: a weight or an expert."""
     for name, array in model.weights.items():
         if name not in model.experts:
             yield name, array
@@ -136,7 +135,7 @@ def _computed(model: LazyModel) -> Iterator[tuple[str, mx.array]]:
 @contextmanager
 def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source]:
     """Find a model here, in the cache of huggingface-hub, or on the hub; ``room`` is a directory
-    for what is on its way. Raises ``UserError``."""
+    for tensors under way. Raises ``UserError``."""
     path = Path(model)
     if path.is_file():
         raise UserError(f"{model} is a file", "name the directory that holds config.json")

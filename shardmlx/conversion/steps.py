@@ -1,4 +1,4 @@
-"""The steps of an export that one process and several ranks have in common."""
+"""The common steps of an export by one process or several ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardmlx.errors import UserError
 from shardmlx.loading.partial_copy import PartialCopy
 
 SMALL_FILES = 64 << 20
-"""Bytes that are kept free on the disk for configuration and tokenizer."""
+"""Bytes kept free on the disk for configuration and tokenizer."""
 
 
 def identity_of(
     options: ExportOptions, model: str, adapters: str, shards: Shards
 ) -> dict[str, str]:
-    """Return what makes two exports the same, to the byte; ``model`` and ``adapters`` name the
-    content of these."""
+    """Return the identity of an export, equal for equal bytes; ``model`` and ``adapters`` name
+    their content."""
     heads = b"".join(
         head
         for rank in sorted(set(shards.writers.values()))
@@ -46,7 +46,7 @@ def identity_of(
 
 
 def announce(options: ExportOptions, model: LazyModel, shards: Shards, reporter: Reporter) -> None:
-    """Say what is about to be written."""
+    """Print the coming output."""
     reporter.say(
         f"{options.model}: {count(model.parameters)} parameters, "
         f"{plural(len(model.weights), 'tensor')} of {gibibytes(shards.nbytes)}, "
@@ -68,9 +68,9 @@ def write_files(
 ) -> None:
     """Write the files of a rank; ``model`` is used up.
 
-    ``bring`` is called before a tensor, or an expert, is computed, ``drop`` to drop what the page
-    cache has of the source; it ``goes_on`` with what is there. Raises ``UserError``, or ``Stopped``
-    if it ``may_stop``.
+    ``bring`` is called before a tensor, or an expert, is computed, ``drop`` to clear the source
+    from the page cache; it ``goes_on`` with existing files. Raises ``UserError``, or ``Stopped`` if
+    it ``may_stop``.
     """
     files = shards.of(rank)
     manifest = shards.manifest(rank, "")
@@ -88,7 +88,7 @@ def write_files(
 
 
 def complete(output: OutputDirectory, texts: Mapping[str, bytes]) -> None:
-    """Write all that is no tensor; from now on the export is complete. Raises ``UserError``."""
+    """Write all files but tensors; from now on the export is complete. Raises ``UserError``."""
     try:
         output.complete(texts)
     except OSError as error:
@@ -96,7 +96,7 @@ def complete(output: OutputDirectory, texts: Mapping[str, bytes]) -> None:
 
 
 def not_written(output: OutputDirectory, error: OSError, nbytes: int) -> UserError:
-    """Return the error for a disk that does not take ``nbytes``."""
+    """Return the error for a disk that refuses ``nbytes``."""
     return UserError(
         f"-o {output.path}: {why_not_written(error, output.path, nbytes)}, and give the same "
         "command again: it goes on where it was"

@@ -24,7 +24,7 @@ _NOT_COPIED = (
     CONFIG_FILE,
     ADAPTER_CONFIG_FILE,
     "*.index.json",
-    "*quant*config.json",  # of other programs: the model is packed otherwise now, or not at all
+    "*quant*config.json",  # other programs' packing, which no longer holds
     "trainer_state.json",
 )
 
@@ -58,7 +58,7 @@ def _copies(source: Path) -> Iterator[tuple[str, bytes]]:
 
 def _config(model: LazyModel, source: Path) -> bytes:
     config = dict(model.config)
-    # mlx-lm puts the ends of generation_config.json in the place of those of config.json.
+    # mlx-lm puts the ends of generation_config.json in place of config.json's.
     if len(ends := ends_of(source, read_config(source))) > 1:
         config["eos_token_id"] = ends
     with TemporaryDirectory() as directory:
@@ -68,7 +68,7 @@ def _config(model: LazyModel, source: Path) -> bytes:
 
 
 def model_card(repository: str | None) -> bytes:
-    """Return the README.md by which the hub knows the library, and what the model was made of."""
+    """Return the README.md, which tells the hub the library, and the base of the model."""
     lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
     if repository is not None:
         lines.append(f"base_model: {repository}")

@@ -1,4 +1,4 @@
-"""Find what was trained: adapters of ``train`` or ``mlx_lm.lora``, or a checkpoint. No MLX."""
+"""Find training results: adapters of ``train`` or ``mlx_lm.lora``, or a checkpoint. No MLX."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _WEIGHTS = "weights-"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of a fine-tuning run: the ``directory`` of adapters as mlx-lm has them, or else
-    the ``files`` of a checkpoint and the options that it was made with. ``identity`` names the
-    content."""
+    """The result of a fine-tuning run: the ``directory`` of mlx-lm's adapters, or the ``files`` of
+    a checkpoint and its options. ``identity`` names the content."""
 
     name: str
     identity: str
@@ -39,7 +38,8 @@ class Trained:
 
 
 def find_trained(name: str) -> Trained:
-    """Find adapters, a checkpoint, or the newest of a directory of checkpoints. ``UserError``."""
+    """Find adapters, a checkpoint, or the newest of a directory of checkpoints. Raises
+    ``UserError``."""
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")

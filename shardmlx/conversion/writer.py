@@ -1,5 +1,4 @@
-"""Compute lazy tensors one by one; write each where its file has room for it, while the next is
-computed."""
+"""Compute lazy tensors one by one; write each into its file while the next is computed."""
 
 from __future__ import annotations
 
@@ -29,13 +28,12 @@ from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
 _AHEAD = 8 * _PIECE
-"""Bytes of a tensor that the system is told to read before they are wanted, and that may wait to be
-written."""
+"""Bytes of a tensor that the system reads ahead, and that may wait to be written."""
 
 
 class Crc32:
-    """A CRC-32 as a digest for the record. It finds what was only half written or was damaged, in a
-    quarter of the time of SHA-256: copying a model takes little more than its digests."""
+    """A CRC-32 as a digest for the record. It finds half written or damaged tensors in a quarter of
+    SHA-256's time: copying a model takes little more than its digests."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -60,9 +58,9 @@ def write_tensors(
 ) -> None:
     """Write the tensors of ``files`` that are not ``done``; ``model`` is used up.
 
-    ``bring`` is called before a tensor, or an expert of it, is computed; ``drop_source`` to drop
-    what the page cache has of the source. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``;
-    `OSError` where the disk does not take a tensor.
+    ``bring`` is called before a tensor, or an expert of it, is computed; ``drop_source`` to clear
+    the source from the page cache. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``; `OSError`
+    if the disk refuses a tensor.
     """
     specs = {spec.name: spec for spec in chain.from_iterable(files.values())}
     total = max(1, sum(spec.nbytes for spec in specs.values()) // MEGABYTE)
@@ -74,7 +72,7 @@ def write_tensors(
 
     page_cache = PageCache(drop)
     for name in model.weights.keys() - (specs.keys() - set(done)):
-        del model.weights[name]  # of other ranks, or written before
+        del model.weights[name]  # other ranks' tensors, or written ones
     most = max((_step_bytes(model, spec) for spec in specs.values()), default=0)
     with (
         _stops(may_stop) as stop,
@@ -83,7 +81,7 @@ def write_tensors(
     ):
 
         def begin(nbytes: int, room: int = most) -> None:
-            """Return once so many bytes may be computed, and fit beside those that wait."""
+            """Wait until so many bytes may be computed, and fit beside those that wait."""
             if signals := stop():
                 behind.finish()
                 copy.flush()
@@ -108,9 +106,9 @@ def write_tensors(
 def _computed(
     model: LazyModel, spec: TensorSpec, bring: Callable[[str], None], begin: Callable[..., None]
 ) -> Iterator[tuple[str, memoryview]]:
-    """Yield the bytes of a tensor in parts, from first to last, and with those of experts also
-    those of the tensors that are computed with it. ``begin`` is called before each step, with the
-    bytes that it makes, and those that may wait to be written then, if they are not as usual."""
+    """Yield the bytes of a tensor in parts, in order; those of experts come with the tensors that
+    are computed with them. ``begin`` is called before each step, with its bytes, and with an
+    unusual limit of bytes that may wait to be written."""
     array = model.weights.pop(spec.name, None)
     if array is None:
         return
@@ -160,8 +158,8 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 
 class _Behind:
-    """Three threads, while the next tensors are computed: one writes them, one computes their
-    digests, and one records what is written, for which it waits for the disk now and then."""
+    """Three threads beside the computation: one writes tensors, one computes their digests, and one
+    records written tensors, and waits for the disk now and then."""
 
     def __init__(self, copy: PartialCopy) -> None:
         self._copy = copy
@@ -173,8 +171,8 @@ class _Behind:
         self.recorder = ThreadPoolExecutor(1)
 
     def make_room(self, nbytes: int, room: int) -> None:
-        """Return once so many bytes fit into ``room`` with those that wait to be written, or none
-        wait. Raises what a write raised."""
+        """Wait until so many bytes fit into ``room`` with those that wait to be written, or none
+        wait. Raises a write's error."""
         while self._waiting and self._nbytes + nbytes > room:
             self._wait()
 
@@ -189,7 +187,7 @@ class _Behind:
         self._nbytes += len(data)
 
     def finish(self) -> None:
-        """Return once all is written and recorded. Raises what a write raised."""
+        """Wait until all is written and recorded. Raises a write's error."""
         while self._waiting:
             self._wait()
         while self._recorded:
@@ -217,7 +215,7 @@ class _Behind:
 
 @dataclass(slots=True)
 class _Begun:
-    """A tensor of which ``size`` bytes were put."""
+    """A tensor with ``size`` bytes put so far."""
 
     digest: Digest
     size: int = 0

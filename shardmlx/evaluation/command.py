@@ -62,8 +62,8 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
 
 
 def _follow(prepared: Prepared, scorer: Scorer) -> None:
-    """Do what rank 0 asks for, until it asks for no more."""
-    # Between two requests rank 0 may compute for long: a metric of its own, or a prompt.
+    """Serve rank 0's requests until the last."""
+    # Rank 0 may compute for long between two requests: its own metric, or a prompt.
     with prepared.transport.longer_timeout(SETUP_SECONDS):
         while (request := prepared.transport.broadcast(None, what="requests")) is not None:
             if request == GENERATE:

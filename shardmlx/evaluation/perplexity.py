@@ -28,7 +28,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """The number of tokens among which the model is as unsure as in the mean."""
+        """The number of equally likely tokens of the same mean uncertainty."""
         return math.exp(self.loss)
 
 
@@ -38,7 +38,7 @@ def read_texts(
     max_positions: int | None,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Read and tokenise ``--data``, and cut what is too long; ``warn`` is told of it. Raises
+    """Read and tokenise ``--data``, and cut long texts, with a ``warn``-ing. Raises
     ``UserError``."""
     options = DataOptions(
         train=False,
@@ -69,7 +69,7 @@ def read_texts(
 
 
 def perplexity_of(samples: Sequence[Sample], scores: Sequence[Scores]) -> Perplexity:
-    """Return the perplexity of samples: of all tokens after the first, from their start on."""
+    """Return the perplexity of samples: all tokens after the first, from their start on."""
     losses = -np.concatenate(
         [
             score.logprobs[max(start, 1) - 1 :].astype(np.float64)

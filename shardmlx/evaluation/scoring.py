@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, through the stages of all ranks.
 
 Rank 0 gives sequences to all; each batch goes through the stages, the next one right behind it, and
-the last rank sends back what it found of every token.
+the last rank sends back the scores of every token.
 """
 
 from __future__ import annotations

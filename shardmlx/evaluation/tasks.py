@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness, whose questions a model answers through the pipeline.
 
-What a request means is that of ``mlx_lm.evaluate``: log-likelihoods of continuations, of whole
-texts, and greedy answers up to a stop string.
+Requests mean the same as in ``mlx_lm.evaluate``: log-likelihoods of continuations, of whole texts,
+and greedy answers up to a stop string.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Score = Callable[[Sequences], list[Scores]]
 """Scores sequences on all ranks."""
 
 Begin = Callable[[], FirstStage]
-"""Lets all ranks generate, until the first stage stops."""
+"""Starts generation on all ranks, until the first stage stops."""
 
 SEED = 123
 """Seed of the choice of examples, as in mlx_lm.evaluate."""
 
 MOST_TOKENS = 256
-"""Tokens of an answer where the task does not say how many."""
+"""Tokens of an answer if the task sets no number."""
 
 
 def check_tasks(config: EvaluateConfig) -> None:
-    """Raise ``UserError`` where lm-evaluation-harness is not here, or does not know a task."""
+    """Raise ``UserError`` if lm-evaluation-harness is missing, or does not know a task."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "--tasks needs lm-evaluation-harness, which is not installed", "pip install lm-eval"
@@ -43,11 +43,11 @@ def check_tasks(config: EvaluateConfig) -> None:
 
 
 def _manager(config: EvaluateConfig) -> Any:
-    """Return what finds the tasks. Raises ``UserError`` for one that it does not find."""
+    """Return the manager that finds the tasks. Raises ``UserError`` for a missing one."""
     from lm_eval.tasks import TaskManager
 
     if config.include_path is not None:
-        # Those that come with the package are in thousands of files.
+        # The package's own tasks are in thousands of files.
         own = TaskManager(include_path=config.include_path, include_defaults=False)
         if set(config.tasks) <= set(own.all_tasks):
             return own
@@ -64,8 +64,8 @@ def _manager(config: EvaluateConfig) -> Any:
 def run_tasks(
     config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin
 ) -> Mapping[str, Any]:
-    """Return the results of each task, as lm-evaluation-harness has them."""
-    # Processes of its own, which it ends by signals, would end this job: they inherit its handlers.
+    """Return the results of each task, in lm-evaluation-harness's form."""
+    # Its child processes, which it ends by signals, would end this job: they inherit its handlers.
     os.environ["DISABLE_MULTIPROC"] = "1"
     import lm_eval
 
@@ -108,7 +108,7 @@ def continuation(
 ) -> tuple[list[int], int] | None:
     """Return tokens of a context with an answer, and how many of them are the answer's.
 
-    What is too long is cut at the beginning of the context; None if nothing of that is left.
+    Long ones are cut at the beginning of the context; None if no context is left.
     """
     whole = list(encode(context + answer))
     count = len(whole) - len(encode(context))
@@ -117,7 +117,7 @@ def continuation(
 
 
 def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin) -> Any:
-    """Return the model as lm-evaluation-harness asks it."""
+    """Return the model in the interface of lm-evaluation-harness."""
     from lm_eval.api.model import LM
 
     def encode(text: str) -> list[int]:

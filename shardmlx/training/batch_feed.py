@@ -1,12 +1,13 @@
 """Send batches from rank 0 to the ranks that need them, one step ahead.
 
 The ranks of the first and the last stage get the tokens of their replica's rows. The others get an
-outline, from which they know the shapes of what passes through. Before each step, as late as it
-can, rank 0 also says whether a signal asks the run to stop. To each rank goes, with one tag::
+outline with the shapes of the micro-batches. Before each step, as late as possible, rank 0 also
+says whether a signal asks the run to stop. Each rank gets, with one tag::
 
     outline [tokens] ... stop | outline [tokens] ... stop | ...
 
-What was sent ahead is received before the word to stop: a run that stops leaves nothing under way.
+Batches sent ahead are received before the word to stop: a run that stops leaves no message under
+way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WHAT = "next batch"
 
 
 class StopRequested(Exception):
-    """A signal asks the run to stop: raised on all ranks at the same place."""
+    """A signal asks the run to stop; raised on all ranks at the same place."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -47,7 +48,7 @@ class Share:
 class BatchFeed:
     """The next ``count`` of the ``batches`` that rank 0 has, for all ranks. Methods are collective.
 
-    Used as a context, it receives what is under way if all ranks alike raise an error.
+    Used as a context, it receives all messages under way if all ranks raise an error together.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BatchFeed:
         self._sent: list[tuple[Handle, int]] = []
 
     def send_ahead(self, count: int = 1) -> None:
-        """Send so many batches from rank 0, as far as there are any left; nobody waits."""
+        """Send so many batches from rank 0, as long as there are any; returns at once."""
         count = min(count, self._left)
         self._left -= count
         self._ahead += count
@@ -75,7 +76,7 @@ class BatchFeed:
     def take(self, count: int = 1) -> list[Share]:
         """Return the replica's shares of the batches sent ahead, or of the next ``count``.
 
-        At the end there are fewer, or none. Raises ``StopRequested``.
+        Returns fewer, or none, at the end. Raises ``StopRequested``.
         """
         if not self._ahead:
             self.send_ahead(count)
@@ -111,7 +112,7 @@ class BatchFeed:
         return pipeline_rank in (placement[0], placement[-1])
 
     def _send(self, batch: Batch) -> None:
-        """Send each rank what it needs of its replica's rows."""
+        """Send each rank its data of the replica's rows."""
         mesh = self._plan.mesh
         for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
             part = batch.rows(start, stop)
@@ -127,7 +128,7 @@ class BatchFeed:
                         self._post(tokens, peer)
 
     def _receive(self) -> list[Share]:
-        """Receive all that is under way, and return it."""
+        """Receive all messages under way, and return their shares."""
         count, self._ahead = self._ahead, 0
         if self._batches is None:
             return [self._receive_share() for _ in range(count)]

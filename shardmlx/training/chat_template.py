@@ -1,8 +1,7 @@
-"""Chat templates: the forms of messages that one takes, and the place where an answer begins in the
-text that it writes. No MPI.
+"""Chat templates: the messages that one accepts, and the place of the answer in its text. No MPI.
 
-Templates are programs: a form that one of them does not know becomes a Python value in the text,
-or nothing, without an error. So each is tried once, with a conversation of known words.
+Templates are programs: an unknown form becomes a Python value in the text, or nothing, without an
+error. Each form is therefore tried once, with a conversation of known words.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ Tools = Sequence[Mapping[str, Any]] | None
 _KEY, _WORD = "wxkey", "yzword"
 _USER = {"role": "user", "content": "a"}
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
-"""Roles that are not tried by themselves: a template may want them in an order."""
+"""Roles that are not tried alone: a template may require an order."""
 
 _STRUCTURE = ("role", "type", "id")
-"""Keys of a message whose values say how to write it."""
+"""Keys of a message whose values control how it is written."""
 
 _PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
-"""The marks, words and other characters of which templates make what they write."""
+"""Pattern of the marks, words and other characters in a template's text."""
 
 _LEAST = 4
-"""Characters of the beginning of an answer by which it is known, where not all of it is there."""
+"""Fewest characters of an answer's beginning that identify it if the rest is missing."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Raises ``UserError`` if there is none, or none that can be
-    compiled."""
+    """The chat template of a tokenizer. Raises ``UserError`` if there is none, or if it does not
+    compile."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +59,7 @@ class ChatTemplate:
                 "mend it: chat_template.jinja beside the model, or in tokenizer_config.json",
             ) from None
         except Exception:
-            pass  # it may want other conversations
+            pass  # it may require other conversations
 
     def tokens(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> list[int]:
         """Return the tokens of a conversation, as mlx-lm makes them. Raises what a template may."""
@@ -76,7 +75,7 @@ class ChatTemplate:
         )
         return text
 
-    # What it takes.
+    # Accepted messages.
 
     def _takes_parts(self, role: str) -> bool:
         text = self._try(role, content=[{"type": "text", "text": _WORD}])
@@ -91,13 +90,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_calls(self) -> bool:
-        """True if the template writes the calls of tools."""
+        """True if the template writes tool calls."""
         return _WORD in self._call(_WORD, {})
 
     @functools.cached_property
     def arguments(self) -> type | None:
-        """The form in which the template wants the arguments of calls: ``dict``, or ``str`` for
-        JSON text; None if it does not matter."""
+        """The form of calls' arguments that the template wants: ``dict``, or ``str`` for JSON text;
+        None if it does not matter."""
         value = {_KEY: _WORD}
         as_text, as_object = self._call("f", json.dumps(value)), self._call("f", value)
         takes_text = json.dumps(value) in as_text
@@ -107,7 +106,7 @@ class ChatTemplate:
         return str if takes_text and not takes_object else None
 
     def writes_message(self, message: Message) -> bool:
-        """Return whether the template writes a message that has no content, but other keys."""
+        """Return whether the template writes a message without content, but with other keys."""
         others = [each for key, each in message.items() if key not in _STRUCTURE]
         text = self._try(**{"content": "", **message}) or self._try(**message)
         return bool(others) and self.writes(others, text)
@@ -147,7 +146,7 @@ class ChatTemplate:
     def _text_or_none(self, *conversation: Any, **how: Any) -> str | None:
         try:
             return self.text(*conversation, **how)
-        except Exception:  # a template may raise whatever it likes
+        except Exception:  # a template may raise anything
             return None
 
     # Where the answer begins.
@@ -157,15 +156,15 @@ class ChatTemplate:
     ) -> int:
         """Return the number of the first of ``tokens`` that belongs to the last message.
 
-        As in mlx-lm that of an assistant begins after what the template writes to ask for it. Some
-        templates write there what the conversation does not have, such as the mark of a thought,
-        or write earlier messages otherwise when one more follows: then it is looked for in the
-        text. Raises ``UserError``, which names the row by ``where``, if it is not found.
+        Like in mlx-lm, an assistant's message begins after the template's generation prompt. Some
+        templates add to that prompt, such as the mark of a thought, or write earlier messages
+        differently when another follows: the answer is then searched in the text. Raises
+        ``UserError``, which names the row by ``where``, if it is not found.
         """
         opens = messages[-1]["role"] == "assistant"
         try:
             prompt = self.tokens(messages[:-1], tools, add_generation_prompt=opens)
-        except Exception:  # a template may want another order, or any message at all
+        except Exception:  # a template may require another order, or raise anything
             prompt = None
         if prompt is not None and list(tokens[: len(prompt)]) == list(prompt):
             return len(prompt)
@@ -187,7 +186,7 @@ class ChatTemplate:
         prompt = self._text_or_none(before, tools, add_generation_prompt=opens)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
-        # Words that the text does not have show what is written of which message.
+        # Words that the text does not contain show how each message is written.
         mark = next(each for each in map(chr, range(0x2460, 0x3000)) if each not in text)
         other = self._text_or_none([*before, _words(last, lambda word: mark)], tools)
         if other is None or other == text:
@@ -200,7 +199,7 @@ class ChatTemplate:
             begin = 0 if other is None else min(end, _common(text, other))
         asked = self._text_or_none(before, tools) if opens and prompt is not None else None
         header = "" if asked is None or prompt is None else prompt[_common(asked, prompt) :]
-        # Between the two messages stands what asks for an answer, or its beginning.
+        # The generation prompt, or its beginning, stands between the two messages.
         for piece in reversed([*_PIECES.finditer(header)]):
             found = text.rfind(header[: piece.end()], begin, end)
             if found >= 0 and (piece.end() == len(header) or piece.end() >= _LEAST):
@@ -226,7 +225,7 @@ def _call_of(name: str, arguments: Any) -> list[dict[str, Any]]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many elements two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

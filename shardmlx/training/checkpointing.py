@@ -1,4 +1,4 @@
-"""Save and restore a training run: what goes into a checkpoint, and when the run waits for it."""
+"""Save and restore a training run: the content of a checkpoint, and the waits for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
 class Point:
     """The run right after an optimizer update, but for its weights and optimizer state.
 
-    ``state`` is rank 0's; ``mine`` is what only this rank knows, gathered when it is saved.
+    ``state`` is rank 0's; ``mine`` is this rank's own, gathered when it is saved.
     """
 
     step: int
@@ -52,20 +52,20 @@ class _Save:
     is_complete: bool = False
 
     def release(self) -> None:
-        """Return once its arrays are written everywhere, so that the weights may change."""
+        """Wait until its arrays are written everywhere, so that the weights may change."""
         if not self.is_released:
             self._wait(self.writer.release)
             self.is_released = True
 
     def complete(self) -> None:
-        """Return once all of it is on the disks."""
+        """Wait until all of it is on the disks."""
         self.release()
         if not self.is_complete:
             self._wait(self.writer.wait)
             self.is_complete = True
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """Wait, on all ranks as long as on the slowest: a slow disk is no lost rank."""
+        """Wait on all ranks as long as on the slowest: a slow disk is no lost rank."""
         start = time.monotonic()
         with self.transport.longer_timeout(SECONDS_TO_WRITE):
             wait()
@@ -78,16 +78,15 @@ class _Save:
 class Checkpoints:
     """Saves a run at its last optimizer update. Methods are collective unless they say not.
 
-    Between two updates nothing changes but gradients and the position in the data; so whenever the
-    run is asked to save, it saves the last update. Writing goes on while the next steps compute,
-    up to the next update::
+    Only gradients and the position in the data change between two updates; so a run always saves
+    its last update. Writing goes on while the next steps compute, up to the next update::
 
         mark(point)   save()        with updating() as updater:       mark(point)   ...
         |             |             |                   |             |
         update made   files begin   waits: all arrays   weights and   update made
                       to be written  are written        state change
 
-    Nobody but ``updating`` gives out the updater: weights cannot change while they are written.
+    Only ``updating`` gives out the updater: weights cannot change while they are written.
     """
 
     def __init__(self, job: TrainingRun, updater: Updater) -> None:
@@ -106,19 +105,19 @@ class Checkpoints:
         self._saved: list[Saved] = []
 
     def restore(self, found: Found) -> None:
-        """Give the stages and the optimizer what a checkpoint holds for them."""
+        """Give the stages and the optimizer their part of a checkpoint."""
         job = self._job
         _restore(found, self._transport, job.stages, self._updater, job.engine)
 
     def go_on_from(self, point: Point) -> None:
-        """Take up the run at a restored ``point``, which is not saved again in the same place."""
+        """Resume the run at a restored ``point``, which is not saved again in the same place."""
         self.mark(point)
         if self._job.resumption.is_in_place:
             self._saved_step = point.step
 
     @contextmanager
     def updating(self) -> Iterator[Updater]:
-        """Give out the updater, once what is being saved of the weights is written."""
+        """Give out the updater, once the weights being saved are written."""
         if self._saves:
             self._saves[-1].release()
         yield self._updater
@@ -127,13 +126,13 @@ class Checkpoints:
         """Note that an update was made: ``save`` would now save ``point``. Not collective."""
         self._point = point
         if self._writer is not None:
-            # Sums may change what is rounded off before ``save``, and while that writes.
+            # Sums may change the rounding errors before ``save``, and while it writes.
             self._errors = self._job.engine.reducer.errors.state()
 
     def save(self) -> int | None:
-        """Begin to save the last update unless that is done; return the step that is saved then.
+        """Begin to save the last update unless it is saved; return its step.
 
-        Returns None where nothing is saved, for want of an update or of a place.
+        Returns None without an update or a place to save it.
         """
         point = self._point
         if self._writer is None or point is None or point.step == self._saved_step:
@@ -146,13 +145,13 @@ class Checkpoints:
         return point.step
 
     def finish(self) -> None:
-        """Wait until what is being saved is complete."""
+        """Wait until the current checkpoint is complete."""
         if self._saves:
             self._saves[-1].complete()
             self.report()
 
     def report(self) -> None:
-        """Tell of a checkpoint that was completed since the last call. Not collective."""
+        """Report a checkpoint that was completed since the last call. Not collective."""
         if self._writer is None or not self._saves or not self._saves[-1].is_released:
             return
         saved = self._writer.take_saved()
@@ -175,7 +174,7 @@ class Checkpoints:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return what rank 0 knows of all complete checkpoints together. Not collective."""
+        """Return rank 0's summary of all complete checkpoints. Not collective."""
         return {
             "saved": len(self._saved),
             "seconds": round(sum(each.seconds for each in self._saved), 3),
@@ -183,7 +182,7 @@ class Checkpoints:
         }
 
     def _manifest(self, point: Point) -> Manifest | None:
-        """Return, on rank 0, what the checkpoint says of itself but for its files."""
+        """Return, on rank 0, the manifest of the checkpoint but for its files."""
         everyone = self._transport.gather(point.mine, what="checkpoint")
         if everyone is None:
             return None
@@ -198,8 +197,8 @@ class Checkpoints:
         )
 
     def _parts(self) -> list[Snapshot]:
-        """Return this rank's weights and optimizer state, each once in the whole job, and what it
-        has rounded off of sums."""
+        """Return this rank's weights and optimizer state, each once in the whole job, and its
+        rounding errors of sums."""
         replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
         whole = f"{pipeline_rank:02d}"
         part = f"{whole}-{replica:02d}"
@@ -264,7 +263,7 @@ def _restore(
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
-    """Return how the run is laid out, for people to read: any layout can go on."""
+    """Return the layout of the run, for people to read: any layout can resume it."""
     return {
         **asdict(plan.mesh),
         "schedule": plan.schedule,

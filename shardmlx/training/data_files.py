@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 def find_data_file(directory: Path, name: str) -> Path:
     """Return the file of the set ``name``: NAME.jsonl, unless NAME.csv or NAME.parquet is there.
 
-    Raises `UserError` where several are there.
+    Raises `UserError` if several are there.
     """
     found = [path for ending in READERS if (path := directory / f"{name}{ending}").exists()]
     if len(found) > 1:
@@ -32,11 +32,11 @@ def find_data_file(directory: Path, name: str) -> Path:
 
 
 _OTHER_NAMES = {"valid": ("valid", "val", "dev", "eval"), "train": ("train",), "test": ("test",)}
-"""Beginnings of the names of files that are not read, and may be meant to be a set."""
+"""Prefixes of unread files that may be meant to be a set."""
 
 
 def similar_files(directory: Path, name: str) -> list[str]:
-    """Return the names of files that may be meant to be the set ``name``, and are not read."""
+    """Return the names of unread files that may be meant to be the set ``name``."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError:
@@ -50,7 +50,7 @@ def similar_files(directory: Path, name: str) -> list[str]:
 
 
 def row_name(path: Path, i: int) -> str:
-    """Return how messages call row ``i``, counted from 0: by its line where each row has one."""
+    """Return the name of row ``i``, from 0, in messages: by its line if each row has one."""
     return f"{path}:{i + 1}" if path.suffix == ".jsonl" else f"{path}, row {i + 1}"
 
 
@@ -63,7 +63,7 @@ def parse_rows(path: Path, content: bytes) -> list[Row]:
 
 
 def _read_json_lines(path: Path, content: bytes) -> list[Row]:
-    # In bytes: text has line ends, such as U+2028, that are none in JSON.
+    # In bytes, since text has line ends, such as U+2028, that JSON does not have.
     lines = io.BytesIO(content.removeprefix(codecs.BOM_UTF8))
     rows = []
     for i, line in enumerate(lines):
@@ -78,7 +78,7 @@ def _read_json_lines(path: Path, content: bytes) -> list[Row]:
 
 
 def _takes_lines(content: bytes) -> bool:
-    """Return whether a value of JSON begins here that ends on another line."""
+    """Return whether a value of JSON begins here and ends on another line."""
     try:
         text = content.decode().lstrip()
         _, end = json.JSONDecoder().raw_decode(text)
@@ -97,7 +97,7 @@ def _parse(line: bytes, where: str) -> Row:
             f"{where} is not JSON: {what} at column {error.colno}", "mend the line, or take it out"
         ) from None
     except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or brackets in brackets.
+        # A number of thousands of digits, or deeply nested brackets.
         raise UserError(
             f"{where} cannot be read: {one_line(error)}", "mend the line, or take it out"
         ) from None
@@ -169,7 +169,7 @@ _NO_DATA = (
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it by zstd -d"),
     (b"PK\x03\x04", "a zip archive", "unzip it"),
 )
-"""Beginnings of files that stand for data, or hold them in another form."""
+"""Prefixes of files that stand for data, or hold them in another form."""
 
 READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {
     ".jsonl": _read_json_lines,

@@ -1,8 +1,8 @@
-"""Rows of data as tokens: what mlx-lm's data sets make of them, where rows are what they seem.
+"""Rows of data as tokens, as in mlx-lm's data sets, but with checks.
 
-A tokenizer that meets anything else says nothing that its user understands, or takes it for
-something else: a chat template writes a null as "None", a list as Python would, and nothing where a
-key has another name. All that is refused, with the place in the row. No MPI.
+A tokenizer fails obscurely on malformed rows, or misreads them: a chat template writes a null as
+"None", a list like Python, and nothing for a misnamed key. Such rows are refused, with the place in
+the row. No MPI.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST = 60
 """Characters of a value that a message shows."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair: JSON can write it, and as text it stands for nothing."""
+"""Half of a surrogate pair: JSON can write it, but it is no text."""
 
 _TAKE_OUT = "write text, or take the row out"
 _MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 class FeatureKeys(Protocol):
-    """The keys under which rows have what is learnt."""
+    """The keys of rows that hold the text to learn."""
 
     @property
     def prompt_feature(self) -> str: ...
@@ -65,7 +65,7 @@ def find_format(
 ) -> Format:
     """Return the format of the rows of which this is the first, as mlx-lm chooses it.
 
-    ``adds_nulls`` says that where they come from all rows have the keys of any, with nulls.
+    ``adds_nulls`` says that their source gives each row the keys of all rows, with nulls.
     """
     asked = (keys.prompt_feature, keys.completion_feature)
     if all(key in first for key in asked):
@@ -138,7 +138,7 @@ class _Conversations:
             raise _not_tokenised(error, where) from None
 
     def _check_written(self, messages: Sequence[Row], tools: Tools, where: str) -> None:
-        """Raise ``UserError`` where the template does not write contents that are no text."""
+        """Raise ``UserError`` if the template does not write contents other than text."""
         contents = [each.get("content") for each in messages]
         values = [
             each
@@ -191,7 +191,7 @@ class _Chats(_Conversations):
         return self._sample(messages, row, where)
 
     def _message(self, given: Any, name: str) -> Row:
-        """Return a message without the keys that hold nothing, as other formats add them."""
+        """Return a message without empty keys, which other formats add."""
         if not isinstance(given, Mapping):
             raise UserError(f"{name} is {_shown(given)}, no message", _MESSAGES)
         message = {key: value for key, value in given.items() if value not in (None, [], {})}
@@ -218,8 +218,8 @@ class _Chats(_Conversations):
         return message
 
     def _check_words(self, message: Row, given: Row, name: str) -> None:
-        """Raise ``UserError`` unless the template writes the calls of a message, and what one
-        without content has in its place."""
+        """Raise ``UserError`` unless the template writes the calls of a message, and the other
+        keys of one without content."""
         what = f"content {_shown(given['content'])}" if "content" in given else "no content"
         old = {key: message[key] for key in ("role", "function_call") if key in message}
         for key, is_written in (
@@ -244,7 +244,7 @@ class _Chats(_Conversations):
         return [self._call(each, f"{name}[{i}]") for i, each in enumerate(calls)]
 
     def _call(self, given: Row, name: str) -> Row:
-        """Return a call whose arguments have the form that the template wants."""
+        """Return a call with its arguments in the form that the template wants."""
         call = {key: value for key, value in given.items() if value is not None}
         if isinstance(call.get("function"), Mapping):
             return {**call, "function": self._call(call["function"], f"{name}.function")}
@@ -288,7 +288,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _tools(value: Any, name: str, adds_nulls: bool) -> Tools:
-    if value is None or value in ([], ""):  # CSV has no other nothing
+    if value is None or value in ([], ""):  # CSV has no other null
         return None
     remedy = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
     if not isinstance(value, list):
@@ -305,9 +305,9 @@ def _tools(value: Any, name: str, adds_nulls: bool) -> Tools:
 
 
 def _content(value: Any, role: str, name: str, template: ChatTemplate) -> Any:
-    """Return a content as the template takes it: text, or parts of text as they are.
+    """Return a content in the template's form: text, or parts of text as they are.
 
-    What is neither is left to be looked for in what the template writes.
+    Other contents are checked later, in the template's text.
     """
     if value is None or isinstance(value, (bool, int, float)):
         raise _no_text(value, name)
@@ -385,6 +385,6 @@ def _not_tokenised(error: Exception, where: str) -> UserError:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the file has it, or its beginning."""
+    """Return a value as in the file, or its beginning."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -24,7 +24,7 @@ from shardmlx.training.data_rows import FeatureKeys, find_format
 from shardmlx.training.hub_data import SETS, read_entry, read_from_hub
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
-"""Iterates over a sequence while showing how far it is; the text says over what."""
+"""Iterates over a sequence and shows progress; the text names the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ def read_data(
     *,
     vocabulary: int | None = None,
 ) -> DataSets:
-    """Read and tokenise what the run needs. ``max_positions`` is the model's own limit, and
-    ``vocabulary`` the number of tokens that it knows.
+    """Read and tokenise the sets that the run needs. ``max_positions`` is the model's own limit,
+    and ``vocabulary`` the number of tokens that it knows.
 
-    Raises ``UserError``, for a set of which no token counts in the loss too.
+    Raises ``UserError``, also for a set without a token that counts in the loss.
     """
     sets: dict[str, Samples] = {}
     found, warnings = _find_sets(options)
@@ -85,10 +85,10 @@ Where = Callable[[int | None], str]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A set of the data, or a part of it, as rows that have what is learnt under ``keys``.
+    """A set of the data, or a part of it, as rows with the text to learn under ``keys``.
 
     ``weight`` is how often each row comes in training; ``adds_nulls`` is for ``find_format``.
-    ``others`` says what is there instead, where there are no rows.
+    ``others`` names other files if there are no rows.
     """
 
     where: Where
@@ -101,7 +101,7 @@ class _Found:
 
 def _find_sets(options: DataOptions) -> tuple[dict[str, list[_Found]], list[str]]:
     """Find the data sets that the run needs and that exist; a mixture has several parts. Also
-    return what is to be said of those that do not."""
+    return messages about missing ones."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
     directory = Path(options.data)
     if options.hf_dataset is not None:
@@ -131,7 +131,7 @@ def _find_sets(options: DataOptions) -> tuple[dict[str, list[_Found]], list[str]
             )
     found = {name: [part[name] for part in parts if len(part[name].rows)] for name in needed}
     for several in found.values():
-        if len(several) > 1:  # as mlx-lm orders the rows of all of them
+        if len(several) > 1:  # mlx-lm orders the rows of all of them together
             several.sort(key=lambda part: len(part.rows[0]))
     return {name: several for name, several in found.items() if several}, warnings
 
@@ -208,7 +208,7 @@ def _tokenise(
     name: str, found: _Found, tokenizer: TokenizerWrapper, mask_prompt: bool, progress: Progress
 ) -> tuple[Samples, np.ndarray]:
     """Return the samples of a set, and the order in which mlx-lm cuts them into batches: it sorts
-    rows, stably, by what it takes for their length, which is the number of their keys."""
+    rows, stably, by the number of their keys, which it takes for their length."""
     rows, where = found.rows, found.where
     rules = find_format(
         rows[0],
@@ -233,8 +233,8 @@ def _tokenise(
 
 
 def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:
-    """Yield what is to be said of sequences that are cut at ``most`` tokens, and of those of which
-    no token counts in the loss. Raises ``UserError`` if that is so of all."""
+    """Yield messages about sequences that are cut at ``most`` tokens, and about those without a
+    token that counts in the loss. Raises ``UserError`` if all lack one."""
     is_cut = samples.lengths > most
     if is_cut.any():
         yield (
@@ -263,8 +263,8 @@ def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:
 
 
 def _check_tokens(samples: Samples, where: Where, vocabulary: int, most: int) -> None:
-    """Raise ``UserError`` for a row with a token that the model does not know among the first
-    ``most``: the others are cut off."""
+    """Raise ``UserError`` for a token unknown to the model among the first ``most`` of a row: the
+    others are cut off."""
     unknown = np.flatnonzero((samples.tokens < 0) | (samples.tokens >= vocabulary))
     begins = samples.bounds[:, 0]
     rows = np.searchsorted(begins, unknown, side="right") - 1

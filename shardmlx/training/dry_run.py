@@ -1,4 +1,4 @@
-"""Say what a training run would do: its plan, its time, and what it would write."""
+"""Print a training run without running it: its plan, its time, and its output files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
 
 
 def _time(planned: PlannedRun) -> str:
-    """Return what is predicted of the time of a step and of the run."""
+    """Return the predicted time of a step and of the run."""
     cluster, config = planned.inputs.cluster, planned.config
     if cluster.unit != "seconds":
         return (
@@ -73,7 +73,7 @@ def _words(seconds: float) -> str:
 
 
 def _files(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each thing that the run would write, on rank 0 unless it says more."""
+    """Yield a line for each output of the run, on rank 0 unless it says more."""
     if not config.train:
         return
     what = "the model" if config.fine_tune_type == "full" else "adapters"

@@ -1,4 +1,4 @@
-"""Evaluate a model in training on the data that it is not trained on."""
+"""Evaluate a model in training on held-out data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardmlx.training.setup import TrainingRun
 
 
 class Evaluation:
-    """Losses of data sets, with what the run has trained so far. Methods are collective.
+    """Losses of data sets, with the weights trained so far. Methods are collective.
 
-    Batches are drawn by ``random``, which belongs to the training too: as in mlx-lm.
+    ``random`` draws the batches, also those of training: as in mlx-lm.
     """
 
     def __init__(self, job: TrainingRun, random: np.random.RandomState) -> None:
@@ -35,7 +35,7 @@ class Evaluation:
         )
 
     def loss(self, name: str, num_batches: int, description: str) -> float | None:
-        """Return, on rank 0, the mean loss of a token; None elsewhere, and where none counts."""
+        """Return, on rank 0, the mean loss of a token; None elsewhere, and if no token counts."""
         plan, config, transport = self._job.plan, self._job.config, self._job.transport
         available = self._job.sizes[name] // config.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)

@@ -14,10 +14,10 @@ from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 class Gradients:
     """The gradients of one update, on all ranks of a run. Methods are collective.
 
-    The loss is scaled as ``--loss-scale`` says. Where a gradient overflows for that, the whole
-    update is computed again with half the factor, so that no batch is lost for it. Factors are
-    powers of two: but for float16's smallest numbers, and what int8 had rounded off of earlier
-    sums, which is lost, the gradients are those of a run that began with the lower one.
+    The loss is scaled as ``--loss-scale`` says. If a gradient overflows, the whole update is
+    computed again with half the factor, so that no batch is lost. Factors are powers of two: the
+    gradients equal those of a run that began with the lower one, except for float16's smallest
+    numbers, and for the int8 rounding errors of earlier sums, which are lost.
     """
 
     def __init__(self, job: TrainingRun) -> None:
@@ -30,33 +30,34 @@ class Gradients:
         self._steps: list[tuple[int, Share]] = []
         self._nonfinite_loss: str | None = None
         self.norm = 0.0
-        """The norm of the mean gradient, over all weights, once the update is whole."""
+        """The norm of the mean gradient of all weights, once the update is complete."""
 
     @property
     def counted_steps(self) -> int:
-        """The number of steps of this update of which a token counts in the loss."""
+        """Number of steps of this update with a token that counts in the loss."""
         return sum(share.valid_tokens > 0 for _, share in self._steps)
 
     @property
     def scale(self) -> float:
-        """The factor that makes the mean gradient of what the stages hold."""
+        """Factor from the stages' gradients to the mean gradient."""
         return 1 / max(1, self.counted_steps) / self._loss_scale.factor
 
     def add(self, step: int, share: Share) -> dict[int, float]:
-        """Compute those of one step, and return its losses as ``Engine.train_step`` does."""
+        """Compute the gradients of one step, and return its losses as ``Engine.train_step``
+        does."""
         self._steps.append((step, share))
         losses = self._compute(step, share)
         self._nonfinite_loss = self._nonfinite_loss or nonfinite_loss(losses, self._transport)
         return losses
 
     def finish(self, step: int) -> str | None:
-        """Set ``norm`` after the last step; return what is not finite, if the norm is not."""
+        """Set ``norm`` after the last step; if it is not finite, return the cause."""
         before = self._loss_scale.state()
         self._find_norm()
         while not math.isfinite(self.norm):
             is_loss, what = self._fault()
             if is_loss or not self._loss_scale.overflowed():
-                # No factor would help: what was found before is as good as it was.
+                # No factor would help, so the earlier one stays.
                 self._loss_scale.restore(before)
                 return what
             factor = self._loss_scale.factor
@@ -68,23 +69,23 @@ class Gradients:
         return None
 
     def used(self) -> None:
-        """Begin the next update: this one was made."""
+        """Begin the next update after this one was made."""
         factor = self._loss_scale.factor
         self._loss_scale.updated()
         self._rescale_from(factor)
         self._begin()
 
     def forget(self) -> None:
-        """Begin the next update: this one is not made."""
+        """Begin the next update without making this one."""
         self._engine.forget_gradients()
         self._begin()
 
     def state(self) -> list[float]:
-        """Return what a checkpoint keeps: the loss scale."""
+        """Return the state for a checkpoint: the loss scale."""
         return self._loss_scale.state()
 
     def restore(self, state: list[float]) -> None:
-        """Go on from what ``state`` returned."""
+        """Restore ``state``."""
         self._loss_scale.restore(state)
         self._rescale_from(state[0])
 
@@ -97,12 +98,13 @@ class Gradients:
         )
 
     def _find_norm(self) -> None:
-        # Of every update, on all ranks alike: one that is not finite must not be made by any.
+        # Compute the norm on all ranks, so that all skip the same updates.
         norm = self._engine.gradient_norm(self._nonfinite_loss is not None)
         self.norm = self.scale * norm
 
     def _fault(self) -> tuple[bool, str]:
-        """Return whether a loss is not finite, which is nearer to the cause, and what is not."""
+        """Return whether a loss is not finite, which is closer to the cause, and the name of the
+        fault."""
         mine = nonfinite_gradient(self._stages, self._transport)
         pair = (self._nonfinite_loss, mine)
         found: list[Any] = self._transport.all_gather(pair, "NaN")
@@ -112,7 +114,7 @@ class Gradients:
         return False, gradients[0] if gradients else "the norm of the gradient is not finite"
 
     def _rescale_from(self, factor: float) -> None:
-        """Give what was rounded off of gradients of another loss scale the present one."""
+        """Scale the rounding errors of gradients with another loss scale to the present one."""
         if self._loss_scale.factor != factor:
             self._engine.reducer.errors.scale(self._loss_scale.factor / factor)
 

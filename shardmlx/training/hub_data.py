@@ -1,4 +1,4 @@
-"""Read data sets with the ``datasets`` package: those of the Hugging Face hub, and mixtures."""
+"""Read data sets with the ``datasets`` package: sets of the Hugging Face hub, and mixtures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardmlx.errors import UserError, one_line
 SETS = ("train", "valid", "test")
 
 _SPLITS = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}
-"""The splits of ``hf_dataset`` that are read where it names no others, as in mlx-lm."""
+"""The splits of ``hf_dataset`` that are read by default, as in mlx-lm."""
 
 
 def read_from_hub(data: str) -> dict[str, Any]:
-    """Return the sets of the data set that ``--data`` names on the hub, and the names of its
-    splits as ``splits``. Raises ``UserError``."""
+    """Return the sets of the hub's data set in ``--data``, and the names of its splits as
+    ``splits``. Raises ``UserError``."""
     try:
         from datasets import load_dataset
 

@@ -1,4 +1,4 @@
-"""The plan of a training run: which layers and which memory each rank has. It loads nothing."""
+"""Plan a training run: the layers and the memory of each rank. Loads nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardmlx.planning.ways import ways
 
 
 def facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths) -> Facts:
-    """Return what a choice depends on, for data whose rows have these lengths."""
+    """Return the facts behind a choice, for data whose rows have these lengths."""
     return Facts(
         workload=inputs.sizes,
         cluster=inputs.cluster,
@@ -42,8 +42,7 @@ def facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: Sequenc
 def check_layout(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, model: nn.Module
 ) -> None:
-    """Raise ``UserError`` for what the options get wrong, whatever the data are: before these are
-    read."""
+    """Raise ``UserError`` for options that are wrong for any data, before these are read."""
     fault = packing_fault(opened.shape)
     if run.batch.pack and fault is not None:
         raise UserError(f"--pack: {fault}", "train without --pack")
@@ -61,7 +60,7 @@ def of_model(
 ) -> tuple[Plan, list[Slice]]:
     """Return the plan for this very model, and all stages' slices of it.
 
-    Raises ``UserError`` where nothing of it is left to train.
+    Raises ``UserError`` if no weight is left to train.
     """
     slices = cut(model, plan.stage_map.partition.ranges)
     tune = run.fine_tune
@@ -76,7 +75,7 @@ def of_model(
 
 
 def packing_fault(shape: ModelShape) -> str | None:
-    """Return why packed rows would not have the same loss, None where they have."""
+    """Return why packed rows would change the loss, None if they do not."""
     if shape.has_dynamic_rope:
         return (
             "the model's rotary embeddings are of type dynamic, and change with the length of the "
@@ -90,9 +89,9 @@ def packing_fault(shape: ModelShape) -> str | None:
 def choose_plan(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
 ) -> Choice:
-    """Return the way to train that is taken.
+    """Return the chosen way to train.
 
-    Raises ``UserError`` where no way that the options leave open fits in the memory of all ranks.
+    Raises ``UserError`` if no way that the options leave open fits in the memory of all ranks.
     """
     facts = facts_of(inputs, opened, lengths)
     try:
@@ -108,7 +107,7 @@ def choose_plan(
 
 
 def headline(run: RunSpec, plan: Plan) -> str:
-    """Return one line that says how the run is laid out."""
+    """Return the layout of the run in one line."""
     mesh, stages = plan.mesh, plural(plan.stage_map.num_stages, "stage")
     return (
         f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
@@ -118,7 +117,7 @@ def headline(run: RunSpec, plan: Plan) -> str:
 
 
 def without_effect(run: RunSpec, plan: Plan) -> list[str]:
-    """Return a line for each option of replicas or of stages where there is one of them."""
+    """Return a line for each option of replicas or stages that has no effect with one of them."""
     tune, mesh = run.fine_tune, plan.mesh
     if not tune.train:
         return []
@@ -135,7 +134,7 @@ def without_effect(run: RunSpec, plan: Plan) -> list[str]:
 
 
 def _rows_of(plan: Plan) -> str:
-    """Return the rows of each replica, where they differ."""
+    """Return the rows of each replica, if they differ."""
     if not plan.replica_rows:
         return ""
     return f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
@@ -146,7 +145,7 @@ PLANNED = ("planned peak", "limit", "which is")
 
 
 def planned_columns(limits: MemoryLimits) -> tuple[str, ...]:
-    """Return what a rank's process is planned to take, what it may take, and why no more."""
+    """Return the planned bytes of a rank's process, its limit, and the reason for the limit."""
     return gibibytes(limits.planned_process), gibibytes(limits.process), limits.reasons[0]
 
 

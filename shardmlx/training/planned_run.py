@@ -1,4 +1,4 @@
-"""Plan a training run on every rank: check the options, read the data, choose what fits."""
+"""Plan a training run on every rank: check the options, read the data, choose a way that fits."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ from shardmlx.training.plan import (
 from shardmlx.training.predicted import longest_inputs, mean_lengths
 
 _PACKAGES = {"tensorboard": "tensorboardX"}
-"""Packages of the services of --report-to that are not called as these are."""
+"""Packages of services of --report-to that have another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run whose plan is made and fits, and of which no weight is read.
+    """A run with a plan that fits, before any weight is read.
 
     ``config`` is what was asked for, ``chosen`` the answer to what that leaves open, by option.
     ``data`` is on rank 0 only; ``slices`` are those of all stages.
@@ -80,14 +80,14 @@ class PlannedRun:
 
     @property
     def mean_length(self) -> int:
-        """Mean length of the rows of a step, in tokens, as they are computed."""
+        """Mean computed length of the rows of a step, in tokens."""
         return self.lengths.exact if self.plan.pack else self.lengths.padded
 
 
 def open_for_training(
     config: TrainConfig, transport: Transport, reporter: Reporter
 ) -> AbstractContextManager[OpenedModel]:
-    """Find the model and what a run starts from on all ranks. All ranks must call it."""
+    """Find the model and the run's starting point on all ranks. All ranks must call it."""
     adapters = config.resume_adapter_file if config.train else config.adapter_path
     return open_on_all_ranks(transport, reporter, ModelSource.of(config), adapters)
 
@@ -113,7 +113,7 @@ def plan_run(
     inputs = gather_plan_inputs(
         transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
     )
-    # What the options get wrong is found before the data is read.
+    # Wrong options are found before the data is read.
     on_all_ranks(transport, "planning", partial(check_layout, run, inputs, opened, model))
     on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
     on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
@@ -167,9 +167,9 @@ def plan_run(
 
 
 def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
-    """Return the steps that so many passes over a training set take.
+    """Return the steps of so many passes over a training set.
 
-    As in mlx-lm, a pass leaves out what does not fill its last batch.
+    A pass leaves out an incomplete last batch, as in mlx-lm.
     """
     return max(1, round(epochs * max(1, samples // batch_size)))
 
@@ -189,7 +189,7 @@ def optimizer_of(fine_tune: FineTune) -> Optimizer:
 
 
 def _check_output(config: TrainConfig, model_path: Path) -> None:
-    """Make sure, before hours of work, that what the run will write can be written."""
+    """Make sure, before hours of work, that the run's outputs can be written."""
     for service in config.services:
         package = _PACKAGES.get(service, service)
         if find_spec(package) is None:
@@ -238,7 +238,7 @@ def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> 
 
 
 def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
-    """Return the lengths of the sequences of a step, and of those that only pass forward."""
+    """Return the lengths of a step's sequences, and of forward-only ones."""
     sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.test
     used = [each for each in sets if len(each)]

@@ -44,7 +44,7 @@ class Expected:
     """The prediction for a run with micro-batches of known lengths.
 
     ``num_layers`` has an entry a stage, ``peaks`` the bytes of each pipeline rank; ``step_seconds``
-    is for sequences of ``mean_length`` tokens, and None where no times were measured.
+    is for sequences of ``mean_length`` tokens, and None without measured times.
     """
 
     num_layers: tuple[int, ...]
@@ -71,8 +71,8 @@ def longest_inputs(samples: Collection[Sample], max_seq_length: int) -> int:
 def mean_lengths(
     samples: Sequence[Sample], batch_size: int, max_seq_length: int
 ) -> tuple[int, int, float]:
-    """Return the mean lengths of rows, padded as a micro-batch of one row is, and as they are, and
-    the share of the latter that counts in the loss."""
+    """Return the mean lengths of rows, with the padding of a micro-batch of one row and without,
+    and the share of the latter that counts in the loss."""
     bounds = np.array([(max(2, len(tokens)), max(1, start)) for tokens, start in samples])
     bounds = bounds[: max(1, len(bounds) // batch_size) * batch_size]
     lengths, starts = bounds.T

@@ -1,8 +1,8 @@
 """Measure how long the parts of a model take on this machine, with random weights.
 
-The times do not depend on what the weights are, so nothing of the model but its config.json is
-needed, and only a few of its layers are built. Ranks that share a machine measure at the same
-time, as they compute at the same time in a run.
+The times do not depend on the weights' values, so only the model's config.json is needed, and only
+a few of its layers are built. Ranks that share a machine measure at the same time, as they compute
+at the same time in a run.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from shardmlx.models.tensors import read_quantisation
 from shardmlx.training.planned_run import optimizer_of
 
 LAYER_BYTES = 500_000_000
-"""Size up to which layers are measured together: more than caches hold, little to a machine."""
+"""Size up to which layers are measured together: more than caches hold, little for a machine."""
 
 MAX_LAYERS = 16
-"""Limit of the layers that are measured together."""
+"""Limit of layers that are measured together."""
 
 MAX_ALIKE = 4
-"""Limit of the layers of a kind that are measured together, where not all are alike."""
+"""Limit of layers of a kind that are measured together, if not all are alike."""
 
 REPEATS = 5
-"""Measurements, of which the median counts."""
+"""Number of measurements, whose median counts."""
 
 WARM_UPS = 2
 """Runs before the measurements: the first allocate memory and compile kernels."""
@@ -64,7 +64,7 @@ _LAYER = re.compile(r"\blayers\.\d+\.")
 
 @dataclass(slots=True)
 class _Laps:
-    """Stop watch: seconds of what is done under ``lap``, by name."""
+    """Stop watch: seconds of the work under ``lap``, by name."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class _Laps:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def median(self, name: str) -> float:
-        """Return the median without the warm-up; 0 for what was never done."""
+        """Return the median without the warm-up; 0 if it never ran."""
         return statistics.median(self.seconds.get(name, [])[WARM_UPS:] or [0.0])
 
 
@@ -91,8 +91,8 @@ def measure(
 ) -> list[Sample]:
     """Measure a sample for each (rows, tokens a row); call ``advance`` after each. Collective.
 
-    ``pattern`` says of which kind each layer is, of a model that is to be built as it is: else it
-    is built with some layers that are all alike.
+    ``pattern`` has the kind of each layer of a model that must be built as it is; other models get
+    a few equal layers.
     """
     if pattern:
         model = _build(model_config, None, dtype)
@@ -143,8 +143,8 @@ def measure(
 def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
     """Build a frozen model of a few layers like those of ``model_config``, with random weights.
 
-    The first and the last layer go with the ends; those between are measured as layers. All are
-    quantised like the layer in the middle: recipes that mix widths give the outermost more bits.
+    The first and the last layer count with the ends; those between are measured as layers. All are
+    quantised like the middle layer: recipes that mix widths give the outermost more bits.
     """
     one = _build(model_config, 1, dtype)
     nbytes = sum(array.nbytes for _, array in tree_flatten(one.layers[0].parameters()))
@@ -156,13 +156,12 @@ def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module
 
 
 def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) -> nn.Module:
-    """Build mlx-lm's model with so many layers, or as it is, lazily: nothing of it is computed
-    yet."""
+    """Build mlx-lm's model with so many layers, or as it is, lazily, without computing anything."""
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
     if num_layers is not None:
         plain["num_hidden_layers"] = num_layers
     if num_layers is not None and plain.get("layer_types") is not None:
-        plain["layer_types"] = ["full_attention"] * num_layers  # as all of them are
+        plain["layer_types"] = ["full_attention"] * num_layers  # with full attention in all layers
     model = build_random(plain)
     model.eval()
     model.set_dtype(getattr(mx, dtype))
@@ -171,7 +170,7 @@ def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) 
 
 
 def _quantise(model: nn.Module, model_config: Mapping[str, Any], *, as_it_is: bool) -> None:
-    """Quantise as ``model_config`` says, or all layers as it says of that in the middle."""
+    """Quantise as ``model_config`` says, or all layers like the middle one."""
     quantisation = read_quantisation(model_config)
     if quantisation is None:
         return
@@ -182,7 +181,7 @@ def _quantise(model: nn.Module, model_config: Mapping[str, Any], *, as_it_is: bo
         own = quantisation.of(path)
         if own is None or not hasattr(module, "to_quantized"):
             return False
-        # As mlx-lm converts: what cannot be divided into groups stays as it is.
+        # Weights that do not divide into groups stay unquantised, as in mlx-lm's convert.
         return False if module.weight.shape[-1] % own.group_size else asdict(own)
 
     nn.quantize(model, class_predicate=how)
@@ -196,8 +195,8 @@ def _stages(model: nn.Module, savings: Savings) -> list[Stage]:
 
 
 class _Unlike:
-    """Stages of a model whose layers are not all alike: the first layer, the last one, and some
-    between of each kind. The model is built as it is, of which only they are computed."""
+    """Stages of a model with unlike layers: the first layer, the last one, and some of each kind
+    between. The model is built as it is, but only these are computed."""
 
     def __init__(self, model: nn.Module, pattern: Sequence[int], savings: Savings) -> None:
         self._model, self._pattern, self._savings = model, pattern, savings
@@ -207,8 +206,8 @@ class _Unlike:
         model.freeze()
 
     def _run_of(self, kind: int) -> tuple[int, int]:
-        """Return layers of a kind, one after the other, neither the first nor the last of the model
-        if there are such: these go with the ends."""
+        """Return layers of a kind, one after the other, without the model's first and last if there
+        are others: these count with the ends."""
         inner = range(1, len(self._pattern) - 1)
         start = next((i for i in inner if self._pattern[i] == kind), self._pattern.index(kind))
         layer = find_parts(self._model).layers[start]
@@ -316,7 +315,7 @@ def _update(stage: Stage, optimizer: Optimizer) -> float:
     laps = _Laps()
     for _ in range(WARM_UPS + REPEATS):
         for name in stage.names:
-            # Transposed, as the backward pass leaves them.
+            # Transposed, like the backward pass leaves them.
             stage.gradients[name] = mx.random.normal(stage.part[name].shape[::-1]).T
         mx.eval(stage.gradients)
         with laps.lap("update"):
@@ -325,7 +324,7 @@ def _update(stage: Stage, optimizer: Optimizer) -> float:
 
 
 def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
-    """Measure the micro-batches that ``options`` name on every rank; rank 0 writes the profile.
+    """Measure the micro-batches of ``options`` on every rank; rank 0 writes the profile.
 
     All ranks must call it. Raises ``AgreedError``.
     """
@@ -347,7 +346,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
             _pattern_of(workload.shape, max(length for _, length in shapes)),
         )
     mine = MachineProfile(transport.hosts[transport.rank], _chip(), tuple(samples))
-    machines = transport.gather(mine, what="measurements") or ()  # those on rank 0
+    machines = transport.gather(mine, what="measurements") or ()  # empty on other ranks
     _show(reporter, machines)
     work = work_of(fine_tune, workload.shape, workload.dtype, model_config.get("quantization"))
     profile = Profile(work, tuple(machines))
@@ -362,8 +361,8 @@ def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
 
 
 def _pattern_of(shape: ModelShape, longest: int) -> tuple[int, ...]:
-    """Return of which kind each layer is, for a model that is measured as it is: one with windows
-    needs its layers where they are, and a wrapper counts them inside."""
+    """Return the kind of each layer for a model that is measured as it is: windows depend on a
+    layer's place, and wrappers count layers inside."""
     _, pattern = shape.unlike_layers(longest)
     as_it_is = max(pattern) or any(shape.windows) or shape.prefix or not shape.is_declared
     return pattern if as_it_is else ()

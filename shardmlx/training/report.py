@@ -23,8 +23,8 @@ from shardmlx.training.start_event import facts_of
 class _Window:
     """The steps since the last report.
 
-    ``tokens`` are those that counted in the loss, by step; ``grad_norm`` is the global gradient
-    norm of the last update; ``skipped`` counts the updates that were left out in the whole run.
+    ``tokens`` are the counted ones, by step; ``grad_norm`` is the global gradient norm of the last
+    update; ``skipped`` counts the updates that were left out in the whole run.
     """
 
     step: int
@@ -52,7 +52,7 @@ class _Window:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return its part of the metrics."""
+        """Return the window's part of the metrics."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -66,7 +66,7 @@ class _Window:
         }
 
     def for_services(self, trained_tokens: int) -> dict[str, Any]:
-        """Return what mlx-lm tells the services of ``--report-to``, in its words and units."""
+        """Return mlx-lm's report to the services of ``--report-to``, in its words and units."""
         return {
             "iteration": self.step,
             "train_loss": self.loss,
@@ -105,7 +105,8 @@ class TrainingReport:
         )
 
     def start(self, step: int) -> None:
-        """Tell the metrics what runs, before the step after ``step``. Not collective."""
+        """Write the facts of the run to the metrics, before the step after ``step``. Not
+        collective."""
         if self._job.transport.rank == 0:
             self._reporter.event("start", facts_of(self._job, step))
 
@@ -118,7 +119,7 @@ class TrainingReport:
         self._tokens.append(tokens)
 
     def pass_over(self, steps: int) -> None:
-        """Leave the losses of the last steps out: they led to no update. Not collective."""
+        """Leave out the losses of the last steps, which led to no update. Not collective."""
         self._skipped += 1
         del self._losses[-steps:], self._tokens[-steps:]
 
@@ -127,7 +128,7 @@ class TrainingReport:
         return [sum(losses.values()) for losses in self._losses]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the report beside ``mine``. Not collective."""
+        """Return the report's state for a checkpoint, beside ``mine``. Not collective."""
         return {
             "tokens": list(self._tokens),
             "total_tokens": self._total_tokens,
@@ -135,7 +136,7 @@ class TrainingReport:
         }
 
     def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[float]]) -> None:
-        """Go on from what ``state`` and, on all ranks of that run, ``mine`` returned."""
+        """Restore ``state`` and, from all ranks of that run, ``mine``."""
         self._tokens = list(state["tokens"])
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
@@ -143,7 +144,7 @@ class TrainingReport:
         self._losses = [{0: sum(losses)} if is_mine else {} for losses in zip(*mine, strict=True)]
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
-        """Report the mean of the steps since the last report, and what each rank did."""
+        """Report the mean of the steps since the last report, and each rank's work."""
         report = self._meter.report(self._losses)
         tokens, self._losses, self._tokens = self._tokens, [], []
         self._total_tokens += sum(tokens)
@@ -199,7 +200,7 @@ class TrainingReport:
             )
 
     def summary(self, seconds: float, checkpoints: Mapping[str, Any]) -> None:
-        """Report where time and memory went, beside what was predicted of them. Not collective."""
+        """Report the use of time and memory, beside the predictions. Not collective."""
         ranks = self._meter.summary()
         if not ranks:
             return
@@ -263,7 +264,7 @@ class TrainingReport:
         ]
 
     def _expected(self) -> Expected:
-        """Predict the steps that were run."""
+        """Predict the steps of this run."""
         job = self._job
         recompute = job.workload.batch.recomputed
         return expect(job.plan, job.workload, job.cluster, self._lengths, recompute)

@@ -133,7 +133,7 @@ def _find_checkpoint(
     data: DataSets | None,
     plan: Plan,
 ) -> tuple[Mapping[str, Any] | None, Resumption]:
-    """Return which run this is, on rank 0 where it has checkpoints, and what it goes on from."""
+    """Return the run's identity, on rank 0 if it has checkpoints, and its starting point."""
     checkpoints = CheckpointOptions.of(config)
     identity = on_all_ranks(
         transport,
@@ -168,7 +168,7 @@ def _load(
     *,
     divides_weights: bool,
 ) -> tuple[DividedWeights | None, list[Stage]]:
-    """Load this rank's stages, or its part of them, and show what each rank holds. Collective."""
+    """Load this rank's stages, or its part of them, and show each rank's share. Collective."""
     start = time.monotonic()
     own = plan.stages_of(transport.rank)
     parts = [slices[index] for index in own]

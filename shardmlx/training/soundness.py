@@ -1,4 +1,4 @@
-"""Tell whether what a run has trained is worth keeping: it replaces what may be better."""
+"""Tell whether trained weights are worth keeping: they may replace better ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.stage import Stage
 
 WINDOW = 10
-"""Updates among which skipped ones are counted: a few rows may be bad, but a run that skips more
-than half of these learns nothing."""
+"""Updates among which skipped ones are counted. A few rows may be bad, but a run that skips more
+than half of its updates learns nothing."""
 
 TAMER = "lower --learning-rate, or give --dtype float32"
 
@@ -22,14 +22,14 @@ _IMPEL = "raise --learning-rate (look at lr_schedule), or give data in which tok
 
 
 class Fault(NamedTuple):
-    """The reason why the weights of a run should replace nothing, and what to do about it."""
+    """The reason why a run's weights should replace nothing, and the remedy."""
 
     problem: str
     remedy: str
 
 
 class Soundness:
-    """The updates of a run, made or skipped on all ranks alike, and the weights that it trains.
+    """The updates of a run, made or skipped on all ranks together, and the weights that it trains.
 
     A rank looks at the weights that it ``holds``; ``has_moved`` says whether an update of this run
     has changed one of those that it updates.
@@ -54,13 +54,15 @@ class Soundness:
 
     @property
     def is_lost(self) -> bool:
-        """True if more than half of the last ``WINDOW`` updates were skipped, whatever follows."""
+        """True if more than half of the last ``WINDOW`` updates were skipped, even if better ones
+        follow."""
         return self._made.count(False) > WINDOW // 2
 
     def fault(self) -> Fault | None:
         """Return why the weights should replace nothing; None if they may. All ranks must call it.
 
-        Of the last updates more than half were skipped, or a weight is not finite.
+        The reason is that more than half of the last updates were skipped, or that a weight is not
+        finite.
         """
         skipped, total = self._made.count(False), len(self._made)
         if 2 * skipped > total:

@@ -1,4 +1,4 @@
-"""Tell what a run is before its first step: the facts of the ``start`` line of its metrics."""
+"""Write the facts of a run before its first step: the ``start`` line of its metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
 
 MOST_SPANS = 4000
-"""Actions of a step on all ranks up to which their times are told; more cannot be drawn."""
+"""Limit of actions of a step on all ranks whose times are written; more cannot be drawn."""
 
 
 def facts_of(job: TrainingRun, step: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _changed(config: Any) -> list[str]:
 
 
 def _full_length(job: TrainingRun) -> int:
-    """Return the tokens of the longest input that the options allow, for which ``plan`` plans."""
+    """Return the tokens of the longest input that the options allow, which ``plan`` assumes."""
     return job.config.max_seq_length - 1
 
 

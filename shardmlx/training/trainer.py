@@ -1,7 +1,7 @@
-"""Train: do what ``mlx_lm.lora`` does, on every rank of the mesh.
+"""Train like ``mlx_lm.lora``, on every rank of the mesh.
 
-What shows in the loss curve is as mlx-lm has it: the order of batches, their padding, when
-validation draws its own, how gradients of several steps make one update.
+Everything that shows in the loss curve is as in mlx-lm: the order of batches, their padding, the
+draws of validation, the mean of gradients over several steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardmlx.training.viewers import ViewerOptions, open_reporter
 
 
 def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train for the command, which says first what computes. All ranks must call it."""
+    """Train for the command, and print the computing device first. All ranks must call it."""
     _train(config, transport, blas=blas)
 
 
@@ -56,10 +56,10 @@ def train_model(
     """Train a model, or test it, as ``config`` says. All ranks must call it.
 
     Rank 0's ``config`` counts. Adapters or weights are saved in its ``adapter_path``. ``on_event``
-    is called on rank 0 with the name and the values of each report: what ``metrics_file`` is given.
-    Raises ``AgreedError``, a ``UserError``, on all ranks alike for what the user can mend, before
-    weights are read; ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` where the run
-    itself cannot go on; ``TransportError`` and ``EngineError`` where a rank is lost or fails.
+    is called on rank 0 with the name and the values of each report, as in ``metrics_file``. Raises
+    ``AgreedError``, a ``UserError``, on all ranks for the user's mistakes, before weights are read;
+    ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` if the run itself cannot go on;
+    ``TransportError`` and ``EngineError`` if a rank is lost or fails.
     """
     _train(transport.broadcast(config, what="options"), transport, on_event=on_event)
 
@@ -107,7 +107,7 @@ class Trainer:
         self._soundness = Soundness(
             job.transport, job.stages, shards.holds, lambda: updater.has_moved
         )
-        # In the place of mlx-lm's np.random: training and validation draw from the same state.
+        # Replaces mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(config.seed)
         self._evaluation = Evaluation(job, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
@@ -116,13 +116,13 @@ class Trainer:
         self._last_share: Share | None = None
 
     def train(self) -> None:
-        """Run all iterations that are left, with validation, reports and saving in between."""
+        """Run all remaining iterations, with validation, reports and saving in between."""
         config = self._config
         on_rank_0(self._transport, "opening the output", self._open_output)
         self._resume()
         how = self._transport.stop_command()
         if how is not None and self._job.resumption.place is not None:
-            # At Ctrl-C mpirun leaves its ranks half a second.
+            # After Ctrl-C mpirun leaves its ranks half a second.
             self._reporter.say(f"To stop with a checkpoint: {how}")
         start = time.monotonic()
         try:
@@ -251,7 +251,7 @@ class Trainer:
         self._soundness.count(made=True)
 
     def _pass_over(self, step: int, what: str) -> None:
-        """Leave the steps since the last update out, or end the run: ``what`` is not finite."""
+        """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._config.on_nonfinite == "stop":
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
@@ -266,14 +266,14 @@ class Trainer:
         """Send the next batch on its way, and return the position in the data before it.
 
         The batch is drawn after the validation's, as in mlx-lm, and travels while this step
-        computes. A checkpoint of this step goes on with it, not with the one after.
+        computes. A checkpoint of this step resumes with it, not with the one after.
         """
         position = self._position()
         feed.send_ahead()
         return position
 
     def _position(self) -> dict[str, Any]:
-        """Return, on rank 0, from where the next batches are drawn."""
+        """Return, on rank 0, the position of the next batches."""
         if self._batches is None:
             return {}
         return {"random": random_state(self._random), "batches": self._batches.position()}
@@ -289,8 +289,8 @@ class Trainer:
     def _fault(self) -> Fault | None:
         """Return why the present weights should replace nothing; None if they may.
 
-        Where steps may be skipped, the last batch is tried with them: a run with weights that give
-        no finite loss any more would go on, and save them, until it has skipped most of its steps.
+        If steps may be skipped, the last batch is tried with the weights: a run whose weights give
+        no finite loss any more would otherwise save them until it has skipped most of its steps.
         """
         fault = self._soundness.fault()
         if fault is None and self._job.resumption.found is None:
@@ -303,7 +303,7 @@ class Trainer:
         return Fault("with its weights the loss of the last batch is not finite", TAMER)
 
     def _is_worth_keeping(self, step: int) -> bool:
-        """Return whether what is trained by now may replace what was saved; if not, say why."""
+        """Return whether the trained weights may replace the saved ones; if not, print why."""
         fault = self._fault()
         if fault is not None:
             what = f"step {step}: {fault.problem}"
@@ -326,7 +326,7 @@ class Trainer:
         return is_saved
 
     def _keep(self) -> str:
-        """Save the last update if it is worth it, and return a sentence that says where it is."""
+        """Save the last update if it is worth it, and return a sentence about its place."""
         output = self._config.adapter_path
         fault = self._fault()
         if fault is not None:
@@ -356,9 +356,9 @@ class Trainer:
             self._report.validation(step, loss, time.monotonic() - start)
 
     def _save(self, copy_as: str | None) -> bool:
-        """Write what was trained so far, under its final name and, for adapters, as a copy.
+        """Write the weights trained so far, under their final name and, for adapters, as a copy.
 
-        As long as a resumed run has changed nothing, it leaves what is later than its checkpoint.
+        Until a resumed run has changed a weight, it keeps outputs later than its checkpoint.
         Returns whether it has written.
         """
         config, directory = self._config, Path(self._config.adapter_path)
@@ -371,7 +371,7 @@ class Trainer:
                 "the checkpoint's weights, name another --adapter-path"
             )
             return False
-        # A rank waits until rank 0 has written what comes before.
+        # A rank waits until rank 0 has written the tensors before its own.
         with self._transport.longer_timeout(SETUP_SECONDS):
             if config.fine_tune_type == "full":
                 save_model(self._collector, self._job.model_path, directory)

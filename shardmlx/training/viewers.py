@@ -1,4 +1,4 @@
-"""Open what is told of a run's events: its metrics file, its live page, TensorBoard."""
+"""Open the viewers of a run's events: its metrics file, its live page, TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ViewerOptions(Spec):
 def open_reporter(
     options: ViewerOptions, transport: Transport, on_event: Listener | None
 ) -> Iterator[Reporter]:
-    """Give out a reporter that tells all viewers, for the length of a block.
+    """Give out a reporter to all viewers, for the length of a block.
 
-    All ranks must call it. Raises ``AgreedError`` where a port or a file cannot be opened.
+    All ranks must call it. Raises ``AgreedError`` if a port or a file cannot be opened.
     """
     with ExitStack() as stack:
         reporter = on_rank_0(
@@ -44,7 +44,7 @@ def open_reporter(
 
 
 def _open(options: ViewerOptions, on_event: Listener | None, stack: ExitStack) -> Reporter:
-    """Open everything, to be closed with the stack, and say where the run can be seen."""
+    """Open all viewers, to be closed with the stack, and print where to see the run."""
     listeners = [] if on_event is None else [on_event]
     page = None
     if options.metrics_port is not None:
