@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from shardmlx.common.durable_files import PARTIAL, NewFiles, flush_directory, why_not_written
+from shardmlx.common.durable_files import (
+    PARTIAL,
+    NewFiles,
+    flush_directory,
+    pieces_of,
+    why_not_written,
+)
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
@@ -23,8 +29,6 @@ from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFI
 from shardmlx.models.config_reader import parse_config
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
-
-_PIECE_BYTES = 4 << 20
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a model directory's configuration and tokenizer files."""
@@ -167,7 +171,7 @@ def save_adapters(
         files.write(ADAPTER_FILE, safetensors_pieces(specs, arrays))
     if copy_as is not None:
         with _saving(collector, directory, nbytes) as files:
-            files.write(copy_as, _pieces_of(directory / ADAPTER_FILE))
+            files.write(copy_as, pieces_of(directory / ADAPTER_FILE))
 
 
 def save_model(collector: Collector, source: Path, directory: Path) -> None:
@@ -193,7 +197,7 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
             index.update((spec.name, name) for spec in specs)
         for path in sorted(source.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):
-                files.write(path.name, _pieces_of(path))
+                files.write(path.name, pieces_of(path))
         files.write(
             INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         )
@@ -231,12 +235,6 @@ def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewF
     except BaseException:
         files.discard()
         raise
-
-
-def _pieces_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
 
 
 def _json(content: Mapping[str, Any], indent: int) -> list[bytes]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import PARTIAL, flush_directory, write_durably
+from shardmlx.common.durable_files import PARTIAL, flush_directory, pieces_of, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 
@@ -42,7 +42,6 @@ FORMAT = 1
 
 _NAME = re.compile(r"step-(\d{7,})")
 _REPLACED = "replaced-"
-_CHUNK = 4 << 20
 
 
 def name_of(step: int) -> str:
@@ -262,10 +261,9 @@ class Store:
             size = path.stat().st_size
             if size != file.nbytes:
                 return f"{path} has {size} bytes, not {file.nbytes}"
-            with path.open("rb") as content:
-                while chunk := content.read(_CHUNK):
-                    digest.update(chunk)
-                    advance(len(chunk))
+            for piece in pieces_of(path):
+                digest.update(piece)
+                advance(len(piece))
         except FileNotFoundError:
             return f"{path} is missing"
         except OSError as error:

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +20,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that keep names safe by themselves, or not at all."""
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """Read a file in pieces of 4 MiB."""
+    with path.open("rb") as file:
+        while piece := file.read(4 << 20):
+            yield piece
 
 
 def flush_to_disk(file: IO[bytes]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import DIGEST_BYTES, new_digest
-from shardmlx.common.durable_files import PARTIAL, replace_durably
+from shardmlx.common.durable_files import PARTIAL, pieces_of, replace_durably
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
@@ -43,7 +43,6 @@ from shardmlx.modelfiles.parts import EMBEDDING, part_of
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.models.shape import ModelShape
 
-_PIECE = 4 << 20
 _WHAT = "exporting"
 
 Range = tuple[int, int]
@@ -277,10 +276,9 @@ def _send(transport: Transport, path: Path, size: int) -> None:
     what = f"{transport.name(transport.rank)}, gathering {path.name}"
     outgoing = Outgoing(transport, size + DIGEST_BYTES, 0, OBJECT_TAG, what)
     digest = new_digest()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-            outgoing.write(memoryview(piece))
+    for piece in pieces_of(path):
+        digest.update(piece)
+        outgoing.write(memoryview(piece))
     outgoing.write(memoryview(digest.digest()))
     outgoing.close()
 

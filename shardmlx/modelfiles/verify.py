@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.common.durable_files import pieces_of
 from shardmlx.common.formatting import plural
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
@@ -26,7 +27,6 @@ from shardmlx.models.tensors import (
     read_quantisation,
 )
 
-_CHUNK = 1 << 22
 _SHOWN = 20
 _GITS_ID = 40
 """Letters of the id that git gives a small file; a sha256 has 64."""
@@ -223,10 +223,9 @@ def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterato
 def _digest(path: Path, is_git: bool, advance: Callable[[int], None]) -> str:
     # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
     digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
-    with path.open("rb") as file:
-        if is_git:
-            digest.update(f"blob {path.stat().st_size}\0".encode())
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            advance(len(chunk))
+    if is_git:
+        digest.update(f"blob {path.stat().st_size}\0".encode())
+    for piece in pieces_of(path):
+        digest.update(piece)
+        advance(len(piece))
     return digest.hexdigest()
