@@ -156,8 +156,7 @@ def _forward(
 def _backward(
     primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[Piece]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the gradients of queries, keys and values, given those of the output and the
-    log-sum-exp."""
+    """Return gradients of queries, keys and values, given those of output and log-sum-exp."""
     (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
     inner = (out * gradient).astype(mx.float32).sum(axis=-1, keepdims=True) - of_sums
     of_q: list[mx.array] = []

@@ -196,8 +196,7 @@ class Decoder:
         return None if places is None else mx.array(places.positions)
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:
-        """Return every cache that the family's code asks for: it makes one mask for all layers of a
-        kind."""
+        """Return every cache that the family's code uses: one mask serves all layers of a kind."""
         own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=True)}
         # Layers of other kinds are outside; ours may take positions from their caches.
         placed = next((cache for cache in caches if hasattr(cache, "offset")), None)

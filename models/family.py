@@ -15,8 +15,7 @@ from shardmlx.models.layer_shape import LayerShape
 class Family:
     """A family of models: the facts for planning and loading.
 
-    ``layers`` gives the sizes of each layer of a config.json. ``model_types`` are other names of
-    the family.
+    ``layers`` gives the sizes of each layer of a config.json. ``model_types`` are other names.
     """
 
     layers: Callable[[Config], Sequence[LayerShape]]
@@ -24,8 +23,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
     tied: bool | None = True
-    """True if the embedding is the lm_head too unless config.json says otherwise; None if it must
-    say."""
+    """True if the embedding is the lm_head by default; None if config.json must say so."""
     is_tied_by_config: bool = True
     """False if config.json does not decide it."""
     embedding: str = "embed_tokens"
@@ -41,8 +39,7 @@ class Family:
     drops_further_layers: bool = False
     """True if mlx-lm ignores layers after the last, which predict more tokens."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Prefixes that mlx-lm replaces as it loads, with their replacements; the first match
-    counts."""
+    """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     stored_otherwise: str | None = None
     """Pattern of names in Hugging Face's files whose tensors mlx-lm cuts or joins."""
     chooses_caches: bool = False

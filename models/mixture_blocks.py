@@ -98,8 +98,7 @@ def latent_attention(config: Config, *, absorbed: bool) -> Attention:
         norms[f"{path}.q_a_layernorm"] = Norm(rank, rank)
     linears[f"{path}.kv_a_proj_with_mqa"] = Linear("attention", hidden, latent + rotary, bias)
     if absorbed:
-        # A matrix for each head, all from the same latent state; for queries in the other
-        # direction.
+        # A matrix for each head, from the same latent state; transposed for queries.
         linears[f"{path}.embed_q"] = Linear(
             "latent", plain, latent, experts=heads, uses=heads, applied=(latent, heads * plain)
         )

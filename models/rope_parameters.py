@@ -113,8 +113,7 @@ def rotated(fields: Mapping[str, Any], share: float) -> int:
 
 
 def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``rope_scaling`` with which mlx-lm computes the same as transformers; None without
-    any."""
+    """Return the ``rope_scaling`` with which mlx-lm computes like transformers, or None."""
     kind = type_of(rope)
     if kind not in _NEEDED:
         raise _refused(f"{SAID} is of type {kind!r}", f"known are {', '.join(_NEEDED)}")

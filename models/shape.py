@@ -82,8 +82,7 @@ class ModelShape:
     def from_tensors(
         cls, config: Mapping[str, Any], tensors: Mapping[str, Sides]
     ) -> ModelShape | None:
-        """Read a model of no declared family from the unpacked shapes of its tensors; None if it is
-        no decoder."""
+        """Read an undeclared model from the unpacked shapes of its tensors; None if no decoder."""
         found = read_tensors(config, tensors)
         if found is None:
             return None
@@ -175,8 +174,7 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     def head_parameters(self) -> int:
-        """Return the number of parameters of norm and lm_head; a tied one counts in the
-        embedding."""
+        """Return the number of parameters of norm and lm_head; a tied lm_head has none."""
         norm = self.hidden_size * (1 + self.family.final_norm_has_bias)
         head = self.vocab_size * (self.hidden_size + self.family.head_has_bias)
         return norm + (0 if self.tied else head)

@@ -72,8 +72,7 @@ def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
 
 
 class DoesNotFitError(UserError):
-    """Error with its message without the remedy in ``fact``, and the bytes that ``rank`` lacks in
-    ``shortage``."""
+    """Error whose ``fact`` is the message without remedy; ``rank`` lacks ``shortage`` bytes."""
 
     def __init__(self, fact: str, rank: int, shortage: float, remedy: str) -> None:
         super().__init__(f"{fact}: {remedy}")

@@ -37,8 +37,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The outcome of a search: the checkpoint, and by step the faults of those that were
-    skipped."""
+    """The outcome of a search: the checkpoint, and by step the faults of skipped ones."""
 
     found: Found | None
     faults: Mapping[int, str]

@@ -31,8 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The start of a run: without a ``place`` it saves nothing, without ``found`` it starts
-    anew."""
+    """The start of a run: saves nothing without a ``place``, starts anew without ``found``."""
 
     place: Place | None = None
     found: Found | None = None

@@ -1,8 +1,7 @@
 """Identify the run that a checkpoint belongs to: model, data, optimizer, and other facts that
 decide the losses.
 
-Layout, number of steps, reports and paths are left out: they may change between parts of a run. No
-MLX, no MPI.
+Layout, number of steps, reports and paths may change during a run. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ _ANEW = "or start anew with another --checkpoint-dir"
 
 
 Read = Callable[[str, int, int], bytes]
-"""A function of (file name, offset, count) that returns that many bytes of a weight file, or all
-the rest."""
+"""A function of (file name, offset, count) that returns the bytes of a weight file."""
 
 
 def identity_of(

@@ -225,8 +225,7 @@ class Store:
         """Delete all complete checkpoints but the ``keep`` newest; return the steps that went."""
         old = self.steps()[: -max(1, keep)]
         for step in old:
-            # Rename first: a half deleted directory is then no checkpoint, and goes when one is
-            # begun.
+            # Rename first: a half deleted directory is then no checkpoint.
             os.rename(self.path(step), self.partial(step))
             flush_directory(self.directory)
             shutil.rmtree(self.partial(step))

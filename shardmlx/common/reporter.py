@@ -147,8 +147,7 @@ class Bar:
 
 
 def metrics_line(event: str, values: Mapping[str, Any]) -> str:
-    """Return an event's line of a metrics file; infinite numbers become null, since JSON has no
-    NaN."""
+    """Return an event's line of a metrics file; numbers that are not finite become null."""
     return json.dumps({"event": event, **finite(values)})
 
 

@@ -71,8 +71,7 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return the number of values in a node, aliases in full; ``known`` has other nodes' by
-    identity."""
+    """Return the number of values in a node, aliases in full; ``known`` has counts by identity."""
     if id(node) in known:
         count = known[id(node)]
         if count is None:

@@ -24,8 +24,8 @@ SMALL_FILES = 64 << 20
 def identity_of(
     options: ExportOptions, model: str, adapters: str, shards: Shards
 ) -> dict[str, str]:
-    """Return the identity of an export, equal for equal bytes; ``model`` and ``adapters`` name
-    their content."""
+    """Return an export's identity, equal for equal bytes; ``model`` and ``adapters`` name
+    content."""
     heads = b"".join(
         head
         for rank in sorted(set(shards.writers.values()))

@@ -38,8 +38,7 @@ class Trained:
 
 
 def find_trained(name: str) -> Trained:
-    """Find adapters, a checkpoint, or the newest of a directory of checkpoints. Raises
-    ``UserError``."""
+    """Find adapters, or the (newest) checkpoint of a directory. Raises ``UserError``."""
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")

@@ -75,8 +75,7 @@ class Cluster:
 
     @property
     def knows_messages(self) -> bool:
-        """True if message times are known relative to computing; within a host they are
-        negligible."""
+        """True if message times between hosts are known relative to computing."""
         if len({each.host for each in self.machines}) == 1:
             return True
         return self.unit == "seconds" and all(each.link is not None for each in self.machines)
@@ -139,8 +138,7 @@ def _only(replica: int | None) -> slice:
 def between_ranks(
     mesh: Mesh, time: Callable[[int, int], float], replica: int | None = None
 ) -> tuple[tuple[float, ...], ...]:
-    """Return ``[a][b]``: the longest ``time`` from pipeline rank a to b over all replicas, or in
-    one."""
+    """Return ``[a][b]``: the longest ``time`` from rank a to b over all replicas, or in one."""
 
     def longest(a: int, b: int) -> float:
         pairs = list(zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True))[_only(replica)]

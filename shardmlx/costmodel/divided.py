@@ -1,7 +1,6 @@
 """Predict what a replica holds of weights that all replicas divide. No MLX, no MPI.
 
-Chooses owners as ``engine.divided_weights`` does, by the sizes of a layer's matrices, but for each
-stage alone.
+Chooses owners like ``engine.divided_weights``, by the sizes of matrices, but for each stage alone.
 """
 
 from __future__ import annotations

@@ -191,8 +191,7 @@ def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield the arrays that trained linear layers keep for gradients of their weights or
-    adapters."""
+    """Yield the arrays that trained linear layers keep for gradients of weights or adapters."""
     tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
@@ -289,8 +288,7 @@ def _in_pieces(setup: TrainingSetup, trains: str) -> str:
 def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
     """Return the bytes of one temporary array of each kind, in F, and in I or W."""
     tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
-    # Norms on a CPU compute in float32, between two casts. Adapters do too, with counts of their
-    # own for it.
+    # Norms on a CPU compute in float32, between two casts. Adapters do too, with own counts.
     hidden = (size, size)
     if size < FLOAT32 and setup.backend == "cpu" and not setup.has_adapters:
         hidden = (FLOAT32 + 2 * size, FLOAT32)
@@ -312,8 +310,7 @@ def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
 
 
 def _scores(setup: TrainingSetup, layer: LayerShape) -> int:
-    """Return the bytes of the attention scores of all heads, for all queries or for a float32
-    piece."""
+    """Return the bytes of all heads' attention scores, of all queries or of a float32 piece."""
     heads, piece = layer.heads.queries, setup.attention_piece
     if piece is None:
         return setup.tokens * heads * setup.length * setup.dtype_bytes

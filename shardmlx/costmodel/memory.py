@@ -43,8 +43,7 @@ class StageMemory:
     room: int
     """Part of ``weights`` in buffers for others' weights, which all stages of a rank share."""
     optimizer: int
-    """Optimizer state from the first update on, of the fullest replica, and rounding errors of
-    sums."""
+    """Optimizer state from the first update on, of the fullest replica, and rounding errors."""
     gradients: int
     """Float32 sums of gradients, from the first W to the update; with divided weights, the
     replica's own."""
@@ -132,8 +131,7 @@ class _Stage:
 
     @property
     def first_backward(self) -> int:
-        """Lowest layer with a backward pass; a gradient for stages below passes through all
-        layers."""
+        """Lowest layer with a backward pass; all layers, for a gradient to stages below."""
         passes_all = self.has_input_gradient or self.setup.unfreeze_all
         lowest = self.start if passes_all else max(self.start, self.setup.first_trained_layer)
         return min(lowest, self.stop)
@@ -276,8 +274,7 @@ def _held(stage: _Stage) -> tuple[int, int]:
         after_forward += sum(layer.after_forward for layer in live)
         after_input += sum(layer.after_input for layer in live)
     elif live:
-        # Layers hold their inputs. The output is counted above on the last stage, as the norm's
-        # input.
+        # Layers hold their inputs. The last stage's output is counted above, as the norm's input.
         after_forward += message * (len(live) + (not stage.is_last))
     if stage.is_last and setup.unfreeze_all:
         after_forward += 2 * message

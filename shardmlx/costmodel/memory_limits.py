@@ -37,12 +37,10 @@ BOUND_FRACTION = 0.97
 tables. A process beyond the limit is killed, or refused memory."""
 
 FRAGMENTED = 0.06
-"""Share of a step's freed bytes that the C library keeps in fragments. Measured on Linux: 0.03 to
-0.08."""
+"""Share of a step's freed bytes kept in fragments by the C library: 0.03 to 0.08 on Linux."""
 
 CACHE_MARGIN = 1.25
-"""Cache size as a multiple of a step's freed bytes. Measured with SmolLM2: 1.01; plans are within
-5%."""
+"""Cache size as a multiple of a step's freed bytes. SmolLM2 took 1.01; plans are within 5%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: its bytes ``outside`` MLX's arrays, and its limits beside the size of
-    the machine."""
+    """The process of a rank: its bytes ``outside`` MLX's arrays, and its own limits."""
 
     outside: int = 0
     bounds: tuple[MemoryBound, ...] = ()
@@ -211,8 +208,7 @@ def limited(cluster: Cluster, limit: int | None) -> Cluster:
 def overfull(
     budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], first: int = 0
 ) -> str | None:
-    """Say how the first plan that does not fit fails, None if all fit; ranks count from
-    ``first``."""
+    """Say how the first misfit fails, None if all plans fit; ranks count from ``first``."""
     for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True), start=first):
         if plan.peak > budget.nbytes:
             return f"rank {rank} ({budget.host}) would take {in_process(budget, plan.peak)}"

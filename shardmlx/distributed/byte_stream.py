@@ -1,5 +1,4 @@
-"""Send long runs of bytes from one rank to another, in pieces: neither side holds more than
-three."""
+"""Send long runs of bytes from rank to rank in pieces: neither side holds more than three."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ PIECE_BYTES = 16 << 20
 
 
 class Outgoing:
-    """A stream of ``nbytes`` to ``peer``, which iterates over ``incoming``. Write all, then
-    close."""
+    """A stream of ``nbytes`` to ``peer``, which iterates over ``incoming``. Must be closed."""
 
     def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
         self._transport = transport

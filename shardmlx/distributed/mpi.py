@@ -53,8 +53,7 @@ SMALL_BYTES = 1 << 20
 looks for it; over a network, buffers hold a part of it."""
 
 SECONDS_TO_SPIN = 1e-3
-"""Seconds in which a wait only yields the core: any sleep, even of 0 s, takes some 50 us too
-long."""
+"""Seconds in which a wait only yields the core: even a sleep of 0 s takes some 50 us too long."""
 
 CALLS_TO_LOOK = 8
 """Calls after which Open MPI has looked at its sockets (``opal_progress`` does on every eighth)."""
@@ -320,8 +319,7 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
     """
     if MPI.Is_initialized():
         return
-    # Open MPI's libfabric component sleeps for a second at its start, and carries none of our
-    # messages.
+    # Open MPI's libfabric component sleeps for a second at its start, and carries no messages.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", _SEND_IN_PLACE)
     if on_several_hosts():

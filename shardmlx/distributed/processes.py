@@ -63,8 +63,8 @@ def open_file(pid: int, fd: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MpirunProcess:
-    """The mpirun of this job, or its daemon on this host. ``direct`` tells whether this process is
-    its child."""
+    """The mpirun of this job, or its daemon on this host. A ``direct`` one is this process's
+    parent."""
 
     process: psutil.Process
     name: str

@@ -27,8 +27,7 @@ from shardmlx.distributed.processes import (
 from shardmlx.errors import one_line
 
 SECONDS_OF_A_TURN = 0.2
-"""Seconds between ranks that see the same failure: the lowest reports first, and the others hear
-it."""
+"""Seconds between ranks that see the same failure: the lowest reports first."""
 
 SECONDS_TO_KILL = 0.7
 """Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
@@ -38,8 +37,7 @@ SECONDS_FOR_PEERS = 5.0
 """Seconds for the other ranks of rank 0's host to end before it."""
 
 SECONDS_TO_AGREE = 15.0
-"""Seconds for mpirun to end after ranks that ended by themselves; it takes one, unless cores are
-busy."""
+"""Seconds for mpirun to end after its ranks ended; it takes one, unless cores are busy."""
 
 
 class JobShutdown:
@@ -81,8 +79,7 @@ class JobShutdown:
         return True
 
     def report(self, error: BaseException) -> bool:
-        """Report a failure; if several ranks fail at once, as on a full disk, the lowest
-        reports."""
+        """Report a failure; if several ranks fail at once, only the lowest reports."""
         if os.environ.get("SHARDMLX_TRACEBACK"):
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)

@@ -268,8 +268,7 @@ class Sums:
             self._error = error  # the main thread's next wait raises it
 
     def _next(self, *, is_last: bool) -> Step | None:
-        """Return the next chunk of an exchange, if any; if not, and ``is_last``, this thread
-        ends."""
+        """Return the next chunk of an exchange; without any, and ``is_last``, this thread ends."""
         with self._lock:
             if not self._queue:
                 self._runs = not is_last
@@ -331,8 +330,7 @@ class Sums:
         self._end_sends(step)
 
     def _return(self, step: Step) -> None:
-        """Send this rank's sum to all, and receive theirs in the place of the pieces sent to
-        them."""
+        """Send this rank's sum to all, and receive theirs in place of the pieces sent."""
         exchange = step.exchange
         if not exchange.gathers:
             return

@@ -48,8 +48,7 @@ class Transport(ObjectCollectives):
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """End the job on all ranks. Called by a failed rank, for which peers would wait for
-        ever."""
+        """End the job on all ranks, after a failure of this one."""
 
     def close(self) -> None:
         """Release all resources, once all messages are done."""
@@ -89,8 +88,7 @@ class Transport(ObjectCollectives):
         ranks must call it."""
 
     def quiet_rank(self) -> str | None:
-        """Return in words which rank is in doubt, after a while of silence. Only rank 0 hears all
-        ranks."""
+        """Return in words which silent rank is in doubt. Only rank 0 hears all ranks."""
         return None
 
     @contextmanager

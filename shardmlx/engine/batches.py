@@ -48,8 +48,7 @@ class Samples(Sequence[Sample]):
         return starts
 
     def counted(self, most: int) -> np.ndarray:
-        """Return the number of each sample's tokens that count in the loss, cut at ``most``
-        tokens."""
+        """Return how many of each sample's first ``most`` tokens count in the loss."""
         first = np.maximum(self.starts, 1)
         counted: np.ndarray = np.maximum(np.minimum(self.lengths, most) - first, 0)
         return counted
@@ -246,8 +245,7 @@ def pack(batch: Batch, count: int) -> list[MicroBatch]:
     """Pack the rows into ``count`` micro-batches of one row each, about equally long.
 
     There is no padding. Longest rows first, each goes to the shortest micro-batch so far (LPT:
-    Graham 1969). No micro-batch gets longer than the longest row times rows / ``count``, rounded
-    up.
+    Graham 1969). No micro-batch gets longer than the longest row times rows / ``count``.
     """
     # Tokens after the last counted target have no effect.
     lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])

@@ -95,7 +95,6 @@ def _norm(array: mx.array) -> mx.array:
 
 
 def _ratio(above: mx.array, below: mx.array) -> mx.array:
-    """Return the ratio of two norms; 1 if one of them is 0, so that a weight of zeros learns
-    too."""
+    """Return the ratio of two norms; 1 if one is 0, so that a weight of zeros learns."""
     usable = (above > 0) & (below > 0)
     return mx.where(usable, above / mx.where(usable, below, 1), 1).astype(above.dtype)

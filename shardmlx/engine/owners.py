@@ -113,8 +113,8 @@ def _divided(
 
 
 def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> dict[str, int]:
-    """Give the largest remaining kind to the member with the least in all, or ``evenly`` in its
-    room first."""
+    """Give the largest remaining kind to the member with the least, or ``evenly`` in its room
+    first."""
     sizes: Counter[Hashable] = Counter()
     room: dict[Hashable, Hashable] = {}
     for _, each in sorted(weights.items()):  # kinds of one size by name

@@ -163,8 +163,7 @@ class Stage:
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return the input, and unless the loss is in pieces, the target tokens and which of them
-        count."""
+        """Return the input, and for a loss in one piece, target tokens and which of them count."""
         source = mx.array(microbatch.inputs) if x is None else x
         if self._head is None or self._head.takes_pieces(microbatch):
             return source, ()
@@ -226,8 +225,7 @@ class Stage:
         return token_loss(self.part.logits(normed, key=key, **places), *answers)
 
     def _new_cotangent(self, microbatch: MicroBatch, scale: float | None) -> mx.array:
-        """Return the cotangent: the scale of a loss, or a buffer for the gradient of hidden
-        states."""
+        """Return the cotangent: a loss's scale, or a buffer for the gradient of hidden states."""
         if scale is not None:
             cotangent = mx.array(scale, mx.float32)
             mx.eval(cotangent)
@@ -235,8 +233,7 @@ class Stage:
         return self._new_buffer(microbatch)
 
     def _new_buffer(self, microbatch: MicroBatch) -> mx.array:
-        """Return a new buffer for the gradient of hidden states, which is written behind MLX's
-        back."""
+        """Return a new buffer for the gradient of hidden states, written behind MLX's back."""
         shape = (*microbatch.shape, self.part.hidden_size)
         buffer = mx.full(shape, mx.nan, self.part.dtype)
         mx.eval(buffer)

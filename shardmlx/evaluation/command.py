@@ -29,9 +29,9 @@ GENERATE = "generate"
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
-    """Evaluate as ``config`` says, which is the same on all ranks. All ranks must call it.
+    """Evaluate with the same ``config`` on all ranks. All ranks must call it.
 
-    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
+    Raises ``AgreedError`` on all ranks for the user's mistakes, before weights are read.
     """
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))

@@ -38,8 +38,7 @@ def read_texts(
     max_positions: int | None,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Read and tokenise ``--data``, and cut long texts, with a ``warn``-ing. Raises
-    ``UserError``."""
+    """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
     options = DataOptions(
         train=False,
         test=True,

@@ -74,8 +74,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
 
 
 def _leave_without_mpi(transport: Transport, status: int) -> None:
-    """End the job if MPI cannot: in MPI_Finalize every rank connects to every other, and crashes if
-    two cannot."""
+    """End the job if MPI cannot: in MPI_Finalize all ranks connect, and crash if two cannot."""
     transport.barrier("leaving")
     if transport.rank == 0:
         progress("not all hosts can connect, so that the job ends with MPI_ABORT")

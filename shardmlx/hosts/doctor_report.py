@@ -31,8 +31,7 @@ def progress(line: str) -> None:
 
 
 def deliver(tables: str, content: Mapping[str, Any], target: str | None) -> None:
-    """Print the tables, and write the content as JSON to a file; or to stdout, instead of the
-    tables."""
+    """Print the tables, and write the content as JSON to a file; or to stdout instead."""
     as_json = json.dumps(content, indent=1)
     if target == STDOUT:
         print(as_json, flush=True)

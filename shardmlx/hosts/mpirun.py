@@ -16,8 +16,8 @@ from shardmlx.errors import UserError
 class MpirunJob:
     """A command under mpirun: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
 
-    ``agent`` replaces ssh in mpirun; ``settings`` are options that mpirun needs here, and ``extra``
-    the user's.
+    ``agent`` replaces ssh in mpirun; ``settings`` are mpirun's options here, and ``extra`` the
+    user's.
     """
 
     mpirun: Path

@@ -39,15 +39,13 @@ def find_budgets(
 
 
 def process_memory(later: int = 0) -> ProcessMemory:
-    """Return the bytes of this process beside MLX's arrays, ``later`` ones included, and its
-    limits."""
+    """Return this process's limits, and its bytes beside MLX's arrays, with ``later`` ones."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
     return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds())
 
 
 def working_set() -> int | None:
-    """Return the bytes that macOS lets the GPU wire, for all processes together; None if nothing is
-    wired."""
+    """Return the bytes that macOS lets the GPU wire, of all processes; None if nothing is wired."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return None if size is None else int(size)
 

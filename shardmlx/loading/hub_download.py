@@ -1,5 +1,4 @@
-"""Download models from the Hugging Face hub: whole, or tensor by tensor into a copy. No MLX, no
-MPI."""
+"""Download models from the hub: whole, or tensor by tensor into a copy. No MLX, no MPI."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ TEXTS = (
 """Small files that a model is built from; only rank 0 needs those of the tokenizer."""
 
 SAMPLE_BYTES = 512
-"""Bytes compared at both ends of every tensor: training in bfloat16 leaves many numbers
-unchanged."""
+"""Bytes compared at both ends of tensors: bfloat16 training leaves many numbers unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,7 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The state of all ranks, and the rank that brings and writes the tensors of each; the same on
-    all.
+    """The state of all ranks, and the rank that brings and writes the tensors of each.
 
     That rank is its ``keeper``: itself, or another rank that sees the same disk.
     """

@@ -35,8 +35,7 @@ FIRST_BYTES = 16 * 1024
 """Bytes asked for first of a file whose tensors are not known from an index."""
 
 BYTES_A_TENSOR = 120
-"""Bytes of a header per tensor, beside its name, that are asked for first; the rest comes
-second."""
+"""Bytes of a header per tensor, beside its name, that are asked for first."""
 
 _CONNECTIONS = 8
 _ATTEMPTS = 3  # a connection that breaks is tried again

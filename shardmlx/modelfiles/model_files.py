@@ -40,8 +40,8 @@ from shardmlx.models.config_reader import check_layout, parse_config
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without a file if none exists
-    yet."""
+    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without ``file`` until one
+    exists."""
 
     file: str
     dtype: str

@@ -124,8 +124,7 @@ class Inspection:
 
     @cached_property
     def packing(self) -> str:
-        """Words on how another program packed the model, and its form after loading; empty if none
-        did."""
+        """Words on another program's packing of the model, and its form after loading; or empty."""
         try:
             packing = published_packing(self.files.config)
             if self.shape is not None:
@@ -276,8 +275,7 @@ def _describe(
 def _packings(
     tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], columns: Mapping[str, int]
 ) -> dict[str, Quantisation | None]:
-    """Return how the weights with scales were packed; ``columns`` are their unpacked widths, if
-    known."""
+    """Return how the weights with scales were packed; ``columns`` are known widths."""
     quantisation = read_quantisation(config) if "quantization" in config else None
     packed: dict[str, Quantisation | None] = {}
     for name, scales in tensors.items():

@@ -115,8 +115,7 @@ def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
 
 
 def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:
-    """Return the actions of a stage of these ``kinds`` for a compute action; none without
-    compute."""
+    """Return the actions of a stage of these ``kinds`` for a compute action."""
     parts = tuple(part for part in _EXPANSION[kind] if part in kinds)
     return parts if any(part.is_compute for part in parts) else ()
 
@@ -238,8 +237,7 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     reached = [0] * len(grid)
 
     def run(rank: int) -> Iterator[int]:
-        """Go on with a rank until it waits or ends; yield the ranks whose RECV its SENDs
-        complete."""
+        """Go on with a rank until it waits or ends; yield ranks whose RECV it serves."""
         for index in range(reached[rank], len(grid[rank])):
             action = grid[rank][index]
             microbatch = action.microbatch

@@ -351,8 +351,7 @@ def _alike(way: RunSpec) -> tuple[object, ...]:
 
 
 def _thrift(way: RunSpec) -> tuple[int, bool, bool]:
-    """Return the time that a way spends on holding less: recomputing, gathering, division by
-    memory."""
+    """Return a way's costs of holding less: recomputing, gathering, division by memory."""
     again = RECOMPUTE.index(way.batch.recomputed)
     return again, way.fine_tune.divides_weights, way.layout.partitioner == SMALLEST
 

@@ -129,8 +129,7 @@ def _peaks(
 
     The stages of a rank may have peaks that add up to more than its own.
     """
-    # Every stage has all kinds of actions in this division; the layers of a stage decide which of
-    # them it needs.
+    # Every stage has all kinds of actions here; its layers decide which of them it needs.
     uniform = get_partitioner("uniform")
     stage_map = uniform(
         Problem.homogeneous(LayerCosts((1.0,) * workload.shape.num_layers), way.placement)

@@ -138,8 +138,7 @@ class LivePage:
             self._server.has_told_end.wait(SECONDS_TO_TELL)
         threading.Thread(target=self._server.shutdown, daemon=True).start()
         with contextlib.suppress(OSError):  # macOS cannot shut a listener down
-            # Otherwise the thread that watches the socket would keep the port for one more
-            # interval.
+            # Otherwise the thread at the socket would keep the port for one more interval.
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
@@ -219,8 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _events(self, query: str) -> None:
-        """Answer with the events after a number, once there is one; with all if the number is
-        another run's."""
+        """Answer with the events after a number, once there is one; with all for another run's."""
         given = {name: values[0] for name, values in parse_qs(query).items()}
         number = given.get("after", "")
         after = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else 0

@@ -36,8 +36,7 @@ _LEAST = 4
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Raises ``UserError`` if there is none, or if it does not
-    compile."""
+    """The chat template of a tokenizer. Raises ``UserError`` without a valid one."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer

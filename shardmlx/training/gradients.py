@@ -103,8 +103,7 @@ class Gradients:
         self.norm = self.scale * norm
 
     def _fault(self) -> tuple[bool, str]:
-        """Return whether a loss is not finite, which is closer to the cause, and the name of the
-        fault."""
+        """Return whether a loss is not finite, as the closer cause, and the fault's name."""
         mine = nonfinite_gradient(self._stages, self._transport)
         pair = (self._nonfinite_loss, mine)
         found: list[Any] = self._transport.all_gather(pair, "NaN")
