@@ -129,8 +129,8 @@ class LayerShape:
     score_weights: int = 0
     """Arrays of scores that wait for gradients of weights that attention adds to them."""
     kept: int = 0
-    """Elements of a token that the forward keeps of unlisted parts: norms without a weight,
-    weighted sums."""
+    """Elements of a token kept by the forward for parts not listed: norms without a weight, or
+    sums."""
 
     @property
     def width(self) -> int:
@@ -165,7 +165,7 @@ class LayerShape:
         return self.parameters - idle
 
     def seeing(self, length: int) -> LayerShape:
-        """Return the layer for texts of ``length`` tokens, where a window of all is none."""
+        """Return the layer without its window if texts of ``length`` tokens fit in it."""
         return replace(self, window=None) if (self.window or 0) >= length else self
 
     def flops(self, sequence_length: int) -> float:

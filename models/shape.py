@@ -157,8 +157,8 @@ class ModelShape:
         return tuple(self.kinds[kind].window for kind in self.pattern)
 
     def unlike_layers(self, length: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
-        """Return the different layers for texts of ``length`` tokens, and the number of each
-        layer's: a window that sees the whole text is none."""
+        """Return the different layers for texts of ``length`` tokens, and each layer's number among
+        them; a window as long as the text does not count."""
         alike = [kind.seeing(length) for kind in self.kinds]
         kinds = tuple(dict.fromkeys(alike))
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)

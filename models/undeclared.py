@@ -64,7 +64,7 @@ APPROXIMATE = (
 """The words for such a model."""
 
 
-class Found(NamedTuple):
+class TensorFacts(NamedTuple):
     """Facts that the tensors of a model tell."""
 
     names: Names
@@ -75,7 +75,7 @@ class Found(NamedTuple):
     """True if layers keep a state of fixed size from token to token."""
 
 
-def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Found | None:
+def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> TensorFacts | None:
     """Read the shapes of all tensors, unpacked; None if it is no decoder."""
     by_list: dict[str, dict[int, dict[str, Sides]]] = {}
     for name, sides in tensors.items():
@@ -92,7 +92,7 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Fou
     longest = max(by_list, key=size)
     parts = by_list[longest]
     ends = {name: sides for name, sides in tensors.items() if not _LAYER.match(name)}
-    names = _ends(longest, ends, config)
+    names = _end_names(longest, ends, config)
     if sorted(parts) != list(range(len(parts))) or names is None:
         return None
     vocabulary, hidden = tensors[f"{names.embedding}.weight"]
@@ -100,7 +100,7 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Fou
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             fields |= config[inner]
-    return Found(
+    return TensorFacts(
         names=names,
         layers=tuple(_layer(parts[i], i, fields, hidden) for i in range(len(parts))),
         hidden_size=hidden,
@@ -109,7 +109,7 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Fou
     )
 
 
-def _ends(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> Names | None:
+def _end_names(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> Names | None:
     """Return the names of embedding, norm and head; None without an embedding."""
     root = f"{layers.split('.')[0]}." if layers.count(".") > 1 else ""
     tables = {

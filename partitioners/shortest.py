@@ -144,7 +144,7 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
     for stage in reversed(range(len(orders.placings))):
         placing = next(each for each in orders.placings[stage] if each.kind == kind)
         node = int(placing.sources[np.flatnonzero(placing.targets == node)[0]])
-        # By index: the kind of the previous machine, the width of this stage (1 ... stop layers).
+        # Indices: the kind of the previous machine, the width of this stage (1 ... stop layers).
         reached = tables.arriving(least[stage][node], stage, kind)[:, stop - 1 :: -1]
         stage_time = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
         kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)

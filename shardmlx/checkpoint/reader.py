@@ -26,7 +26,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SoundCheckpoint:
     """A sound checkpoint. ``disks[file]`` are the disks that have a sound copy of a file."""
 
     store: Store
@@ -39,7 +39,7 @@ class Found:
 class Search:
     """The outcome of a search: the checkpoint, and by step the faults of skipped ones."""
 
-    found: Found | None
+    found: SoundCheckpoint | None
     faults: Mapping[int, str]
 
 
@@ -65,7 +65,7 @@ def find_checkpoint(
             holders = [disk for disk, each in versions.items() if each == manifest]
             sound, wrong = _check(transport, store, disks, manifest, holders)
             if not wrong:
-                return Search(Found(store, disks, manifest, sound), faults)
+                return Search(SoundCheckpoint(store, disks, manifest, sound), faults)
             problems += wrong
         faults[candidate] = problems[0]
     return Search(None, faults)
@@ -121,7 +121,7 @@ def _check(
 class CheckpointReader:
     """The tensors of a sound checkpoint. All methods are collective."""
 
-    def __init__(self, transport: Transport, found: Found) -> None:
+    def __init__(self, transport: Transport, found: SoundCheckpoint) -> None:
         self._transport = transport
         self._found = found
         self._directory = found.store.path(found.manifest.step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.checkpoint.placement import Storage, choose_storage
-from shardmlx.checkpoint.reader import Found, find_checkpoint
+from shardmlx.checkpoint.reader import SoundCheckpoint, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import MARKER, Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
@@ -34,7 +34,7 @@ class Resumption:
     """The start of a run: saves nothing without a ``place``, starts anew without ``found``."""
 
     place: Place | None = None
-    found: Found | None = None
+    found: SoundCheckpoint | None = None
 
     @property
     def step(self) -> int:

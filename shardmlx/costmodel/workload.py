@@ -145,7 +145,7 @@ class Workload(ModelSizes):
         ``length``."""
         tune = self.fine_tune
         rows, length = self.micro_batch(rows, length)
-        # A full fine-tune may have anything there, and ignores it.
+        # A full fine-tune ignores its LoRA parameters, even invalid ones.
         lora = {} if tune.is_full else tune.lora_parameters
         keys = lora.get("keys")
         return TrainingSetup(

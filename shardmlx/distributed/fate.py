@@ -124,7 +124,7 @@ class End:
 class Do(Enum):
     """Actions without arguments."""
 
-    HUSH = auto()  # report nothing more of the end of the job: a peer has
+    STAY_SILENT = auto()  # report nothing more of the end of the job: a peer has
     GIVE_UP = auto()  # report the failure that the main thread has not raised, and end all ranks
     EXIT = auto()  # end this process: the job has ended without it
 
@@ -163,7 +163,7 @@ class JobFate:
         self._continued = -float("inf")
         self._killed: float | None = None
         self._expects_stop = False
-        self._hushed: float | None = None
+        self._failure_reported_at: float | None = None
         self._failed: float | None = None
         self._over = False
         self._activity = "starting"
@@ -173,8 +173,8 @@ class JobFate:
         return self._peers[peer].last.activity if peer in self._peers else None
 
     def stop_requested(self) -> int | None:
-        """Return the first signal that asked a rank to stop. Once the run asks for it, it will stop
-        in order, and a first signal no longer interrupts."""
+        """Return the first signal that asked a rank to stop. The run is then expected to stop in
+        order, so a first signal no longer interrupts it."""
         self._expects_stop = True
         return self._stop()
 
@@ -211,10 +211,10 @@ class JobFate:
         if peer in self._peers:
             self._peers[peer].heard = now
             self._peers[peer].last = beat
-        if beat.state is not State.SPOKEN or self._hushed is not None:
+        if beat.state is not State.SPOKEN or self._failure_reported_at is not None:
             return []
-        self._hushed = now
-        return [Do.HUSH]
+        self._failure_reported_at = now
+        return [Do.STAY_SILENT]
 
     def _look(self, event: Looked, now: float) -> list[Action]:
         self._activity = event.activity
@@ -252,8 +252,8 @@ class JobFate:
             return Do.EXIT
         if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE:
             return Do.GIVE_UP
-        if self._hushed is not None:
-            return Do.EXIT if now - self._hushed > SECONDS_TO_BE_ENDED else None
+        if self._failure_reported_at is not None:
+            return Do.EXIT if now - self._failure_reported_at > SECONDS_TO_BE_ENDED else None
         return self._death(now) or self._interruption(now) or self._silence(event, now)
 
     def _alive(self) -> Iterable[_Peer]:

@@ -142,7 +142,7 @@ class JobWatch:
         match action:
             case Send(peers, beat):
                 self._send(peers, beat)
-            case Do.HUSH:
+            case Do.STAY_SILENT:
                 self._shutdown.said.set()
             case Fail(reason):
                 self.fail(PeerLost(reason))

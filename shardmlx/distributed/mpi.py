@@ -146,14 +146,14 @@ class MPITransport(Transport):
         return self._started(_Message(array, requests, peer, array.nbytes <= SMALL_BYTES))
 
     def _started(self, message: _Message) -> _Message:
-        if not self._ends(message):
+        if not self._is_done(message):
             with self._lock:
                 self._pending.append(message)
             if not message.is_small:
                 self._work.set()
         return message
 
-    def _ends(self, message: _Message) -> bool:
+    def _is_done(self, message: _Message) -> bool:
         """Return whether the message is done or failed; let MPI move all messages."""
         try:
             if len(message.requests) == 1:
@@ -169,14 +169,14 @@ class MPITransport(Transport):
 
     def _poll(self) -> None:
         with self._lock:
-            self._pending = [message for message in self._pending if not self._ends(message)]
+            self._pending = [message for message in self._pending if not self._is_done(message)]
 
     def _poll_one(self, message: _Message) -> None:
         with self._lock:
             if message not in self._pending:
                 return
             for _ in range(CALLS_TO_LOOK):
-                if self._ends(message):
+                if self._is_done(message):
                     self._pending.remove(message)
                     return
 
@@ -241,7 +241,7 @@ class MPITransport(Transport):
 
     def _end(self, code: int, reason: str) -> None:
         if reason:
-            self.last_words(reason)
+            self.on_abort(reason)
         self.abort(code)
 
     def fail(self, error: Exception) -> None:

@@ -31,7 +31,7 @@ class Transport(ObjectCollectives):
     library: str | None = None
     """Name of the message library, such as ``Open MPI v5.0.11``."""
 
-    last_words: Callable[[str], None] = staticmethod(lambda reason: None)
+    on_abort: Callable[[str], None] = staticmethod(lambda reason: None)
     """Function called, on any thread and if there is time, before this process is ended for
     ``reason``."""
 

@@ -63,7 +63,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     All ranks must call it.
     """
     prepared = on_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
-    examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _hush)
+    examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _ignore)
     examination = examiner.examine(blas)
     count = on_rank_0(transport, "reporting", lambda: _report(config, examination, prepared))
     count = transport.broadcast(count, what="warnings")
@@ -274,5 +274,5 @@ def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared 
     return len(findings)
 
 
-def _hush(line: str) -> None:
+def _ignore(line: str) -> None:
     """Say nothing, on the other ranks."""

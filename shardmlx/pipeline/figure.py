@@ -44,7 +44,7 @@ _INCH = 72  # points
 _DIGIT = 0.64  # its width, as a part of the font size
 _DPI = 200
 _STYLE = {
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # text elements, not paths
     "svg.hashsalt": "shardmlx",  # the same ids in every run
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
 }

@@ -38,7 +38,7 @@ def remedies(run: RunSpec, facts: Facts) -> list[str]:
     if packed is not None and fits(lora, replace(facts, workload=packed)):
         adapters = " and --fine-tune-type lora" if tune.is_full else ""
         found.append(f"the model quantised to 4 bits{adapters}")
-    for length in _shorter(facts.lengths.longest[0]):
+    for length in _halved_lengths(facts.lengths.longest[0]):
         short = replace(run, batch=replace(batch, max_seq_length=length))
         if fits(short, replace(facts, lengths=SequenceLengths.full(length))):
             found.append(f"--max-seq-length {length}")
@@ -88,7 +88,7 @@ def quantised(workload: Workload) -> Workload | None:
     return replace(workload, weight_sizes=packed)
 
 
-def _shorter(length: int) -> Iterator[int]:
+def _halved_lengths(length: int) -> Iterator[int]:
     while length // 2 >= SHORTEST:
         length //= 2
         yield length

@@ -173,14 +173,14 @@ class RequestServer:
             )
         self._look_up()  # from now on a signal lets open requests come to their end
         server.start()
-        self._transport.last_words = self._say_last_words
+        self._transport.on_abort = self._say_last_words
         self._reporter.say(f"Serving {names.first} at {server.address}")
         if (command := self._transport.stop_command()) is not None:
             self._reporter.say(f"To stop it in order: {command}")
         try:
             queue.run(self._generator)
         finally:
-            self._transport.last_words = lambda text: None
+            self._transport.on_abort = lambda text: None
             server.stop(SECONDS_TO_SEND)
         if self._http_error is not None:
             raise RuntimeError(f"the HTTP server ended: {one_line(self._http_error)}")

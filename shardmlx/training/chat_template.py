@@ -137,7 +137,7 @@ class ChatTemplate:
         )
 
     def _try(self, role: str, **message: Any) -> str:
-        """Return the text of a conversation with such a message; "" if the template refuses it."""
+        """Return the text of a conversation with a message of this role; "" if refused."""
         own = {"role": role, **message}
         messages = [own] if role == "user" else [own, _USER] if role == "system" else [_USER, own]
         return self._text_or_none(messages) or ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.reader import CheckpointReader, Found
+from shardmlx.checkpoint.reader import CheckpointReader, SoundCheckpoint
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
 from shardmlx.common.formatting import gibibytes
@@ -104,7 +104,7 @@ class Checkpoints:
         self._saves: list[_Save] = []
         self._saved: list[Saved] = []
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: SoundCheckpoint) -> None:
         """Give the stages and the optimizer their part of a checkpoint."""
         job = self._job
         _restore(found, self._transport, job.stages, self._updater, job.engine)
@@ -231,7 +231,7 @@ class Checkpoints:
 
 
 def _restore(
-    found: Found,
+    found: SoundCheckpoint,
     transport: Transport,
     stages: Sequence[Stage],
     updater: Updater,
