@@ -78,7 +78,14 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
     Returns also its config.json, with transformers' fields translated to mlx-lm's, and the fields
     that mlx-lm alone would ignore.
     """
-    filled = with_rope(load_config(path))
+    try:
+        config = load_config(path)
+    except (AttributeError, OSError, ValueError, RecursionError) as error:
+        file = path / "generation_config.json"
+        raise UserError(
+            f"{file} cannot be read: {one_line(error)}", "take it away, or copy it again"
+        ) from None
+    filled = with_rope(config)
     model, config = load_model(
         path, lazy=True, model_config=filled, get_model_classes=_without_spare_head
     )

@@ -127,6 +127,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "length_penalty": (1,),
+    "detokenize": (True,),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
     # llama.cpp
@@ -155,6 +156,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parse_tool_calls": (True,),
     # Others
     "do_sample": (True,),
+    "num_beams": (1,),
+    "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,),
+    "add_bos_token": (True,),
     "enable_thinking": (True,),
     "think": (True,),
     "thinking_budget": (-1,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -196,6 +197,9 @@ class CompletionBody(RequestBody):
 
 # From bytes to a model.
 
+KIND = re.compile(r"str|(list|dict)\[.*")
+"""A step in pydantic's path to a fault: no field, but one of the types that a field may have."""
+
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
 
@@ -229,7 +233,8 @@ def _explained(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return refused(f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}")
-    param = ".".join(map(str, first["loc"])) or None
+    path = map(str, first["loc"])
+    param = ".".join(each for each in path if not KIND.fullmatch(each)) or None
     if first["type"] == "missing":
         return refused(f"{param} is missing", param)
     if param is None:

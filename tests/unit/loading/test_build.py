@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx_lm.utils import load_model
 from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters, cut
+from shardmlx.loading.build import build_model, count_parameters, cut, load_lazily
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
@@ -342,6 +343,15 @@ def test_a_config_that_is_none(
     message = error_of(broken(model_dir, tmp_path, config=content))
     assert str(tmp_path / "config.json") in message
     assert remedy in message
+
+
+@pytest.mark.parametrize("content", ["[1]", "3"])
+def test_ends_of_texts_that_cannot_be_read(content: str, model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_lazily(tmp_path)
+    assert str(tmp_path / "generation_config.json") in caught.value.problem
 
 
 def test_a_model_without_weights(model_dir: Path, tmp_path: Path) -> None:
