@@ -74,7 +74,7 @@ class QuantisationConfig:
     published: Packing | None = None
 
     def of(self, module: str) -> Quantisation | None:
-        """Return what the config says of a module, such as ``model.layers.0.mlp.up_proj``."""
+        """Return the quantisation of a module, such as ``model.layers.0.mlp.up_proj``."""
         if self.published is not None and not self.published.packs(module):
             return None
         return self.modules.get(module, self.default)

@@ -1,4 +1,4 @@
-"""Write what was trained: adapters in one file, a whole model shard by shard.
+"""Write trained weights: adapters in one file, a whole model shard by shard.
 
 Rank 0 writes; the others send it their tensors, one after the other, so that no rank holds more
 than one at a time. Files appear under their final names only once they are complete.
@@ -65,7 +65,7 @@ class TensorSpec(NamedTuple):
 
 
 class SaveError(RuntimeError):
-    """A failure to write what was trained; the message names rank, host, file and remedy."""
+    """A failure to write trained weights; the message names rank, host, file and remedy."""
 
 
 class Collector:

@@ -97,7 +97,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes, where: str | Path) -> Manifest:
-        """Read what ``to_json`` wrote. Raises ``UserError`` for anything else."""
+        """Read a text of ``to_json``. Raises ``UserError`` for anything else."""
         try:
             content = json.loads(text)
             if content["format"] > FORMAT:

@@ -1,8 +1,8 @@
 """Write checkpoints in the background, while the next step computes.
 
-A snapshot copies nothing: it holds the arrays of weights and optimizer state, which nobody
-changes before the next optimizer update. That update waits until they are written (the pipelining
-of CheckFreq, Mohan et al., FAST 2021), so a checkpoint takes no memory of its own.
+A snapshot copies nothing: it holds the arrays of weights and optimizer state, which do not change
+before the next optimizer update. That update waits until they are written (the pipelining of
+CheckFreq, Mohan et al., FAST 2021), so a checkpoint takes no memory of its own.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class LazyModel:
 def build_lazily(
     path: Path, trained: Trained | None, options: ExportOptions, *, has_files: bool = True
 ) -> LazyModel:
-    """Build what ``mlx_lm.fuse`` and then ``mlx_lm.convert`` would make of a model; its tensors
-    are in ``path`` if it ``has_files``.
+    """Build a model as after ``mlx_lm.fuse`` and ``mlx_lm.convert``; its tensors are in ``path`` if
+    it ``has_files``.
 
     Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it.
     """

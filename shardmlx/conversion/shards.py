@@ -65,7 +65,7 @@ class Shards:
 
 
 def plan_shards(of_ranks: Sequence[Sequence[TensorSpec]], most: int) -> Shards:
-    """Divide what each rank writes into files; one rank has the files that mlx-lm writes."""
+    """Divide each rank's tensors into files; one rank has the files that mlx-lm writes."""
     divided = [(rank, each) for rank, specs in enumerate(of_ranks) for each in divide(specs, most)]
     names = list(_names(len(divided)))
     return Shards(

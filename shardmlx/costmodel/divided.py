@@ -1,4 +1,4 @@
-"""Predict what a replica holds of weights that all replicas divide. No MLX, no MPI.
+"""Predict a replica's bytes of weights that all replicas divide. No MLX, no MPI.
 
 Chooses owners like ``engine.divided_weights``, by the sizes of matrices, but for each stage alone.
 """

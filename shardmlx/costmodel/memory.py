@@ -74,7 +74,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of a setup, with what it holds and trains."""
+    """A stage of a setup, with its layers and trained weights."""
 
     setup: TrainingSetup
     start: int

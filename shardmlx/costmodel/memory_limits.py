@@ -90,7 +90,7 @@ class MemoryBudget:
 class MemoryLimits:
     """Limits of MLX on a rank, in bytes, each with a reason; ``wired`` is None if nothing is wired.
 
-    The process takes ``outside`` bytes beside what MLX holds.
+    The process takes ``outside`` bytes beside MLX's.
     """
 
     planned: PlannedMemory

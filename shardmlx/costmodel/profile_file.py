@@ -70,7 +70,7 @@ def _check_sample(sample: Sample) -> None:
 class Profile:
     """Measured times of one model, trained in one way, on one or more machines.
 
-    ``work`` is what was measured, machine aside: see ``work_of``.
+    ``work`` is the measured work: see ``work_of``.
     """
 
     work: Mapping[str, Any]
@@ -139,7 +139,7 @@ def work_of(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the facts that times depend on: sizes of a layer and the lm_head, and what trains how.
+    """Return the facts that times depend on: sizes of a layer and the lm_head, and trained weights.
 
     ``quantization`` is the entry of config.json.
     """
@@ -200,7 +200,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile; ``UserError`` names the file and what is wrong with it."""
+    """Read a profile; ``UserError`` names the file and its fault."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

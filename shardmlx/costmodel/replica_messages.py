@@ -1,4 +1,5 @@
-"""Predict what ranks send each other in a step, and how long it takes replicas. No MLX, no MPI.
+"""Predict the messages between ranks in a step, and the time that they take replicas. No MLX, no
+MPI.
 
 Bytes are those of whole arrays: each of n members sends (n - 1) / n of them, and an owner of more
 than an nth sends more in proportion.

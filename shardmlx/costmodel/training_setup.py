@@ -10,7 +10,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 
 FLOAT32 = 4
-"""Bytes of an element of the sums of gradients, of adapters, and of what adapters compute."""
+"""Bytes of an element of the sums of gradients, of adapters, and of adapters' arrays."""
 
 BACKENDS = ("metal", "cpu")
 """Backends of MLX."""

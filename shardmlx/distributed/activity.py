@@ -1,4 +1,4 @@
-"""Names of what a rank does, waits for, and failed with.
+"""Name a rank's work, its wait, and its failure.
 
 Peers name the activity of a rank that they lose; its own errors say where it stood.
 """
@@ -29,7 +29,7 @@ class Activity:
         return self._doing
 
     def begin(self, what: str) -> None:
-        """Set what the rank does from now on."""
+        """Set the rank's work from now on."""
         self._doing = what
 
     @contextmanager

@@ -169,7 +169,7 @@ class JobFate:
         self._activity = "starting"
 
     def last_activity(self, peer: int) -> str | None:
-        """Return what a rank did at its last sign of life, if this rank watches it."""
+        """Return a rank's activity at its last sign of life, if this rank watches it."""
         return self._peers[peer].last.activity if peer in self._peers else None
 
     def stop_requested(self) -> int | None:

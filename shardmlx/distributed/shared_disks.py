@@ -71,7 +71,7 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
     everyone = transport.all_gather(seen, what)
     with contextlib.suppress(OSError):
         mark(transport.rank).unlink()
-    # A rank that cannot write is seen by nobody, but may see others.
+    # A rank that cannot write is not seen, but may see others.
     groups: list[set[int]] = []
     for rank, others in enumerate(everyone):
         joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))

@@ -1,7 +1,7 @@
 """The interface through which ranks exchange arrays.
 
 Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for. Below it
-stand ``messages`` (what is sent), ``activity`` (what a rank does and waits for) and ``collectives``
+stand ``messages`` (arrays and tags), ``activity`` (a rank's work and wait) and ``collectives``
 (Python objects between all ranks); ``mpi`` and ``local_transport`` carry the messages, and ``sums``
 adds arrays by them.
 """

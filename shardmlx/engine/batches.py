@@ -225,7 +225,7 @@ def random_state(random: np.random.RandomState) -> dict[str, Any]:
 
 
 def set_random_state(random: np.random.RandomState, state: Mapping[str, Any]) -> None:
-    """Set what ``random_state`` returned."""
+    """Set the state that ``random_state`` returned."""
     numbers = state["state"]
     key = np.array(numbers["key"], np.uint32)
     random.set_state({**state, "state": {"key": key, "pos": numbers["pos"]}})

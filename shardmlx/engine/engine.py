@@ -78,7 +78,7 @@ class _Run:
 
 
 class Engine:
-    """The engine of one rank: runs its stages, and sends and receives what they exchange.
+    """The engine of one rank: runs its stages, and sends and receives their messages.
 
     ``stages`` are this rank's in ``plan``, made by ``build_stages``. With ``divides_optimizer`` a
     replica gets only the gradients of weights that it updates; with ``weights`` it holds only
@@ -149,7 +149,7 @@ class Engine:
         return losses
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
-        """Run forward only, and return what ``train_step`` does. All ranks must call it."""
+        """Run forward only, and return the losses like ``train_step``. All ranks must call it."""
         grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
         actions = grid[self.pipeline_rank]
         return self._run(actions, self._new_run(actions, microbatches, train=False))

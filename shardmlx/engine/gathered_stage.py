@@ -1,4 +1,4 @@
-"""Run a stage whose weights are divided among replicas: a layer is there while it computes.
+"""Run a stage whose weights are divided among replicas: layers are gathered to compute.
 
 The stage is ``engine.stage``'s, cut into segments: embedding, each layer, and norm with lm_head and
 loss. Each is a joint graph of its own, evaluated as soon as its weights are gathered, so that
@@ -150,7 +150,7 @@ class GatheredStage(Stage):
         return loss
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
-        """Compute what ``forward`` returns, without a backward pass to follow."""
+        """Compute the result of ``forward``, without a backward pass to follow."""
         source, answers = self._given(microbatch, x)
 
         def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:

@@ -152,7 +152,7 @@ class Stage:
         return loss
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
-        """Compute what ``forward`` returns, without a backward pass to follow."""
+        """Compute the result of ``forward``, without a backward pass to follow."""
         source, answers = self._given(microbatch, x)
         out = self._outputs(source, answers, places=microbatch.places, recomputes=False)
         mx.eval(out)

@@ -1,4 +1,4 @@
-"""Record what a rank does when, sum it up, and write it as a trace. No MLX, no MPI."""
+"""Record a rank's actions in time, sum them up, and write them as a trace. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Recorder:
 
     @contextmanager
     def span(self, span: Span, label: str, key: tuple[int, ...] = ()) -> Iterator[None]:
-        """Record the time of what is done in this context."""
+        """Record the time of the work in this context."""
         start = clock()
         yield
         self.events.append(Event(span, label, start, clock(), key))

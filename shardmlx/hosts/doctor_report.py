@@ -1,4 +1,4 @@
-"""Shows what ``shardmlx.doctor`` has found: tables for people, JSON for programs."""
+"""Shows the findings of ``shardmlx.doctor``: tables for people, JSON for programs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def listen() -> socket.socket:
 
 
 def connect_error(address: str, port: int, seconds: float = SECONDS_TO_CONNECT) -> str | None:
-    """Return why nobody can connect there; None if one can."""
+    """Return why a connection there fails; None if it does not."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except ConnectionRefusedError:

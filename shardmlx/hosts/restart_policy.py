@@ -1,4 +1,4 @@
-"""Decides what follows the end of a job: nothing, another start, or giving up."""
+"""Decides how to go on at the end of a job: no further start, another one, or giving up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Decision:
 
 
 def after(attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None) -> Decision:
-    """Decide what to do after the last of ``attempts``.
+    """Decide how to go on after the last of ``attempts``.
 
     ``stopped_by`` is a signal that was passed on to the job.
     """

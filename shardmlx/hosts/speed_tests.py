@@ -75,7 +75,7 @@ def measure_link(
     seconds: float,
     clock: Callable[[], float] = time.time,
 ) -> LinkSpeed | str | None:
-    """Measure the link of two ranks; return what ``first`` has found, and None on ``second``.
+    """Measure the link of two ranks; return the speed on ``first``, and None on ``second``.
 
     Each direction takes about ``seconds``. A message that misses the transport's timeout ends it
     with a text that names the wait. Both ranks must call it.
@@ -161,7 +161,7 @@ def _push(peer: _LinkEnd, seconds: float, latency: float) -> float:
 
 
 def _pull(peer: _LinkEnd) -> None:
-    """Take what ``_push`` sends."""
+    """Take the messages of ``_push``."""
     data = new_buffer((0,), mx.uint8)
     while size := int(peer.hear()):
         if data.size != size:

@@ -99,7 +99,7 @@ def _loading(transport: Transport, transfer: Transfer) -> str:
 
 
 class _Outgoing:
-    """Pieces to the next rank of a chain, two on their way at most; to nobody from the last rank.
+    """Pieces to the next rank of a chain, two under way at most; none from the last rank.
 
     Unlike ``byte_stream.Outgoing`` it sends each piece as it is, without copying it.
     """

@@ -135,7 +135,7 @@ def gather_plan_inputs(
 def measure_again(
     transport: Transport, inputs: PlanInputs[Sizes], machines: MachineOptions
 ) -> PlanInputs[Sizes]:
-    """Measure what the processes take, now that rank 0 holds tokenizer and data.
+    """Measure the processes' bytes, now that rank 0 holds tokenizer and data.
 
     All ranks must call it.
     """

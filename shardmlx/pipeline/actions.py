@@ -71,7 +71,8 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes. Raises ``ValueError``, which names a text that is no action."""
+        """Parse the text of ``str``. Raises ``ValueError``, which names a text that is no
+        action."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, like 0F3")

@@ -63,7 +63,7 @@ def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
 
 @collector_paused()
 def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> Grid:
-    """Leave out the gradients nobody needs, then put in the messages between ranks.
+    """Leave out needless gradients, then put in the messages between ranks.
 
     B becomes I, then W, so that the gradient leaves for the waiting stage below before the weights'
     gradients are computed. A lowered grid has no B.

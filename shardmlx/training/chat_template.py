@@ -61,14 +61,15 @@ class ChatTemplate:
             pass  # it may require other conversations
 
     def tokens(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> list[int]:
-        """Return the tokens of a conversation, as mlx-lm makes them. Raises what a template may."""
+        """Return the tokens of a conversation, as mlx-lm makes them. Raises the template's
+        errors."""
         tokens: list[int] = self._tokenizer.apply_chat_template(
             messages, tools=tools, return_dict=False, **how
         )
         return tokens
 
     def text(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> str:
-        """Return the text of a conversation. Raises what a template may."""
+        """Return the text of a conversation. Raises the template's errors."""
         text: str = self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **how
         )

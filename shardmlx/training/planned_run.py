@@ -63,8 +63,8 @@ _PACKAGES = {"tensorboard": "tensorboardX"}
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``config`` is what was asked for, ``chosen`` the answer to what that leaves open, by option.
-    ``data`` is on rank 0 only; ``slices`` are those of all stages.
+    ``config`` has the given options, ``chosen`` the answers to open ones, by option. ``data`` is on
+    rank 0 only; ``slices`` are those of all stages.
     """
 
     config: TrainConfig

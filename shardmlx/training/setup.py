@@ -36,8 +36,8 @@ from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_ru
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start: what was asked for in ``config``, and what was ``chosen`` where
-    that leaves something open. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
+    """A run that is ready to start: its options in ``config``, and those ``chosen`` where it leaves
+    them open. ``data`` is on rank 0 only, ``sizes`` of its sets on all.
 
     ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is;
     ``limits`` are those of the memory of each world rank, and ``mean_length`` that of the training
