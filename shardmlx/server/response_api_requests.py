@@ -116,7 +116,7 @@ def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, w
 def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
     given = item.get("type") or "message"
     kind = str(given)
-    if kind == "additional_tools":
+    if kind in ("additional_tools", "web_search_call"):  # what a search found is in what was said
         return
     if kind == "message" and item.get("role") != "assistant":
         chat.add(where, {"role": item.get("role"), "content": item.get("content")})

@@ -78,6 +78,12 @@ def test_the_same_as_events_which_the_package_collects(client: openai.OpenAI) ->
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+def test_searches_of_another_server_are_passed_over(client: openai.OpenAI, agent: Agent) -> None:
+    search: Any = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    client.responses.create(model=MODEL, input=[search, {"role": "user", "content": "So?."}])
+    assert agent.messages == [{"role": "user", "content": "So?."}]
+
+
 def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     """All items of an answer are one message to the template."""
     answer = client.responses.create(model=MODEL, input=CALL, tools=[LOOK])
