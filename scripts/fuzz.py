@@ -29,14 +29,14 @@ from types import FrameType
 
 import _spoil
 
-from shardmlx import inspect, plan
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import FileInfo, Manifest
 from shardmlx.common.formatting import columns
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.errors import UserError
+from shardmlx.main import main as run
 from shardmlx.modelfiles.parts import planned_tensors
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, LENGTH_BYTES, read_header
 from shardmlx.pipeline.stage_map import read_stage_map
@@ -117,7 +117,7 @@ def train_config() -> Target:
         b"    weight_decay: 0.1\nhf_dataset:\n  path: some/set\n  prompt_feature: text\n"
         b"report_to: null\ncheckpoint_every: 10\ntimeout: 60\n",
     ]
-    return Target("train config", seeds, lambda path: load_config(["-c", str(path)]))
+    return Target("train config", seeds, lambda path: LINE.load(["-c", str(path)]))
 
 
 HOSTS = b"""\
@@ -238,7 +238,7 @@ def inspect_file() -> Target:
     return Target(
         "inspect FILE",
         HEADERS,
-        lambda path: command(inspect.main, path),
+        lambda path: command(run, "inspect", path),
         "model.safetensors",
         framed,
     )
@@ -248,7 +248,7 @@ def inspect_config() -> Target:
     """Return the target for models of which there is only config.json."""
 
     def read(path: Path) -> None:
-        command(inspect.main, path.parent, "--pipeline-stages", "2")
+        command(run, "inspect", path.parent, "--pipeline-stages", "2")
 
     mixtral = {**CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     packed = {**CONFIG, "model_type": "qwen3", "head_dim": 16}
@@ -279,7 +279,7 @@ def inspect_index() -> Target:
         for name, content in beside.items():
             if not (path.parent / name).exists():
                 (path.parent / name).write_bytes(content)
-        command(inspect.main, path.parent)
+        command(run, "inspect", path.parent)
 
     return Target("inspect index", [json.dumps(index, indent=1).encode()], read, INDEX_FILE)
 
@@ -290,7 +290,7 @@ def plan_hosts() -> Target:
     def read(path: Path) -> None:
         (path.parent / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 16}))
         fixed = ("--schedule", "1f1b", "--data-parallel", "1", "--micro-batch-size", "1")
-        command(plan.main, path.parent, "--hostfile", path, "--batch-size", "4", *fixed)
+        command(run, "plan", path.parent, "--hostfile", path, "--batch-size", "4", *fixed)
 
     return Target("plan --hostfile", [HOSTS, b"a slots=1 # flops=1T memory=1GiB\n"], read)
 

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from shardmlx.config.commands import COMMANDS
+from shardmlx.config.commands import BY_NAME
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.options import Declared, declared
 from shardmlx.config.train import TrainConfig
@@ -92,9 +91,8 @@ The optimizer and its schedule by flags: `--optimizer adamw --lr-schedule cosine
 def page(name: str) -> str:
     """Return the text of a page of ``PAGES``."""
     parts = [_HEADS[name]]
-    commands = {command.name: command for command in COMMANDS}
-    for command in (commands[each] for each in PAGES[name]):
-        own = importlib.import_module(f"shardmlx.{command.options}").build_parser().options
+    for command in (BY_NAME[each] for each in PAGES[name]):
+        own = command.line.options
         parts.append(f"## {command.name}\n\n`shardmlx {command.name}`: {command.help}.\n")
         options = list(declared(own))
         if own is not TrainConfig and issubclass(own, TrainConfig):

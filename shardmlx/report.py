@@ -1,23 +1,6 @@
-"""Show a training run from its metrics file: ``shardmlx report METRICS``.
+"""Run ``shardmlx report`` as ``python -m shardmlx.report``."""
 
-It needs neither MLX nor MPI: any machine can make the page.
-"""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-from shardmlx.common.cli import run_command
-from shardmlx.config.report import read_options
-from shardmlx.runreport.command import run
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after one line on stderr for bad input."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return run_command(lambda: run(read_options(given)))
-
+from shardmlx.main import run_module
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_module("report")

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardmlx.common.environment import launched_rank
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.distributed.run_ranks import run_ranks
 
 PARTS = {
@@ -139,7 +139,7 @@ def main() -> int:
     directory, *arguments = sys.argv[1:]
     observed = Observed()
     status = run_ranks(
-        lambda rank: load_config(arguments, rank), lambda config: config.timeout, observed.load
+        lambda rank: LINE.load(arguments, rank), lambda config: config.timeout, observed.load
     )
     report = {
         "milestones": observed.milestones,

@@ -18,14 +18,14 @@ from _training import events_of
 from _turns import Turns
 
 from shardmlx.common.environment import launched_rank
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.distributed.run_ranks import run_ranks
 
 
 def main() -> int:
     turns = Turns(launched_rank())
     arguments = sys.argv[1:]
-    metrics = Path(load_config(arguments).metrics_file or "")
+    metrics = Path(LINE.load(arguments).metrics_file or "")
 
     def last(name: str) -> Any:
         if launched_rank() != 0:
@@ -45,9 +45,7 @@ def main() -> int:
         patch.object(trainer, "TrainingReport", RestingReport).start()
         return trainer.run
 
-    status = run_ranks(
-        lambda rank: load_config(arguments, rank), lambda config: config.timeout, load
-    )
+    status = run_ranks(lambda rank: LINE.load(arguments, rank), lambda config: config.timeout, load)
     if status == 0:
         turns.answer(last("summary"))
     return status

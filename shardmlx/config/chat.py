@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
 from shardmlx.config.options import option
 from shardmlx.models.kv_cache import held
@@ -43,19 +41,10 @@ class ChatConfig(InferenceConfig):
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx.chat``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        ChatConfig,
-        "chat",
-        "Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
-        rank=rank,
-        groups=(MODEL, _CHAT),
-        refused=REFUSED,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> ChatConfig:
-    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
-    with status 0 after ``--help`` and ``--version``."""
-    return load_options(ChatConfig, build_parser(rank), argv, rank)
+LINE = CommandLine(
+    options=ChatConfig,
+    command="chat",
+    description="Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
+    groups=(MODEL, _CHAT),
+    refused=REFUSED,
+)

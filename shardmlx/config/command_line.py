@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import shardmlx
 from shardmlx.common.cli import OneLineParser
@@ -20,7 +20,7 @@ from shardmlx.errors import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    Options = TypeVar("Options", bound=DataclassInstance)
+Options = TypeVar("Options", bound="DataclassInstance")
 
 _FALSE = ("false", "f")
 """The words that mlx_lm takes for False; all others are True to it."""
@@ -40,15 +40,11 @@ class Given:
 
 
 class CommandParser(OneLineParser):
-    """A command line that names the command whose help to see.
+    """A parser that names the command whose help to see. ``--help-all`` lists what is ``hidden``
+    too."""
 
-    ``options`` is the dataclass that it is made from. Keys of a YAML file that are ``passed_over``
-    have a hint what to write instead. ``hidden`` are what ``--help-all`` alone lists.
-    """
-
-    options: type[DataclassInstance]
-    passed_over: Mapping[str, str] | None = None
     hidden: Sequence[tuple[argparse.Action, str]] = ()
+    full_epilog = ""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
@@ -72,8 +68,7 @@ class _HelpAll(argparse.Action):
         if isinstance(parser, CommandParser) and parser.hidden:
             for action, text in parser.hidden:
                 action.help = text
-            in_file = _yaml_only(declared(parser.options))
-            parser.epilog = " ".join(filter(None, [parser.epilog, in_file]))
+            parser.epilog = parser.full_epilog
         parser.print_help()
         parser.exit()
 
@@ -93,59 +88,6 @@ class _Refused(argparse.Action):
     def __init__(self, *, help_instead: str, **how: Any) -> None:
         super().__init__(help=argparse.SUPPRESS, nargs="?", **how)
         self.help_instead = help_instead
-
-
-def build_parser(
-    cls: type[DataclassInstance],
-    command: str,
-    description: str,
-    *,
-    rank: int = 0,
-    groups: Sequence[str] = (),
-    shown: Collection[str] | None = None,
-    refused: Mapping[str, str] | None = None,
-    passed_over: Mapping[str, str] | None = None,
-    epilog: str = "",
-) -> CommandParser:
-    """Build the command line of an options dataclass. Parsed, it holds only the flags that were
-    given.
-
-    Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
-    a reason; keys of a YAML file that are ``passed_over`` have a hint. The parser raises
-    ``UserError`` where argparse would print usage and exit; ``--help`` and ``--version`` print on
-    rank 0 and exit with status 0 on every rank.
-    """
-    options = declared(cls)
-    words = [each.metavar for each in options if each.rules.positional]
-    parser = CommandParser(
-        rank=rank,
-        prog=f"shardmlx {command}",
-        usage=" ".join([f"shardmlx {command}", *words, "[OPTIONS]"]),
-        description=description,
-        epilog=epilog or (_yaml_only(options) if shown is None else None),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.options = cls
-    parser.passed_over = passed_over
-    parser.add_argument("--version", action="version", version=f"shardmlx {shardmlx.__version__}")
-    flags = [each for each in options if each.rules.flag]
-    names = dict.fromkeys([*groups, *(each.rules.group for each in flags)])
-    places = {name: parser.add_argument_group(name).add_argument for name in names if name}
-    hidden = []
-    for each in flags:
-        action = _add(places.get(each.rules.group or "", parser.add_argument), each)
-        if shown is not None and each.name not in shown:
-            hidden.append((action, str(action.help)))
-            action.help = argparse.SUPPRESS
-        for other in each.rules.also:
-            parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
-    for flag, reason in (refused or {}).items():
-        parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
-    parser.hidden = hidden
-    text = f"show {len(flags)} options and exit" if hidden else argparse.SUPPRESS
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, help=text)
-    return parser
 
 
 def _yaml_only(options: Iterable[Declared]) -> str | None:
@@ -180,78 +122,134 @@ def _truth(text: str) -> bool:
     return text.lower() not in _FALSE
 
 
-def load_options(
-    cls: type[Options], parser: CommandParser, argv: Sequence[str], rank: int = 0
-) -> Options:
-    """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine(Generic[Options]):
+    """The command line of a command, made from the dataclass of its options.
 
-    A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other ranks
-    than 0, whose options rank 0's replace, read no file, and take from the flags only how long they
-    wait for rank 0. ``UserError`` names the flag, or the file and its key.
+    Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
+    a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead. Rank
+    0 calls ``check`` with the options of a run.
     """
-    if rank:
-        flags = vars(parser.parse_known_args(argv)[0])
-        needed = {each.name for each in declared(cls) if each.default is None} | {"timeout"}
-        return cls(**{key: value for key, value in flags.items() if key in needed})
-    options, _ = load_given_options(cls, parser, argv)
-    return options
 
+    options: type[Options]
+    command: str
+    description: str
+    groups: Sequence[str] = ()
+    shown: Collection[str] | None = None
+    refused: Mapping[str, str] | None = None
+    passed_over: Mapping[str, str] | None = None
+    epilog: str = ""
+    check: Callable[[Options], None] | None = None
 
-def load_given_options(
-    cls: type[Options], parser: CommandParser, argv: Sequence[str]
-) -> tuple[Options, Given]:
-    """Build the options as ``load_options``, and return those that flags and file gave."""
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise _unknown(unknown, declared(cls), parser)
-    return _build(cls, parser, vars(namespace))
+    def parser(self, rank: int = 0) -> CommandParser:
+        """Build the parser, whose result holds only the flags that were given.
 
+        It raises ``UserError`` where argparse would print usage and exit; ``--help`` and
+        ``--version`` print on rank 0 and exit with status 0 on every rank.
+        """
+        options = declared(self.options)
+        words = [each.metavar for each in options if each.rules.positional]
+        in_file = _yaml_only(options)
+        parser = CommandParser(
+            rank=rank,
+            prog=f"shardmlx {self.command}",
+            usage=" ".join([f"shardmlx {self.command}", *words, "[OPTIONS]"]),
+            description=self.description,
+            epilog=self.epilog or (in_file if self.shown is None else None),
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+        version = f"shardmlx {shardmlx.__version__}"
+        parser.add_argument("--version", action="version", version=version)
+        flags = [each for each in options if each.rules.flag]
+        names = dict.fromkeys([*self.groups, *(each.rules.group for each in flags)])
+        places = {name: parser.add_argument_group(name).add_argument for name in names if name}
+        hidden = []
+        for each in flags:
+            action = _add(places.get(each.rules.group or "", parser.add_argument), each)
+            if self.shown is not None and each.name not in self.shown:
+                hidden.append((action, str(action.help)))
+                action.help = argparse.SUPPRESS
+            for other in each.rules.also:
+                parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
+        for flag, reason in (self.refused or {}).items():
+            parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
+        parser.hidden = hidden
+        parser.full_epilog = " ".join(filter(None, [self.epilog, in_file]))
+        text = f"show {len(flags)} options and exit" if hidden else argparse.SUPPRESS
+        parser.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, help=text
+        )
+        return parser
 
-def load_before_command(
-    cls: type[Options], parser: CommandParser, argv: Sequence[str], commands: Sequence[str]
-) -> tuple[Options, str, tuple[str, ...]]:
-    """Build the options before the first word that is none: one of ``commands``, whose own words
-    follow. Return options, command and its words."""
-    known = {flag for each in declared(cls) for flag in each.flags} | {
-        "--help",
-        "--help-all",
-        "--version",
-    }
-    for word in takewhile(lambda word: word not in commands, argv):
-        if word.startswith("--") and word.partition("=")[0] not in known:
-            raise _unknown([word], declared(cls), parser)
-    parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
-    parser.add_argument("command", metavar="COMMAND", choices=commands, help=", ".join(commands))
-    parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="its own options")
-    flags = vars(parser.parse_args(argv))
-    command, words = flags.pop("command"), flags.pop("words")
-    return _build(cls, parser, flags)[0], command, tuple(words)
+    def load(self, argv: Sequence[str], rank: int = 0) -> Options:
+        """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
 
+        A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other
+        ranks than 0, whose options rank 0's replace, read no file, and take from the flags only
+        how long they wait for rank 0. ``UserError`` names the flag, or the file and its key.
+        """
+        if rank:
+            flags = vars(self.parser(rank).parse_known_args(argv)[0])
+            known = declared(self.options)
+            needed = {each.name for each in known if each.default is None} | {"timeout"}
+            return self.options(**{key: flags[key] for key in flags.keys() & needed})
+        options, _ = self.load_given(argv)
+        if self.check is not None:
+            self.check(options)
+        return options
 
-def _build(
-    cls: type[Options], parser: CommandParser, flags: Mapping[str, Any]
-) -> tuple[Options, Given]:
-    known = declared(cls)
-    path = flags.get("config") and with_home("config", flags["config"])
-    written = {} if path is None else _read_file(path, known, parser)
-    given = Given(flags, {key: value for key, value in written.items() if value is not None})
-    values = {**given.file, **given.flags}
-    for each in known:
-        if each.rules.excludes is not None and each.name in values:
-            _exclude(each, given, values)
-    for each in known:
-        if each.default is None and each.name not in values:
-            raise UserError(f"{each.flag} is missing", f"see {parser.prog} --help")
-    try:
-        return cls(**values), given
-    except OptionError as error:
-        if error.name in flags:
-            shown = next(each for each in known if each.name == error.name)
-            name = shown.metavar if shown.rules.positional else shown.flag
-            raise UserError(f"{name} {error.complaint}", error.remedy) from None
-        if error.name in values:
-            raise UserError(f"{path}: {error.problem}", error.remedy) from None
-        raise
+    def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
+        """Build the options as ``load``, and return those that flags and file gave."""
+        parser = self.parser()
+        namespace, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise _unknown(unknown, declared(self.options), parser)
+        return self._build(parser, vars(namespace))
+
+    def load_before(
+        self, argv: Sequence[str], commands: Sequence[str]
+    ) -> tuple[Options, str, tuple[str, ...]]:
+        """Build the options before the first word that is none: one of ``commands``, whose own
+        words follow. Return options, command and its words."""
+        parser, options = self.parser(), declared(self.options)
+        known = {flag for each in options for flag in each.flags}
+        known |= {"--help", "--help-all", "--version"}
+        for word in takewhile(lambda word: word not in commands, argv):
+            if word.startswith("--") and word.partition("=")[0] not in known:
+                raise _unknown([word], options, parser)
+        parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
+        names = ", ".join(commands)
+        parser.add_argument("command", metavar="COMMAND", choices=commands, help=names)
+        parser.add_argument(
+            "words", metavar="...", nargs=argparse.REMAINDER, help="its own options"
+        )
+        flags = vars(parser.parse_args(argv))
+        command, words = flags.pop("command"), flags.pop("words")
+        return self._build(parser, flags)[0], command, tuple(words)
+
+    def _build(self, parser: CommandParser, flags: Mapping[str, Any]) -> tuple[Options, Given]:
+        known = declared(self.options)
+        path = flags.get("config") and with_home("config", flags["config"])
+        written = {} if path is None else _read_file(path, known, parser, self.passed_over or {})
+        given = Given(flags, {key: value for key, value in written.items() if value is not None})
+        values = {**given.file, **given.flags}
+        for each in known:
+            if each.rules.excludes is not None and each.name in values:
+                _exclude(each, given, values)
+        for each in known:
+            if each.default is None and each.name not in values:
+                raise UserError(f"{each.flag} is missing", f"see {parser.prog} --help")
+        try:
+            return self.options(**values), given
+        except OptionError as error:
+            if error.name in flags:
+                shown = next(each for each in known if each.name == error.name)
+                name = shown.metavar if shown.rules.positional else shown.flag
+                raise UserError(f"{name} {error.complaint}", error.remedy) from None
+            if error.name in values:
+                raise UserError(f"{path}: {error.problem}", error.remedy) from None
+            raise
 
 
 def _exclude(each: Declared, given: Given, values: dict[str, Any]) -> None:
@@ -291,11 +289,13 @@ def _unknown(words: Sequence[str], known: Sequence[Declared], parser: CommandPar
     return UserError(f"unknown argument {word!r}", remedy)
 
 
-def _read_file(path: str, known: Sequence[Declared], parser: CommandParser) -> dict[str, Any]:
+def _read_file(
+    path: str, known: Sequence[Declared], parser: CommandParser, passed_over: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the options in a YAML file."""
     written = read_yaml(path)
     names = [each.name for each in known]
-    for key, hint in (parser.passed_over or {}).items():
+    for key, hint in passed_over.items():
         if key in written:
             del written[key]
             parser.advise(f"{path}: {key} is passed over, as mlx_lm.lora does: {hint}")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmlx.config.command_line import CommandLine
 
 TRAIN = "Train"
 USE = "Use a model"
@@ -12,17 +18,38 @@ START = "Start ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: ``shardmlx NAME``, whose ``main`` is in the module ``shardmlx.NAME``.
+    """A command: ``shardmlx NAME``, or ``python -m shardmlx.NAME``.
 
-    ``options`` names the module that builds its command line. A command of several ``ranks`` can
-    be launched.
+    ``options`` is the module whose ``LINE`` is its command line, ``run`` the function that carries
+    it out, as ``module:function``; both are imported where they are needed. A command that
+    ``needs_ranks`` can be launched: its ``run`` takes options, transport and BLAS. Another takes
+    the words of the command line, and returns the exit status.
+
+    ``without_ranks`` is a function that takes the words first, and returns the exit status, or None
+    where ranks do the work. Ranks need not be ``alike`` in their versions where it is False.
     """
 
     name: str
     group: str
     help: str
     options: str
-    ranks: bool = False
+    run: str
+    needs_ranks: bool = False
+    without_ranks: str | None = None
+    alike: bool = True
+
+    @property
+    def line(self) -> CommandLine[Any]:
+        """The command line."""
+        line: CommandLine[Any] = importlib.import_module(f"shardmlx.{self.options}").LINE
+        return line
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"shardmlx.{module}"), function)
+    return found
 
 
 COMMANDS = (
@@ -31,89 +58,106 @@ COMMANDS = (
         group=TRAIN,
         help="fine-tune a model, with the options of mlx_lm.lora",
         options="config.train",
-        ranks=True,
+        run="training.trainer:run",
+        needs_ranks=True,
     ),
     Command(
         name="report",
         group=TRAIN,
         help="show a run from its metrics, as a page",
         options="config.report",
+        run="runreport.command:run",
     ),
     Command(
         name="export",
         group=TRAIN,
         help="write the finished model: fused, converted, quantised",
         options="config.export",
-        ranks=True,
+        run="conversion.command:run",
+        needs_ranks=True,
     ),
     Command(
         name="generate",
         group=USE,
         help="answer a prompt, or a file of prompts",
         options="config.generate",
-        ranks=True,
+        run="inference.generate:run",
+        needs_ranks=True,
     ),
     Command(
         name="chat",
         group=USE,
         help="talk with a model in the terminal",
         options="config.chat",
-        ranks=True,
+        run="inference.chat:run",
+        needs_ranks=True,
     ),
     Command(
         name="serve",
         group=USE,
         help="serve OpenAI's API over HTTP, and a chat page",
         options="config.serve",
-        ranks=True,
+        run="server.run:run",
+        needs_ranks=True,
     ),
     Command(
         name="evaluate",
         group=USE,
         help="measure a model: perplexity of texts, or lm-eval tasks",
         options="config.evaluate",
-        ranks=True,
+        run="evaluation.command:run",
+        needs_ranks=True,
     ),
     Command(
         name="inspect",
         group=PREPARE,
         help="show what a model consists of, and what each rank needs of it",
         options="config.inspect",
+        run="planning.inspection:run",
     ),
     Command(
         name="plan",
         group=PREPARE,
         help="divide a model over given machines; predict memory and time",
         options="planning.plan_options",
+        run="planning.plan_command:run",
     ),
     Command(
         name="schedule",
         group=PREPARE,
         help="draw what a pipeline schedule does, and count its bubble",
         options="config.schedule",
+        run="config.schedule:run",
     ),
     Command(
         name="doctor",
         group=PREPARE,
         help="examine machines and the links between them",
         options="config.doctor",
-        ranks=True,
+        run="hosts.doctor_mpi:run",
+        needs_ranks=True,
+        without_ranks="hosts.doctor_ssh_command:run",
+        alike=False,
     ),
     Command(
         name="profile",
         group=PREPARE,
         help="measure the layers of a model on each machine, for plan",
         options="config.profile",
-        ranks=True,
+        run="training.profiling:run",
+        needs_ranks=True,
     ),
     Command(
         name="launch",
         group=START,
         help="run any of these on ranks: launch -n 2 train, --hostfile F train",
         options="config.launch",
+        run="hosts.launcher:run",
     ),
 )
 """Commands in the order of the first screen of help."""
 
-OF_RANKS = tuple(command.name for command in COMMANDS if command.ranks)
+BY_NAME = {command.name: command for command in COMMANDS}
+
+OF_RANKS = tuple(command.name for command in COMMANDS if command.needs_ranks)
 """The commands that ``shardmlx launch`` starts."""

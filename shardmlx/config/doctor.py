@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import agent_option, python_option
 from shardmlx.config.options import OptionError, check_options, option
 
@@ -75,18 +73,11 @@ class DoctorConfig:
             raise OptionError("write_hostfile", "is '-'", "give the name of a file")
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx.doctor``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        DoctorConfig,
-        "doctor",
+LINE = CommandLine(
+    options=DoctorConfig,
+    command="doctor",
+    description=(
         "Look at the machines and the links between them: under mpirun, one rank a "
-        "host; or, before that works, with --ssh.",
-        rank=rank,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> DoctorConfig:
-    """Read flags. Raises ``UserError``; ``SystemExit`` with status 0 after ``--help`` and
-    ``--version``."""
-    return load_options(DoctorConfig, build_parser(rank), argv, rank)
+        "host; or, before that works, with --ssh."
+    ),
+)

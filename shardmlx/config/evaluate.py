@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
 from shardmlx.config.options import flag_of, option
 from shardmlx.errors import UserError
@@ -68,27 +67,16 @@ class EvaluateConfig(InferenceConfig):
                     raise UserError(f"{flag_of(name)} is for --tasks", "leave it out")
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx evaluate``; help is printed on rank 0 only."""
-    shown = {each.name for each in fields(EvaluateConfig)}
-    sampling = {
-        each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
-    }
-    return command_line.build_parser(
-        EvaluateConfig,
-        "evaluate",
-        "Measure a model through pipeline stages: perplexity of texts, or tasks.",
-        rank=rank,
-        groups=(MODEL, _WHAT),
-        shown=shown - sampling,
-        refused=_REFUSED,
-    )
+_OF_SAMPLING = {
+    each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
+}
 
-
-def load_config(argv: Sequence[str], rank: int = 0) -> EvaluateConfig:
-    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
-    with status 0 after ``--help`` and ``--version``."""
-    config = load_options(EvaluateConfig, build_parser(rank), argv, rank)
-    if rank == 0:
-        config.check_together()
-    return config
+LINE = CommandLine(
+    options=EvaluateConfig,
+    command="evaluate",
+    description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
+    groups=(MODEL, _WHAT),
+    shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING,
+    refused=_REFUSED,
+    check=EvaluateConfig.check_together,
+)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardmlx.common.units import GIB, parse_bytes
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import (
     revision_option,
     timeout_option,
@@ -180,18 +179,12 @@ class ExportOptions:
         return None if self.quantize is None else Packing.parse(self.quantize)
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx export``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        ExportOptions,
-        "export",
-        "Write a finished model: adapters fused, converted, quantised, one tensor at a time.",
-        rank=rank,
-        groups=(_CONTENT, _FILES),
-        refused=_REFUSED,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> ExportOptions:
-    """Read flags. Raises ``UserError``; ``SystemExit`` with status 0 after ``--help``."""
-    return load_options(ExportOptions, build_parser(rank), argv, rank)
+LINE = CommandLine(
+    options=ExportOptions,
+    command="export",
+    description=(
+        "Write a finished model: adapters fused, converted, quantised, one tensor at a time."
+    ),
+    groups=(_CONTENT, _FILES),
+    refused=_REFUSED,
+)

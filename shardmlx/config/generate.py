@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig
 from shardmlx.config.options import OptionError, option
 
@@ -64,19 +62,10 @@ class GenerateConfig(InferenceConfig):
             raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx.generate``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        GenerateConfig,
-        "generate",
-        "Generate text through pipeline stages, one MPI rank each.",
-        rank=rank,
-        groups=(MODEL, _PROMPT),
-        refused=_REFUSED,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> GenerateConfig:
-    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
-    with status 0 after ``--help`` and ``--version``."""
-    return load_options(GenerateConfig, build_parser(rank), argv, rank)
+LINE = CommandLine(
+    options=GenerateConfig,
+    command="generate",
+    description="Generate text through pipeline stages, one MPI rank each.",
+    groups=(MODEL, _PROMPT),
+    refused=_REFUSED,
+)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import (
     hostfile_option,
     model_argument,
@@ -90,17 +87,8 @@ class InspectOptions:
         return any(each is not None for each in given)
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx inspect``."""
-    return command_line.build_parser(
-        InspectOptions,
-        "inspect",
-        "Show what a model consists of, from the headers of its files alone.",
-        rank=rank,
-    )
-
-
-def read_options(argv: Sequence[str] | None) -> InspectOptions:
-    """Return the options in ``argv``, by default this process's; ``UserError`` for bad ones."""
-    given = sys.argv[1:] if argv is None else argv
-    return load_options(InspectOptions, build_parser(), given)
+LINE = CommandLine(
+    options=InspectOptions,
+    command="inspect",
+    description="Show what a model consists of, from the headers of its files alone.",
+)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_before_command
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.config.common_options import agent_option, python_option
 from shardmlx.config.options import check_options, option
@@ -57,18 +56,17 @@ class LaunchFlags:
         check_options(self)
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx launch``, without the command that it launches."""
-    return command_line.build_parser(
-        LaunchFlags,
-        "launch",
+LINE = CommandLine(
+    options=LaunchFlags,
+    command="launch",
+    description=(
         "Check the hosts, print the mpirun line that runs a command on them, and run it. A "
         "training run that fails starts again: from its newest checkpoint, on the hosts that "
-        "still answer. A server that fails starts again on the same hosts.",
-        rank=rank,
-        epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
-        "--data D. With a hostfile, run it on the first host of it.",
-    )
+        "still answer. A server that fails starts again on the same hosts."
+    ),
+    epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
+    "--data D. With a hostfile, run it on the first host of it.",
+)
 
 
 def read_flags(argv: Sequence[str]) -> tuple[LaunchFlags, str, tuple[str, ...]]:
@@ -76,4 +74,4 @@ def read_flags(argv: Sequence[str]) -> tuple[LaunchFlags, str, tuple[str, ...]]:
 
     Raises ``UserError``.
     """
-    return load_before_command(LaunchFlags, build_parser(), argv, OF_RANKS)
+    return LINE.load_before(argv, OF_RANKS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import model_argument, timeout_option
 from shardmlx.config.options import OptionError, option
 from shardmlx.config.train import PASSED_OVER, TrainConfig
@@ -68,20 +66,12 @@ class ProfileOptions(TrainConfig):
             return {0}
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx profile``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        ProfileOptions,
-        "profile",
-        "Measure how long each part of a model takes on each machine, for the planner.",
-        rank=rank,
-        groups=(_MEASURED,),
-        shown=_SHOWN,
-        passed_over=PASSED_OVER,
-        epilog="Takes every option of shardmlx train too: they say what is trained, and how.",
-    )
-
-
-def read_options(argv: Sequence[str], rank: int = 0) -> ProfileOptions:
-    """Read the flags of this command, and any of ``shardmlx train``'s. Raises ``UserError``."""
-    return load_options(ProfileOptions, build_parser(rank), argv, rank)
+LINE = CommandLine(
+    options=ProfileOptions,
+    command="profile",
+    description="Measure how long each part of a model takes on each machine, for the planner.",
+    groups=(_MEASURED,),
+    shown=_SHOWN,
+    passed_over=PASSED_OVER,
+    epilog="Takes every option of shardmlx train too: they say what is trained, and how.",
+)

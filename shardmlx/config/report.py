@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 
 PAGES = (".html", ".htm")
@@ -50,17 +47,8 @@ class ReportOptions:
         return Path(self.output)
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx report``."""
-    return command_line.build_parser(
-        ReportOptions,
-        "report",
-        "Show a training run from its metrics, as one HTML file that needs no network.",
-        rank=rank,
-    )
-
-
-def read_options(argv: Sequence[str] | None) -> ReportOptions:
-    """Return the options in ``argv``, by default this process's; ``UserError`` for bad ones."""
-    given = sys.argv[1:] if argv is None else argv
-    return load_options(ReportOptions, build_parser(), given)
+LINE = CommandLine(
+    options=ReportOptions,
+    command="report",
+    description="Show a training run from its metrics, as one HTML file that needs no network.",
+)

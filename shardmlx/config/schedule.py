@@ -1,15 +1,14 @@
-"""The options of ``shardmlx schedule``. No MLX, no MPI."""
+"""The command ``shardmlx schedule`` and its options. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
-from shardmlx.pipeline.report import PRINTED
+from shardmlx.pipeline.report import PRINTED, show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
 
 _SCHEDULE = "schedule"
@@ -55,16 +54,27 @@ class ScheduleOptions:
             raise OptionError("print", f"is {self.print} with --json", "leave one out")
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx schedule``."""
-    return command_line.build_parser(
-        ScheduleOptions,
-        "schedule",
-        "Show what a pipeline schedule does: its actions, drawn in time, and what it costs.",
-        rank=rank,
+LINE = CommandLine(
+    options=ScheduleOptions,
+    command="schedule",
+    description=(
+        "Show what a pipeline schedule does: its actions, drawn in time, and what it costs."
+    ),
+)
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the schedule as the words say; return 0. Raises ``UserError``."""
+    options = LINE.load(words)
+    print(
+        show_schedule(
+            options.schedule,
+            options.pipeline_stages,
+            options.micro_batches,
+            virtual=options.virtual_stages,
+            costs=options.costs,
+            draw=options.draw,
+            form="json" if options.json else options.print,
+        )
     )
-
-
-def read_options(argv: Sequence[str]) -> ScheduleOptions:
-    """Return the options in ``argv``. Raises ``UserError``."""
-    return load_options(ScheduleOptions, build_parser(), argv)
+    return 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_options
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
 from shardmlx.config.options import OptionError, option
+from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
 _SERVER = "server"
+
+_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+"""The packages of the ``serve`` extra."""
 
 _REFUSED = {
     **REFUSED,
@@ -154,20 +158,22 @@ class ServeConfig(InferenceConfig):
             return self.host != "localhost"
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx.serve``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        ServeConfig,
-        "serve",
+def check_packages(_: ServeConfig) -> None:
+    """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        names = [name.replace("_", "-") for name in missing]
+        raise UserError(f"serving needs {', '.join(names)}", f"pip install {' '.join(names)}")
+
+
+LINE = CommandLine(
+    options=ServeConfig,
+    command="serve",
+    description=(
         "Serve a model over HTTP, with the API of OpenAI and a chat page, through "
-        "pipeline stages, one MPI rank each.",
-        rank=rank,
-        groups=(MODEL, _SERVER),
-        refused=_REFUSED,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> ServeConfig:
-    """Read flags, and the YAML file that ``--config`` names. Raises ``UserError``; ``SystemExit``
-    with status 0 after ``--help`` and ``--version``."""
-    return load_options(ServeConfig, build_parser(rank), argv, rank)
+        "pipeline stages, one MPI rank each."
+    ),
+    groups=(MODEL, _SERVER),
+    refused=_REFUSED,
+    check=check_packages,
+)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
-from shardmlx.config import command_line
 from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
     OPTIMIZERS,
@@ -21,10 +20,7 @@ from shardmlx.config.checks import (
     parse_loss_scale,
     parse_lr_schedule,
 )
-from shardmlx.config.command_line import (
-    CommandParser,
-    load_options,
-)
+from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import (
     AUTO,
     OFF,
@@ -481,22 +477,10 @@ class TrainConfig(DataConfig):
         return dict(sorted(values.items()))
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx.train``; help is printed on rank 0 only."""
-    return command_line.build_parser(
-        TrainConfig,
-        "train",
-        "Fine-tune a language model through pipeline stages, one MPI rank each.",
-        rank=rank,
-        shown=_SHOWN,
-        passed_over=PASSED_OVER,
-    )
-
-
-def load_config(argv: Sequence[str], rank: int = 0) -> TrainConfig:
-    """Read flags, and the YAML file that ``--config`` names: flags win over it.
-
-    Any YAML file of ``mlx_lm.lora`` can be read. Raises ``UserError``; ``SystemExit`` with
-    status 0 after ``--help`` and ``--version``.
-    """
-    return load_options(TrainConfig, build_parser(rank), argv, rank)
+LINE = CommandLine(
+    options=TrainConfig,
+    command="train",
+    description="Fine-tune a language model through pipeline stages, one MPI rank each.",
+    shown=_SHOWN,
+    passed_over=PASSED_OVER,
+)

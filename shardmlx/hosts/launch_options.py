@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config import chat, doctor, evaluate, export, generate, profile, serve, train
-from shardmlx.config.command_line import CommandParser, load_given_options
+from shardmlx.config.commands import BY_NAME
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
@@ -21,18 +20,6 @@ from shardmlx.errors import UserError
 from shardmlx.hosts.mpirun import replaced
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
-
-_COMMANDS: dict[str, tuple[type[Any], Callable[[], CommandParser]]] = {
-    "train": (train.TrainConfig, train.build_parser),
-    "profile": (profile.ProfileOptions, profile.build_parser),
-    "evaluate": (evaluate.EvaluateConfig, evaluate.build_parser),
-    "export": (export.ExportOptions, export.build_parser),
-    "generate": (generate.GenerateConfig, generate.build_parser),
-    "chat": (chat.ChatConfig, chat.build_parser),
-    "serve": (serve.ServeConfig, serve.build_parser),
-    "doctor": (doctor.DoctorConfig, doctor.build_parser),
-}
-"""The options of each command and its parser, read before anything starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +58,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         raise UserError(
             f"-n stands after {command}", f"give it before: shardmlx launch -n N {command} ..."
         )
-    cls, build_parser = _COMMANDS[command]
-    read, given = load_given_options(cls, build_parser(), options)
+    read, given = BY_NAME[command].line.load_given(options)
     if command == "doctor" and read.ssh:
         raise UserError("doctor --ssh starts no ranks", "run it without launch")
     config = read if command == "train" else None

@@ -20,7 +20,7 @@ from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.degraded_layout import plan_again
 from shardmlx.hosts.findings import Finding
-from shardmlx.hosts.launch_options import LaunchOptions
+from shardmlx.hosts.launch_options import LaunchOptions, read_options
 from shardmlx.hosts.mpirun import MpirunJob, find_mpirun, replaced
 from shardmlx.hosts.mpirun_settings import settings_for
 from shardmlx.hosts.reachability import (
@@ -46,11 +46,12 @@ class GaveUp(Exception):
     """The reason for no further start."""
 
 
-def run(options: LaunchOptions) -> int:
+def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense.
 
     Return the exit status: 0 done; 1 given up; 2 bad input; 128 + n after signal n.
     """
+    options = read_options(words)
     supervisor = Supervisor(options.control)
     with supervisor.listening():
         try:

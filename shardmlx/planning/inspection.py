@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardmlx.config.inspect import DEFAULT_PARTITIONER, InspectOptions
+from shardmlx.config.inspect import DEFAULT_PARTITIONER, LINE, InspectOptions
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
@@ -32,11 +32,12 @@ from shardmlx.planning.model_report import (
 from shardmlx.planning.weight_split import Generation, Split, divide
 
 
-def run(options: InspectOptions) -> int:
+def run(words: Sequence[str]) -> int:
     """Print the parts of a model; return 1 if ``--verify`` finds a fault.
 
     Raises ``UserError`` if the model cannot be read, or divided as asked.
     """
+    options = LINE.load(words)
     files = read_model(find_source(options.model, options.revision))
     if options.verify:
         return _verify(files, options.json)

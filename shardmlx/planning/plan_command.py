@@ -18,17 +18,15 @@ from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
 from shardmlx.planning.advice import model_facts, other_way, shorter_sums
-from shardmlx.planning.plan_options import PlanOptions
+from shardmlx.planning.plan_options import read_options
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
 
 
-def run(options: PlanOptions, train_options: Sequence[str]) -> int:
-    """Plan as the options say, and print or write the plan; return 0.
-
-    ``train_options`` are the words of the options that the plan does not change. Raises
-    ``UserError`` if no plan fits.
-    """
+def run(words: Sequence[str]) -> int:
+    """Plan as the words say, and print or write the plan; return 0. Raises ``UserError`` if no
+    plan fits."""
+    options, train_options = read_options(words)
     run = RunSpec.of(options)
     for picture in options.draw:
         check_picture(Path(picture))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmlx.config import command_line
-from shardmlx.config.command_line import CommandParser, load_given_options, words_of
+from shardmlx.config.command_line import CommandLine, words_of
 from shardmlx.config.common_options import hostfile_option, model_argument
 from shardmlx.config.options import REQUIRED, declared, option
 from shardmlx.config.train import PASSED_OVER, TrainConfig
@@ -64,26 +63,24 @@ class PlanOptions(TrainConfig):
             raise UserError("--test alone trains nothing", "plan the training, without it")
 
 
-def build_parser(rank: int = 0) -> CommandParser:
-    """Build the command line of ``shardmlx plan``."""
-    return command_line.build_parser(
-        PlanOptions,
-        "plan",
+LINE = CommandLine(
+    options=PlanOptions,
+    command="plan",
+    description=(
         "Choose stages, schedule, micro-batches and recomputing for training a model on the "
-        "machines of a hostfile, and predict memory and time.",
-        rank=rank,
-        groups=(_MACHINES, _OUTPUT),
-        shown=_SHOWN,
-        passed_over=PASSED_OVER,
-        epilog="Takes every option of shardmlx train too. What is given, by flag or file, is "
-        "settled.",
-    )
+        "machines of a hostfile, and predict memory and time."
+    ),
+    groups=(_MACHINES, _OUTPUT),
+    shown=_SHOWN,
+    passed_over=PASSED_OVER,
+    epilog="Takes every option of shardmlx train too. What is given, by flag or file, is settled.",
+)
 
 
 def read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     """Return the options, and the words of those that the planner does not change, for the command
     that runs the plan. Raises ``UserError``."""
-    options, given = load_given_options(PlanOptions, build_parser(), argv)
+    options, given = LINE.load_given(argv)
     of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
     left = {name: value for name, value in given.flags.items() if name in of_train}
     words = words_of(PlanOptions, {"model": options.model, **left})

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardmlx.common.formatting import plural
-from shardmlx.config.report import ReportOptions
+from shardmlx.config.report import LINE
 from shardmlx.errors import UserError
 from shardmlx.runreport.metrics_file import Event, Metrics, current, read_metrics
 from shardmlx.runreport.page import render_page
 
 
-def run(options: ReportOptions) -> int:
-    """Write the requested outputs, and print where they are. Raises ``UserError``."""
+def run(words: Sequence[str]) -> int:
+    """Write the requested page, and print where it is. Raises ``UserError``."""
+    options = LINE.load(words)
     metrics = read_metrics(options.metrics)
     events = current(metrics.events)
     page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)

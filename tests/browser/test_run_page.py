@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from shardmlx.common.http_listener import bind
-from shardmlx.report import main
+from shardmlx.main import main
 from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.metrics_file import current
 from tests.helpers.stories import story, write_metrics
@@ -29,7 +29,7 @@ VAL = [event for event in RUN if event["event"] == "val"]
 def show(chrome: webdriver.Chrome, directory: Path, *lines: dict[str, Any] | str) -> None:
     """Make a page of metrics, and open it."""
     metrics = write_metrics(directory / "metrics.jsonl", *lines)
-    assert main([str(metrics)]) == 0
+    assert main(["report", str(metrics)]) == 0
     chrome.get(metrics.with_suffix(".html").as_uri())
 
 

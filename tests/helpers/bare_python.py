@@ -27,7 +27,7 @@ sys.meta_path.insert(0, Refuse())
 _FORKING = f"""{REFUSE}
 import json, os, traceback
 import huggingface_hub.file_download, huggingface_hub.hf_api
-from shardmlx.inspect import main
+from shardmlx.main import main
 
 # What it needs stays. It reads its own settings once: each call imports it anew.
 for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
@@ -41,7 +41,7 @@ for line in sys.stdin:
         for number, output in enumerate(outputs, 1):
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
         try:
-            status = main(arguments)
+            status = main(["inspect", *arguments])
         except BaseException:
             traceback.print_exc()
             status = 1

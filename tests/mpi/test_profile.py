@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.costmodel.profile_file import read_profile
-from shardmlx.plan import main as plan
+from shardmlx.main import main
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import events, mpirun, train, train_well
 from tests.helpers.rank_pool import run_in_pool
@@ -123,8 +123,9 @@ def test_the_planner_takes_the_measured_times(
     hostfile.write_text(f"{host} slots=2  # memory=8GiB\n")
     stage_map = directory / "map.yaml"
     assert (
-        plan(
+        main(
             [
+                "plan",
                 str(small), "--hostfile", str(hostfile),
                 "--profile", str(directory / "profile.json"),
                 "--num-layers", "-1", "--backend", "cpu", "--data-parallel", "1",

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 from typing import Any
+from unittest.mock import patch
 
-from shardmlx import generate
+from shardmlx.main import main
 
 how = sys.argv.pop(1)
 
@@ -30,5 +31,5 @@ def failing() -> Any:
 
 
 if __name__ == "__main__":
-    generate._load = failing
-    raise SystemExit(generate.main())
+    patch("shardmlx.main.imported", lambda name: failing()).start()
+    raise SystemExit(main(["generate", *sys.argv[1:]]))

@@ -17,8 +17,8 @@ from typing import Any
 from shardmlx.common.environment import launched_rank
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
+from shardmlx.main import main
 from shardmlx.models.slice import Slice
-from shardmlx.train import main
 from shardmlx.training.batch_feed import Share
 from shardmlx.training.gradients import Gradients
 
@@ -80,4 +80,4 @@ if launched_rank() == int(rank):
             Sums.all_gather = failing_at(3, Sums.all_gather)  # type: ignore[method-assign]
         case "gathering":
             Sums._finish = failing_at(3, Sums._finish)  # type: ignore[method-assign]
-sys.exit(main(arguments))
+sys.exit(main(["train", *arguments]))

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmlx.checkpoint.writer import Snapshot
 from shardmlx.common.environment import launched_rank
-from shardmlx.train import main
+from shardmlx.main import main
 
 how, *arguments = sys.argv[1:]
 pieces = Snapshot.pieces
@@ -33,7 +33,7 @@ def fail(self: Snapshot) -> Any:
 def run(arguments: Sequence[str]) -> int:
     if launched_rank() == 1:
         Snapshot.pieces = fail  # type: ignore[method-assign]
-    return main(arguments)
+    return main(["train", *arguments])
 
 
 sys.exit(run(arguments))

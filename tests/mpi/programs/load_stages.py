@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.distributed.mpi import MPITransport
 from shardmlx.training.setup import prepare_training
 from shardmlx.training.trainer import Trainer
@@ -30,7 +30,7 @@ def bytes_read() -> int:
 
 
 output, *arguments = sys.argv[1:]
-config = load_config(arguments)
+config = LINE.load(arguments)
 transport = MPITransport()
 mx.reset_peak_memory()
 read = [bytes_read()]

@@ -19,7 +19,7 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.common.environment import launched_rank
 from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.loss_scale import LossScale
-from shardmlx.train import main
+from shardmlx.main import main
 
 norm = GradientReducer.norm
 number, _, then = sys.argv[1].partition(":")
@@ -48,6 +48,6 @@ GradientReducer.norm = overflow  # type: ignore[method-assign]
 if then == "kill" and launched_rank() == 1:
     LossScale.overflowed = killed  # type: ignore[method-assign]
 try:
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(["train", *sys.argv[2:]]))
 finally:
     GradientReducer.norm = norm  # type: ignore[method-assign]

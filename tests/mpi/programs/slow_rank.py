@@ -9,7 +9,7 @@ from typing import Any
 
 from shardmlx.common.environment import launched_rank
 from shardmlx.engine.stage import Stage
-from shardmlx.train import main
+from shardmlx.main import main
 
 usual, forward = int(sys.argv[1]), Stage.forward
 calls = 0
@@ -28,6 +28,6 @@ def slow(self: Stage, *args: Any, **kwargs: Any) -> Any:
 if launched_rank() == 1:
     Stage.forward = slow  # type: ignore[method-assign]
 try:
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(["train", *sys.argv[2:]]))
 finally:
     Stage.forward = forward  # type: ignore[method-assign]

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from shardmlx.common.environment import launched_rank
-from shardmlx.train import main
+from shardmlx.main import main
 
 home = Path(sys.argv[1].split(",")[launched_rank()])
 home.mkdir(parents=True, exist_ok=True)
 os.chdir(home)
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(["train", *sys.argv[2:]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import shardmlx
-from shardmlx.__main__ import main
 from shardmlx.config.commands import COMMANDS, OF_RANKS, Command
+from shardmlx.main import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,8 +55,7 @@ def test_every_command_has_help_and_version_under_its_name(
             main([command.name, flag])
         assert ended.value.code == 0
         assert capsys.readouterr().out.startswith(words)
-    module = importlib.import_module(f"shardmlx.{command.options}")
-    assert module.build_parser().prog == f"shardmlx {command.name}"
+    assert command.line.command == command.name
 
 
 def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
@@ -65,9 +63,23 @@ def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
     assert ("train", "export", *use, "doctor", "profile") == OF_RANKS
 
 
+def test_an_entry_is_a_shim_and_imports_no_entry() -> None:
+    for command in COMMANDS:
+        text = (ROOT / f"shardmlx/{command.name}.py").read_text()
+        assert f'run_module("{command.name}")' in text
+        assert [line for line in text.splitlines() if "import" in line] == [
+            "from shardmlx.main import run_module"
+        ]
+
+
+def test_doctor_with_ssh_is_asked_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert main(["doctor", "--ssh", "--hostfile", "/nowhere"]) == 0
+
+
 def test_only_the_module_of_the_command_is_imported() -> None:
     program = (
-        "import sys; from shardmlx.__main__ import main\n"
+        "import sys; from shardmlx.main import main\n"
         "main(['schedule', '--pipeline-stages', '2', '--micro-batches', '2'])\n"
         "loaded = {name.split('.')[1] for name in sys.modules if name.startswith('shardmlx.')}\n"
         "print(sorted(loaded & {'train', 'plan', 'inspect', 'launch', 'planning', 'hosts'}))"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.report import main
+from shardmlx.main import main
 from tests.helpers.stories import STORY
 
 
 def report(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str]:
     """Run the command; return its status and what it printed."""
-    status = main(list(map(str, argv)))
+    status = main(["report", *map(str, argv)])
     out, err = capsys.readouterr()
     return status, out + err
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.main import main
 from shardmlx.pipeline.actions import parse_grid
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
-from shardmlx.schedule import main
 
 ROOT = Path(__file__).parents[3]
 SIZE = ["--pipeline-stages", "4", "--micro-batches", "8"]
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
+    assert main(["schedule", *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -118,7 +118,7 @@ def test_without_print_there_is_a_summary_for_people(capsys: pytest.CaptureFixtu
 def test_bad_input_ends_in_one_line_and_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main(["schedule", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"shardmlx: error: {message}\n"

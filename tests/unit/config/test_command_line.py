@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.__main__ import main
-from shardmlx.config.command_line import build_parser, load_given_options, load_options, words_of
+from shardmlx.config.command_line import CommandLine, words_of
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.errors import UserError
+from shardmlx.main import main
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,8 +36,11 @@ class Sample:
             raise OptionError("place", "is 'nowhere'", "name another")
 
 
+SAMPLE = CommandLine(options=Sample, command="sample", description="")
+
+
 def read(*words: str, rank: int = 0) -> Sample:
-    return load_options(Sample, build_parser(Sample, "sample", "", rank=rank), words, rank)
+    return SAMPLE.load(words, rank)
 
 
 def error_of(*words: str) -> str:
@@ -67,7 +70,7 @@ def test_a_former_key_of_the_file_is_unknown(tmp_path: Path) -> None:
     file = tmp_path / "lora.yaml"
     file.write_text("hosts: macs\n")
     with pytest.raises(UserError, match="hosts"):
-        load_config(["-c", str(file)])
+        LINE.load(["-c", str(file)])
 
 
 # What is given
@@ -109,7 +112,7 @@ def test_an_unknown_flag_gets_a_suggestion_that_can_be_typed() -> None:
 
 def test_flags_can_be_written_as_words_again() -> None:
     words = ["here", "--weight", "2", "--no-loud", "--dry", "--each", "a", "--many", "c", "d"]
-    _, given = load_given_options(Sample, build_parser(Sample, "sample", ""), words)
+    _, given = SAMPLE.load_given(words)
     written = words_of(Sample, given.flags)
     assert written == ["--place", *words[:2], "2.0", *words[3:]]
     assert {each.name for each in fields(Sample)} - given.names == {"config", "speed"}

@@ -35,8 +35,8 @@ def server_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, ours in (("generate", generate), ("chat", chat)):
         theirs = importlib.import_module(f"mlx_lm.{name}").setup_arg_parser()
-        assert flags_of(theirs) <= flags_of(ours.build_parser())
-    assert server_flags(monkeypatch) <= flags_of(serve.build_parser())
+        assert flags_of(theirs) <= flags_of(ours.LINE.parser())
+    assert server_flags(monkeypatch) <= flags_of(serve.LINE.parser())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
 )
 def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) -> None:
     with pytest.raises(UserError) as error:
-        module.load_config(words.split())
+        module.LINE.load(words.split())
     assert str(error.value).startswith(f"{words.split()[0]} of mlx_lm is not here: {reason}")
 
 
@@ -69,16 +69,16 @@ def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) 
 )
 def test_quantised_caches(words: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        chat.load_config(words.split())
+        chat.LINE.load(words.split())
     assert str(error.value) == message
 
 
 def test_spellings_of_mlx_lm_mean_the_same() -> None:
-    config = generate.load_config(["--extra-eos-token", "<|a|>", "<|b|>", "--verbose", "False"])
+    config = generate.LINE.load(["--extra-eos-token", "<|a|>", "<|b|>", "--verbose", "False"])
     assert config.extra_eos_token == ["<|a|>", "<|b|>"]
     assert not config.verbose
-    assert generate.load_config(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
-    served = serve.load_config(
+    assert generate.LINE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
+    served = serve.LINE.load(
         ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
     )
     assert served.origins == ["https://a.org", "https://b.org"]

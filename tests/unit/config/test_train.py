@@ -13,7 +13,7 @@ import pytest
 
 from shardmlx.config.checks import LR_SCHEDULES, OPTIMIZERS
 from shardmlx.config.options import declared
-from shardmlx.config.train import TrainConfig, build_parser, load_config
+from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 
 MLX_LM_EXAMPLE = """\
@@ -72,7 +72,7 @@ def write(directory: Path, text: str) -> str:
 
 def error_of(*argv: str) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(argv)
+        LINE.load(argv)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -97,11 +97,11 @@ def test_every_flag_of_mlx_lm_keeps_its_spelling() -> None:
         return {flag for action in parser._actions for flag in action.option_strings}
 
     theirs = build_mlx_lm_parser()
-    assert flags(theirs) <= flags(build_parser())
+    assert flags(theirs) <= flags(LINE.parser())
 
 
 def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
-    config = load_config(["--config", write(tmp_path, MLX_LM_EXAMPLE)])
+    config = LINE.load(["--config", write(tmp_path, MLX_LM_EXAMPLE)])
     assert config.learning_rate == 1e-5
     assert config.lora_parameters["keys"] == ["self_attn.q_proj", "self_attn.v_proj"]
     assert config.optimizer_config["adamw"]["eps"] == 1e-6
@@ -157,7 +157,7 @@ def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Pa
 def test_a_chunk_is_a_word(name: str, words: list[str], tmp_path: Path) -> None:
     flag = "--" + name.replace("_", "-")
     for word in words:
-        assert getattr(load_config([flag, word]), name) == word
+        assert getattr(LINE.load([flag, word]), name) == word
     remedy = f"choose from {', '.join(words)}"
     assert error_of(flag, "64") == f"{flag} is '64': {remedy}"
     path = write(tmp_path, f"{name}: 64")
@@ -168,7 +168,7 @@ def test_a_chunk_is_a_word(name: str, words: list[str], tmp_path: Path) -> None:
 def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     """YAML reads the bare word as False."""
     for text in ("off", '"off"', "false"):
-        assert getattr(load_config(["-c", write(tmp_path, f"{name}: {text}")]), name) == "off"
+        assert getattr(LINE.load(["-c", write(tmp_path, f"{name}: {text}")]), name) == "off"
     path = write(tmp_path, f"{name}: on")
     assert error_of("-c", path).startswith(f"{path}: {name} is True: choose from auto, ")
 
@@ -181,10 +181,10 @@ def test_a_former_partitioner_is_refused_with_what_to_give(name: str, instead: s
 
 
 def test_gradient_checkpointing_is_full_recomputation() -> None:
-    assert load_config([]).recompute is None
-    assert load_config(["--grad-checkpoint"]).recompute == "full"
-    assert load_config(["--no-grad-checkpoint"]).recompute == "none"
-    assert load_config(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
+    assert LINE.load([]).recompute is None
+    assert LINE.load(["--grad-checkpoint"]).recompute == "full"
+    assert LINE.load(["--no-grad-checkpoint"]).recompute == "none"
+    assert LINE.load(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
     error = error_of("--grad-checkpoint", "--recompute", "selective")
     assert error == "--recompute is selective with --grad-checkpoint: leave one out"
 
@@ -203,14 +203,14 @@ def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
 
 def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "iters: 5\nbatch_size: 2\nmask_prompt: true\n")
-    config = load_config(["-c", path, "--batch-size", "8", "--no-mask-prompt"])
+    config = LINE.load(["-c", path, "--batch-size", "8", "--no-mask-prompt"])
     assert (config.iters, config.batch_size, config.seed) == (5, 8, 0)
     assert config.mask_prompt is False
     assert config.config == path
 
 
 def test_a_key_without_value_counts_as_not_given(tmp_path: Path) -> None:
-    config = load_config(["-c", write(tmp_path, "iters:\nlora_parameters: null\n")])
+    config = LINE.load(["-c", write(tmp_path, "iters:\nlora_parameters: null\n")])
     assert config.iters == 1000
     assert config.lora_parameters["rank"] == 8
 
@@ -227,18 +227,18 @@ def test_a_key_without_value_counts_as_not_given(tmp_path: Path) -> None:
 def test_train_is_implied_unless_test_alone_is_given(
     argv: list[str], train: bool, test: bool
 ) -> None:
-    config = load_config(argv)
+    config = LINE.load(argv)
     assert (config.train, config.test) == (train, test)
 
 
 @pytest.mark.parametrize("number", ["1e-5", "1.e-5", "1.0e-5", "0.00001", ".1e-4", "1E-5"])
 def test_numbers_with_exponents_are_numbers(tmp_path: Path, number: str) -> None:
-    assert load_config(["-c", write(tmp_path, f"learning_rate: {number}")]).learning_rate == 1e-5
+    assert LINE.load(["-c", write(tmp_path, f"learning_rate: {number}")]).learning_rate == 1e-5
 
 
 @pytest.mark.parametrize("text", ["1e5x", "e5", "-e-5", "."])
 def test_text_that_only_looks_like_a_number_stays_text(tmp_path: Path, text: str) -> None:
-    assert load_config(["-c", write(tmp_path, f"project_name: {text}")]).project_name == text
+    assert LINE.load(["-c", write(tmp_path, f"project_name: {text}")]).project_name == text
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_text_that_only_looks_like_a_number_stays_text(tmp_path: Path, text: str
     [("2GB", 2 * 10**9), ("1.5 m", 1_500_000), ("7", 7), ("2 GiB", 2**31), ("3mi", 3 << 20)],
 )
 def test_sizes_may_have_units(tmp_path: Path, size: str, count: int) -> None:
-    assert load_config(["--clear-cache-threshold", size]).clear_cache_threshold == count
+    assert LINE.load(["--clear-cache-threshold", size]).clear_cache_threshold == count
     path = write(tmp_path, f"clear_cache_threshold: {size}")
-    assert load_config(["-c", path]).clear_cache_threshold == count
+    assert LINE.load(["-c", path]).clear_cache_threshold == count
 
 
 def test_optimizer_names_may_be_capitalised_as_in_mlx_lm() -> None:
-    assert load_config(["--optimizer", "AdamW"]).optimizer == "adamw"
+    assert LINE.load(["--optimizer", "AdamW"]).optimizer == "adamw"
 
 
 # What YAML has, by flags
@@ -283,13 +283,13 @@ def test_a_learning_rate_schedule_can_be_given_by_flags(
 ) -> None:
     """Without arguments it falls to 0 over the updates of the run: two steps make one here."""
     run = "--learning-rate 1e-3 --iters 1000 --grad-accumulation-steps 2"
-    assert load_config([*run.split(), *flags.split()]).lr_schedule == schedule
+    assert LINE.load([*run.split(), *flags.split()]).lr_schedule == schedule
 
 
 def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
     from mlx_lm.tuner.utils import build_schedule
 
-    schedule = load_config(["--learning-rate", "1e-3", "--warmup", "10"]).lr_schedule
+    schedule = LINE.load(["--learning-rate", "1e-3", "--warmup", "10"]).lr_schedule
     rate = build_schedule(schedule)
     assert float(rate(0)) == 0.0
     assert float(rate(5)) == pytest.approx(0.5e-3)
@@ -298,7 +298,7 @@ def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
 
 def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     path = write(tmp_path, "iters: 5\n")
-    config = load_config(["-c", path, "--epochs", "2", "--lr-schedule", "cosine_decay"])
+    config = LINE.load(["-c", path, "--epochs", "2", "--lr-schedule", "cosine_decay"])
     assert config.epochs == 2
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
@@ -307,7 +307,7 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
         "--epochs is given, and --iters too: leave one out"
     )
     path = write(tmp_path, "epochs: 3\n")
-    config = load_config(["-c", path, "--iters", "7"])
+    config = LINE.load(["-c", path, "--iters", "7"])
     assert (config.iters, config.epochs) == (7, None)
 
 
@@ -325,7 +325,7 @@ def test_keys_that_mlx_lm_passes_over_are_named(
     key: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, f"iters: 5\n{key}\n")
-    assert load_config(["-c", path]).iters == 5
+    assert LINE.load(["-c", path]).iters == 5
     said = capsys.readouterr().err
     assert said.startswith(f"shardmlx: {path}: {line}")
     assert said.count("\n") == 1
@@ -506,7 +506,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 def test_what_a_full_fine_tune_does_not_use_is_not_checked(tmp_path: Path) -> None:
     path = write(tmp_path, "fine_tune_type: full\nlora_parameters: {}\nunfreeze_all: true\n")
-    assert load_config(["-c", path]).unfreeze_all
+    assert LINE.load(["-c", path]).unfreeze_all
 
 
 # --help
@@ -518,7 +518,7 @@ def test_help_and_version_are_printed_on_rank_0_only(
 ) -> None:
     for rank, prints in ((0, True), (1, False)):
         with pytest.raises(SystemExit) as caught:
-            load_config([flag], rank)
+            LINE.load([flag], rank)
         assert caught.value.code == 0
         assert bool(capsys.readouterr().out) == prints
 
@@ -526,7 +526,7 @@ def test_help_and_version_are_printed_on_rank_0_only(
 def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
     """Return the help, and the long flags of the options that it lists."""
     with pytest.raises(SystemExit):
-        load_config([flag])
+        LINE.load([flag])
     text = capsys.readouterr().out
     flags = set(re.findall(r"^  (?:-\w \w+, )?--([a-z-]+)", text, re.MULTILINE))
     return " ".join(text.split()), flags - {"version", "help-all"}
@@ -570,7 +570,7 @@ def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
     old = tmp_path / "lora.yaml"
     old.write_text("modle: mistral\n")
     for path in (old, tmp_path / "nowhere.yaml"):
-        config = load_config(["-c", str(path), "--iters", "7", "--timeout", "5"], rank=1)
+        config = LINE.load(["-c", str(path), "--iters", "7", "--timeout", "5"], rank=1)
         assert (config.timeout, config.iters) == (5.0, TrainConfig().iters)
 
 
@@ -590,7 +590,7 @@ def test_the_home_directory_is_expanded_in_every_path(
     assert {"model", "data", "adapter_path", "checkpoint_dir", "stage_map", "trace"} < set(names)
     lines = [f"{name}: ~/{name}" for name in names]
     write(tmp_path, "\n".join([*lines, "hf_dataset: [{path: ~/rows}]"]))
-    config = load_config(["-c", "~/lora.yaml", "--profile", "~/a,~/b"])
+    config = LINE.load(["-c", "~/lora.yaml", "--profile", "~/a,~/b"])
     for name in set(names) - {"profile"}:
         assert getattr(config, name) == str(tmp_path / name)
     assert config.profile == f"{tmp_path}/a,{tmp_path}/b"

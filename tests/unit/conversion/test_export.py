@@ -21,7 +21,7 @@ from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Reporter
-from shardmlx.config.export import ExportOptions, build_parser, load_config
+from shardmlx.config.export import LINE, ExportOptions
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
 from shardmlx.conversion.output import WORK
@@ -238,8 +238,8 @@ def watched(copy):
     print(sum(file.stat().st_blocks * 512 for file in files), file=sys.stderr)
     empty(copy)
 PartialCopy.empty = watched
-from shardmlx.export import main
-sys.exit(main())
+from shardmlx.main import main
+sys.exit(main(['export', *sys.argv[1:]]))
 """
 
 
@@ -402,13 +402,13 @@ def test_adapters_of_another_model_and_whole_models_are_refused(
 )  # fmt: skip
 def test_ways_of_quantising_that_there_are_not(text: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        load_config(["model", "-o", "out", "--quantize", text])
+        LINE.load(["model", "-o", "out", "--quantize", text])
     assert str(refused.value).startswith(f"--quantize is {text!r}: {complaint}")
 
 
 def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
     with pytest.raises(UserError, match="--upload-repo of mlx_lm is not here: upload what is fin"):
-        build_parser().parse_args(["model", "-o", "out", "--upload-repo", "me/it"])
+        LINE.parser().parse_args(["model", "-o", "out", "--upload-repo", "me/it"])
     with pytest.raises(OptionError, match="output_dir is empty"):
         ExportOptions(model="model", output_dir="")
 

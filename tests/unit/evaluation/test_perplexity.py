@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from shardmlx.config.evaluate import load_config
+from shardmlx.config.evaluate import LINE
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import perplexity_of
@@ -102,6 +102,6 @@ def test_results_become_rows() -> None:
 )  # fmt: skip
 def test_either_texts_or_tasks_are_evaluated(how: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        load_config(how.split())
+        LINE.load(how.split())
     assert str(refused.value) == message
-    load_config(how.split(), rank=1)  # rank 0 speaks for all
+    LINE.load(how.split(), rank=1)  # rank 0 speaks for all

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.specs import RunSpec
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.hosts.degraded_layout import DegradedLayout, plan_again
@@ -23,7 +23,7 @@ def machines(count: int, **facts: float) -> list[Machine]:
 
 
 def layout(hosts: list[Machine], *options: str) -> DegradedLayout:
-    config = load_config(options)
+    config = LINE.load(options)
     return plan_again(options, RunSpec.of(config), hosts, config.config)
 
 
@@ -146,7 +146,7 @@ KNOWN = {"memory": 8 * GIB, "flops": 1e12}
 def test_with_memory_and_speed_known_the_planner_decides(model: str) -> None:
     words = ("--model", model, "--batch-size", "8", "--pipeline-stages", "4", "--seed", "1")
     found = layout(machines(3, **KNOWN), *words)
-    config = load_config(found.options)
+    config = LINE.load(found.options)
     assert found.ranks == 3
     assert config.batch_size == 8
     assert config.pipeline_stages in (1, 3)
@@ -158,7 +158,7 @@ def test_with_memory_and_speed_known_the_planner_decides(model: str) -> None:
 def test_what_the_user_settled_the_planner_leaves(model: str) -> None:
     words = ("--model", model, "--schedule", "gpipe", "--micro-batch-size", "2")
     found = layout(machines(3, **KNOWN), *words, "--pipeline-stages", "4", "--no-grad-checkpoint")
-    config = load_config(found.options)
+    config = LINE.load(found.options)
     assert (config.schedule, config.micro_batch_size, config.grad_checkpoint) == (
         "gpipe",
         2,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import shardmlx
-from shardmlx import doctor
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_report import visit_content, visit_text
 from shardmlx.hosts.doctor_ssh import Asked, Visit, address_of, find, visit
 from shardmlx.hosts.probe_client import Talk, at_once, probe_command
 from shardmlx.hosts.reachability import RemoteLogin, login_problem
+from shardmlx.main import main
 from tests.helpers.doctor import VERSIONS
 
 REMOTE = RemoteLogin(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
@@ -264,7 +264,7 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
 def test_bad_flags_are_refused_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctor.main(arguments) == 2
+    assert main(["doctor", *arguments]) == 2
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "error" in each]
     assert message in line
 
@@ -273,7 +273,7 @@ def test_json_on_stdout_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostfile = hosts_at(tmp_path / "hosts", ME)
-    assert doctor.main(["--ssh", "--hostfile", hostfile, "--json", "-", "--strict"]) == 0
+    assert main(["doctor", "--ssh", "--hostfile", hostfile, "--json", "-", "--strict"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["hosts"][0]["versions"]["shardmlx"] == shardmlx.__version__
     assert content["warnings"] == []
@@ -285,7 +285,7 @@ def test_warnings_are_a_failure_only_where_that_is_asked_for(
     hostfile = hosts_at(tmp_path / "hosts", ME)
     file = tmp_path / "found.json"
     flags = ["--ssh", "--hostfile", hostfile, "--python", "/nowhere/python", "--json", str(file)]
-    assert doctor.main(flags) == 0
+    assert main(["doctor", *flags]) == 0
     assert "warning: " in capsys.readouterr().out
     assert json.loads(file.read_text())["warnings"][0]["remedy"] == "see --python"
-    assert doctor.main([*flags, "--strict"]) == 1
+    assert main(["doctor", *flags, "--strict"]) == 1

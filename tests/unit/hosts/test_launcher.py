@@ -19,7 +19,7 @@ from shardmlx.hosts import supervisor
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.hosts.launcher import SECONDS_BETWEEN_LOOKS, GaveUp, Launcher
 from shardmlx.hosts.supervisor import Supervisor
-from shardmlx.launch import main
+from shardmlx.main import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -390,7 +390,7 @@ def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> N
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-n", "two", "train"]) == 2
+    assert main(["launch", "-n", "two", "train"]) == 2
     error = capsys.readouterr().err
     assert error == (
         "shardmlx: error: argument -n/--ranks: invalid int value: 'two': see shardmlx launch "
@@ -421,10 +421,10 @@ def test_what_stops_launch_stops_the_ranks_in_order(
     lab.ends(f". {lab.write('job', job)}")
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "from shardmlx import launch\n"
+        "from shardmlx.main import main\n"
         "from shardmlx.hosts import launcher\n"
         "launcher.find_mpirun = lambda: Path(sys.argv[1])\n"
-        "sys.exit(launch.main(sys.argv[2:]))"
+        "sys.exit(main(['launch', *sys.argv[2:]]))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, lab.path / "mpirun", "-n", "2", "train"],
@@ -482,7 +482,7 @@ def test_a_conversation_has_the_terminal_and_ctrl_c_reaches_mpirun_by_it(lab: La
         program = (
             "import sys, pathlib; import shardmlx.hosts.launcher as l; "
             "l.find_mpirun = lambda: pathlib.Path(sys.argv[1]); "
-            "from shardmlx.launch import main; sys.exit(main(['-n', '1', 'chat']))"
+            "from shardmlx.main import main; sys.exit(main(['launch', '-n', '1', 'chat']))"
         )
         os.execv(sys.executable, [sys.executable, "-c", program, str(lab.path / "mpirun")])
     said = read_until(terminal, b"shardmlx.chat")

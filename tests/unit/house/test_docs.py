@@ -1,7 +1,6 @@
 """The pages lead to what exists, are short, and show commands that can be typed."""
 
 import ast
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.commands import COMMANDS
+from shardmlx.config.commands import BY_NAME
 from shardmlx.errors import UserError
 from tests.helpers.markdown import anchors, blocks, links
 from tests.helpers.sources import ROOT, parsed
@@ -124,8 +123,6 @@ def test_the_readme_names_what_to_run() -> None:
 
 # Commands.
 
-MODULES = {command.name: command.options for command in COMMANDS}
-
 NO_COMMAND = re.compile(r"^shardmlx (COMMAND|OPTIONS|\w+ ...$)|[.][.][.]")
 """A line with a placeholder for words that are left out."""
 
@@ -143,11 +140,10 @@ def parse(argv: list[str]) -> None:
     """Raise `UserError` unless the words are a command of ours and options that it has."""
     name, *rest = argv
     if name == "launch":
-        inner = next(i for i, word in enumerate(rest) if word in MODULES)
+        inner = next(i for i, word in enumerate(rest) if word in BY_NAME)
         parse(rest[inner:])
         rest = rest[:inner]
-    module = importlib.import_module(f"shardmlx.{MODULES[name]}")
-    module.build_parser().parse_args(rest)
+    BY_NAME[name].line.parser().parse_args(rest)
 
 
 def test_the_commands_that_are_shown_can_be_typed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +24,7 @@ def script() -> ModuleType:
     return module
 
 
-OPTIONS = [
-    (command.name, each)
-    for command in COMMANDS
-    for each in declared(
-        importlib.import_module(f"shardmlx.{command.options}").build_parser().options
-    )
-]
+OPTIONS = [(command.name, each) for command in COMMANDS for each in declared(command.line.options)]
 
 
 def test_the_pages_are_up_to_date(script: ModuleType) -> None:

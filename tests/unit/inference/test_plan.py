@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config.generate import GenerateConfig, load_config
+from shardmlx.config.generate import LINE, GenerateConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of
@@ -209,5 +209,5 @@ def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) 
 )
 def test_bad_options(flags: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        load_config(flags.split())
+        LINE.load(flags.split())
     assert str(error.value).startswith(message)

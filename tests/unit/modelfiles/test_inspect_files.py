@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import get_total_parameters
 
-from shardmlx.inspect import main
+from shardmlx.main import main
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files, rows
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -37,7 +37,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 def output(capsys: Capture, *arguments: str) -> str:
-    assert main(arguments) == 0
+    assert main(["inspect", *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -48,7 +48,7 @@ def report(capsys: Capture, *arguments: str) -> Any:
 
 
 def error_of(capsys: Capture, *arguments: str) -> str:
-    assert main(arguments) == 2
+    assert main(["inspect", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("shardmlx: error: ")
@@ -437,7 +437,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> Non
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shardmlx.planning.inspection.read_model", interrupted)
-    assert main([tiny]) == 130
+    assert main(["inspect", tiny]) == 130
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.inspect import main
+from shardmlx.main import main
 from shardmlx.modelfiles.model_files import find_source, read_model
 from shardmlx.modelfiles.verify import Verification, verify
 from tests.helpers.fake_models import TINY, Tensors, adapters, dump, model_files, tensors_of, write
@@ -259,17 +259,17 @@ def test_status_1_and_a_list_when_something_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sound, broken = write(tmp_path / "a", model_files(TINY)), tmp_path / "b"
-    assert main([str(sound), "--verify"]) == 0
+    assert main(["inspect", str(sound), "--verify"]) == 0
     assert capsys.readouterr().out.endswith("all is well\n")
     model(broken, TINY, **{Q_PROJ: None})
-    assert main([str(broken), "--verify"]) == 1
+    assert main(["inspect", str(broken), "--verify"]) == 1
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines()[-2:] == [
         f"wrong: tensor '{Q_PROJ}' is missing: copy or download the model again",
         "1 fault",
     ]
-    assert main([str(broken), "--verify", "--json"]) == 1
+    assert main(["inspect", str(broken), "--verify", "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["faults"]) == 1
 
 
@@ -279,7 +279,7 @@ def test_a_damaged_file_is_a_fault_not_the_end(
     files = model_files(TINY)
     whole = files["model.safetensors"]
     write(tmp_path, files | {"model.safetensors": File(whole.head, whole.size - 1)})
-    assert main([str(tmp_path), "--verify"]) == 1
+    assert main(["inspect", str(tmp_path), "--verify"]) == 1
     assert "is truncated: 1 bytes are missing, from tensor 'lm_head.weight' on" in (
         capsys.readouterr().out
     )

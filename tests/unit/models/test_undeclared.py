@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.inspect import InspectOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
@@ -168,7 +167,7 @@ def test_a_plan_says_that_it_is_approximate(
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
     assert model_facts(plan.workload, plan.prediction) == [APPROXIMATE]
-    assert inspect(InspectOptions(model=str(tmp_path))) == 0
+    assert inspect([str(tmp_path)]) == 0
     assert APPROXIMATE in capsys.readouterr().out
 
 

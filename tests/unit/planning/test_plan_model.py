@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.train import load_config
+from shardmlx.config.train import LINE
 from shardmlx.hosts.launch_options import read_options
+from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
-from shardmlx.plan import main
 from tests.helpers.models_and_batches import tiny_config
 
 HOSTS = """\
@@ -37,14 +37,14 @@ def hosts(tmp_path: Path) -> Path:
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    status = main([str(each) for each in arguments])
+    status = main(["plan", *map(str, arguments)])
     captured = capsys.readouterr()
     assert (status, captured.err) == (0, "")
     return captured.out
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main([str(each) for each in arguments]) == 2
+    assert main(["plan", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -97,7 +97,7 @@ def test_the_command_that_it_prints_is_the_run_that_it_planned(
     assert words[:2] == ["shardmlx", "launch"]
     launch = read_options(words[2:])
     assert (launch.ranks, launch.command) == (2, "train")
-    config = load_config(launch.options)
+    config = LINE.load(launch.options)
     assert (config.hostfile, config.data) == (str(hosts), "DATA")
     assert (config.model, config.fine_tune_type, config.num_layers) == (str(model), "full", 4)
     assert (config.batch_size, config.micro_batch_size, config.optimizer) == (8, 2, "adamw")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.serve import load_config
+from shardmlx.config.serve import LINE
 from shardmlx.server.model_names import ModelNames, names_of, own_name
 from shardmlx.server.openai_errors import ApiError
 
@@ -34,7 +34,7 @@ def test_a_repositorys_name_is_the_models_also_in_the_hubs_cache(
 
 
 def test_names_that_are_given() -> None:
-    config = load_config(["--served-model-name", "gpt-4o", "small", "--model", "a/b"])
+    config = LINE.load(["--served-model-name", "gpt-4o", "small", "--model", "a/b"])
     names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
     assert names == ModelNames(("gpt-4o", "small"), frozenset({"default", "default_model", "a/b"}))
     with pytest.raises(ApiError, match="ask for 'gpt-4o' or 'small'"):
@@ -42,5 +42,5 @@ def test_names_that_are_given() -> None:
 
 
 def test_any_name() -> None:
-    config = load_config(["--any-model-name"])
+    config = LINE.load(["--any-model-name"])
     names_of(config.model, [], any_name=config.any_model_name).check("gpt-5")

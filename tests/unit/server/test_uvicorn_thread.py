@@ -16,10 +16,10 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both, trusted_hosts
-from shardmlx.config.serve import ServeConfig
+from shardmlx.config import serve
+from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.errors import UserError
-from shardmlx.server import app, packages, streaming, uvicorn_thread
-from shardmlx.server.packages import check_packages
+from shardmlx.server import app, streaming, uvicorn_thread
 from shardmlx.server.uvicorn_thread import HttpServer
 from tests.helpers.http_serving import Parrot, Serving, serving
 
@@ -509,10 +509,10 @@ def test_who_connects_before_the_server_has_started_waits() -> None:
 
 
 def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_packages()
-    monkeypatch.setattr(packages, "find_spec", lambda name: name if name[0] == "p" else None)
+    check_packages(ServeConfig())
+    monkeypatch.setattr(serve, "find_spec", lambda name: name if name[0] == "p" else None)
     with pytest.raises(UserError) as caught:
-        check_packages()
+        check_packages(ServeConfig())
     assert str(caught.value) == "serving needs starlette, uvicorn: pip install starlette uvicorn"
 
 

@@ -14,7 +14,7 @@ import yaml
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
 from shardmlx.config.specs import DataOptions
-from shardmlx.config.train import TrainConfig, load_config
+from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.data_files import parse_rows
 from shardmlx.training.datasets import DataSets, read_data
@@ -85,14 +85,14 @@ def test_the_example_of_keys_is_read(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("question,answer\nhi,ho\n")
     config = tmp_path / "keys.yaml"
     config.write_text(example("keys").text)
-    options = load_config(["-c", str(config), "--data", str(tmp_path), "--batch-size", "1"])
+    options = LINE.load(["-c", str(config), "--data", str(tmp_path), "--batch-size", "1"])
     data = read_data(DataOptions.of(options), Letters(), None)
     assert decoded(data.train) == ["<u>hi;<a>ho;"]
 
 
 def test_the_example_of_the_hub_is_taken(tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text(example("hub").text)
-    assert load_config(["-c", str(tmp_path / "hub.yaml")]).hf_dataset is not None
+    assert LINE.load(["-c", str(tmp_path / "hub.yaml")]).hf_dataset is not None
 
 
 def test_the_example_that_divides_a_file_loses_no_line(

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.common.environment import Blas
-from shardmlx.config.profile import ProfileOptions, read_options
+from shardmlx.config.profile import LINE, ProfileOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.profile_file import read_profile
@@ -99,7 +99,7 @@ def measure(*arguments: Any) -> list[Sample]:
 
 def options_of(model: Path, output: Path) -> ProfileOptions:
     words = [str(model), "--num-layers", "-1", "--rows", "1", "--lengths", "8", "-o", str(output)]
-    return read_options(words)
+    return LINE.load(words)
 
 
 def profile(model: Path, output: Path) -> None:
@@ -145,7 +145,7 @@ def test_help_ends_every_rank_and_is_printed_by_rank_0(
     rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        read_options(["--help"], rank)
+        LINE.load(["--help"], rank)
     assert ended.value.code == 0
     assert ("usage: shardmlx profile" in capsys.readouterr().out) == (rank == 0)
 
@@ -160,7 +160,7 @@ def test_layers_of_each_kind_are_measured_and_planned_with(
     (tmp_path / "config.json").write_text(json.dumps(config))
     output = tmp_path / "profile.json"
     words = [str(tmp_path), "--num-layers", "-1", "--rows", "1", "--lengths", "8"]
-    options = read_options([*words, "-o", str(output)])
+    options = LINE.load([*words, "-o", str(output)])
     LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none", None)))
     (machine,) = read_profile(output).machines
     (sample,) = machine.samples
@@ -184,7 +184,7 @@ def test_a_window_tells_layers_apart_where_texts_are_longer(
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gemma3"]))
     output = tmp_path / "profile.json"
     words = [str(tmp_path), "--num-layers", "-1", "--rows", "1", "--lengths", "4,9"]
-    options = read_options([*words, "-o", str(output)])
+    options = LINE.load([*words, "-o", str(output)])
     LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none", None)))
     (measured,) = read_profile(output).machines
     assert {len(sample.kinds) for sample in measured.samples} == {2}
