@@ -7,7 +7,7 @@ Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` if conf
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
@@ -57,17 +57,32 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     if not isinstance(method, str) or method not in _METHODS:
         raise UserError(f"config.json: quantization_config is of quant_method {method!r}", _16_BITS)
+    loaded = _METHODS[method](said)
     settings = said.get("quantization", said)
     kept: list[str] = []
     for key in _EXCEPTIONS:
-        found = settings.get(key)
-        kept += [each for each in found if isinstance(each, str)] if found else []
-    return Packing(method, _METHODS[method](said), tuple(kept))
+        found = settings.get(key) or []
+        if not isinstance(found, list):
+            raise _refused(method, key, found, ("lists",))
+        kept += [each for each in found if isinstance(each, str)]
+        for each in kept:
+            try:
+                _names(each, "")
+            except re.error:
+                raise _refused(method, key, each, ("regular expressions after re:",)) from None
+    return Packing(method, loaded, tuple(kept))
 
 
-def check_packing(config: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise ``UserError`` for a packing that mlx-lm does not read, in this family or at all."""
+def check_packing(
+    config: Mapping[str, Any], shape: ModelShape, tensors: Iterable[str] = ()
+) -> None:
+    """Raise ``UserError`` for a packing that mlx-lm does not read, in this family or at all, or
+    with ``tensors`` of such names."""
     packing = published_packing(config)
+    if packing is not None and packing.method == "gptq":
+        for name in tensors:
+            if name.endswith(".g_idx"):
+                raise UserError(f"{name}: mlx-lm reads no gptq with g_idx", _16_BITS)
     if packing is None or packing.method != "fp8" or packing.loaded is not None:
         return
     # A family that multiplies the scales in ignores them then.
@@ -106,15 +121,22 @@ def _compressed(said: Mapping[str, Any]) -> tuple[int, int, str]:
 
 def _modelopt(said: Mapping[str, Any]) -> tuple[int, int, str]:
     settings = said.get("quantization", said)
-    algorithm = settings.get("quant_algo")
-    if algorithm != "NVFP4":
-        raise _refused("modelopt", "quant_algo", algorithm, ("NVFP4",))
-    return 4, settings.get("group_size", 16), "nvfp4"
+    if not isinstance(settings, Mapping):
+        raise _refused("modelopt", "quantization", settings, ("objects",))
+    for key, value, known in (("quant_algo", None, "NVFP4"), ("group_size", 16, 16)):
+        if settings.get(key, value) != known:
+            raise _refused("modelopt", key, settings.get(key), (known,))
+    return 4, 16, "nvfp4"
 
 
 def _four_bits(said: Mapping[str, Any]) -> tuple[int, int, str]:
-    if said.get("bits", 4) != 4:
-        raise _refused(said["quant_method"], "bits", said["bits"], (4,))
+    for key, value, known in (
+        ("bits", 4, (4,)),
+        ("group_size", 128, (32, 64, 128)),
+        ("desc_act", False, (False,)),
+    ):
+        if said.get(key, value) not in known:
+            raise _refused(said["quant_method"], key, said[key], known)
     return 4, said.get("group_size", 128), "affine"
 
 

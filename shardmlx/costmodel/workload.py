@@ -208,7 +208,7 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
     if inspection.shape is None:
         needed_shape(files)
         raise UserError(f"{files.name} is no model that can be trained", "name one with weights")
-    check_packing(files.config, inspection.shape)
+    check_packing(files.config, inspection.shape, files.tensors)
     packing = published_packing(files.config)
     unpacked = None if packing is None or packing.loaded is not None else dtype or "bfloat16"
     return ModelSizes(
@@ -246,8 +246,8 @@ def activation_dtype(inspection: Inspection) -> str:
 
 
 def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
-    """Return bytes in memory: --dtype casts weights of floating types, and 8-bit floats are loaded
-    in the type ``unpacked``."""
+    """Return bytes in memory: --dtype casts weights of floating types, 8-bit floats are loaded in
+    the type ``unpacked``, and AWQ's zeros of 4 bits become biases."""
     total = 0
     for tensor in part.tensors:
         stored, to = tensor.place.dtype, dtype
@@ -256,5 +256,7 @@ def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
         elif stored not in DTYPES:
             to = None
         size = math.prod(tensor.place.shape)
+        if tensor.name.endswith(".qzeros"):
+            size, to = 8 * size, dtype or "float16"
         total += tensor.place.nbytes if to is None else size * DTYPE_BYTES[to]
     return float(total)

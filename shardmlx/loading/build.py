@@ -158,7 +158,7 @@ def build_to_generate(
         mx.random.seed(seed)
     model, _ = _build_whole(path, dtype)
     if adapter_path:
-        _load_adapters(model, adapter_path, "leave it out to generate")
+        _load_adapters(model, adapter_path, "leave it out to use")
     model.eval()
     return model
 
@@ -220,6 +220,8 @@ def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
 
 
 def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
+    if (path := Path(adapter_path)).is_file():
+        raise UserError(f"--adapter-path {path} is a file", f"name its directory, {path.parent}")
     try:
         add_adapters(model, Path(adapter_path))
     except UserError as error:

@@ -128,7 +128,7 @@ class Inspection:
         try:
             packing = published_packing(self.files.config)
             if self.shape is not None:
-                check_packing(self.files.config, self.shape)
+                check_packing(self.files.config, self.shape, self.files.tensors)
         except UserError as error:
             return str(error)
         if packing is None:

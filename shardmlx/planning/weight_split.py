@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.timing import TYPICAL_LENGTH, Speed
-from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype
+from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
@@ -158,7 +158,7 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
         )
     setup = GenerationSetup(
         shape=shape,
-        weight_sizes=_stored_sizes(inspection),
+        weight_sizes=model_sizes(inspection.files, None).weight_sizes,
         dtype_bytes=DTYPE_BYTES[activation_dtype(inspection)],
         sequences=generation.sequences,
         context=generation.context,

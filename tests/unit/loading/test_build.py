@@ -463,6 +463,14 @@ def test_adapters_to_test_that_cannot_be_read(
     assert message.endswith('; use --adapter-path "" to test the model without')
 
 
+def test_a_file_of_adapters_to_test_is_told_its_directory(model_dir: Path, tmp_path: Path) -> None:
+    adapters(tmp_path / "adapters", model_dir)
+    file = tmp_path / "adapters" / "adapters.safetensors"
+    message = error_of(model_dir, test=True, adapter_path=str(file))
+    assert message.startswith(f"--adapter-path {file} is a file")
+    assert message.endswith(str(tmp_path / "adapters"))
+
+
 def test_adapters_to_test_of_another_model(
     model_dir: Path, quantised_dir: Path, tmp_path: Path
 ) -> None:

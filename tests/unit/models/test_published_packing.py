@@ -11,6 +11,7 @@ from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
 from shardmlx.modelfiles.parts import inspect_files, planned_tensors
 from shardmlx.models.published_packing import published_packing
 from shardmlx.models.tensors import Quantisation, read_quantisation
+from shardmlx.planning.weight_split import Generation, Split, divide
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 
@@ -85,6 +86,12 @@ def test_a_format_becomes_what_mlx_lm_loads(
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'float-quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'FP8'"),
         ({"quant_method": "gptq", "bits": 8}, "8"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act"),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "-1"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "32"),
+        ({"quant_method": "modelopt", "quantization": None}, "None"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["re:["]}, "re:["),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, "lm_head"),
         ({"bits": 4}, "None"),
     ],
 )
@@ -143,6 +150,9 @@ def test_fp8_is_shown_as_stored_and_planned_as_it_is_loaded() -> None:
         each.nbytes for name, each in plain.items() if ".layers." in name
     )
     assert sum(layer.nbytes for layer in inspection.layers) < sum(sizes.layers)
+    generation = Generation(sequences=1, context=1)
+    stage_map = divide(inspection, "uniform", 1, generation=generation)
+    assert Split(inspection, stage_map, (), generation).nbytes(0) > sum(sizes.layers)
 
 
 def test_headers_without_a_packed_tensor_contradict_the_config() -> None:
@@ -150,3 +160,18 @@ def test_headers_without_a_packed_tensor_contradict_the_config() -> None:
     tensors = planned_tensors(tiny_config())
     inspection = inspect_files(ModelFiles(name="m", config=config, tensors=tensors))
     assert "no tensor is packed" in inspection.packing
+
+
+def test_zeros_of_awq_are_biases_in_memory_and_gptq_with_an_index_is_refused() -> None:
+    said: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    path = "model.layers.0.mlp.up_proj"
+    own = {
+        f"{path}.qzeros": PlacedTensor("m.safetensors", "I32", (2, 16), 0, 128),
+        "model.norm.weight": PlacedTensor("m.safetensors", "F16", (128,), 128, 384),
+    }
+    files = ModelFiles(name="m", config=packed(**said), tensors=own)
+    assert model_sizes(files, None).weight_sizes.layers[0] == 2 * (2 * 16 * 8)
+    said |= {"quant_method": "gptq"}
+    own |= {f"{path}.g_idx": PlacedTensor("m.safetensors", "I32", (128,), 384, 896)}
+    with pytest.raises(UserError, match="g_idx"):
+        model_sizes(ModelFiles(name="m", config=packed(**said), tensors=own), None)
