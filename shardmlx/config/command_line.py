@@ -216,7 +216,9 @@ class CommandLine(Generic[Options]):
         known = {flag for each in options for flag in each.flags}
         known |= {"--help", "--help-all", "--version"}
         for word in takewhile(lambda word: word not in commands, argv):
-            if word.startswith("--") and word.partition("=")[0] not in known:
+            # A word with a space is the value of an option.
+            is_flag = word.startswith("--") and " " not in word
+            if is_flag and word.partition("=")[0] not in known:
                 raise _unknown([word], options, parser)
         parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
         names = ", ".join(commands)

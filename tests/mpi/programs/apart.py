@@ -8,10 +8,10 @@ SHARDMLX_TEST_OFFLINE names the ranks that reach no hub, SHARDMLX_TEST_BREAKS on
 import os
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 
 from shardmlx.common.environment import launched_rank
+from shardmlx.main import main as run
 
 
 def forget() -> None:
@@ -46,8 +46,7 @@ def main(module: str, homes: str, *arguments: str) -> int:
         PartialCopy.write = fail  # type: ignore[assignment, method-assign]
     forget()
     try:
-        status: int = import_module(f"shardmlx.{module}").main(list(arguments))
-        return status
+        return run([module, *arguments])
     finally:
         forget()
 
