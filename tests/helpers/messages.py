@@ -1,0 +1,63 @@
+"""Every sentence that shardmlx says to a user who gave bad input, read from the sources.
+
+``python -m tests.helpers.messages`` writes them into the file that the tests compare.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.helpers.sources import ROOT, nodes
+
+GOLDEN = ROOT / "tests/unit/house/messages.txt"
+ERRORS = {
+    "UserError",
+    "OptionError",
+    "AgreedError",
+    "AgreedFailure",
+    "ApiError",
+    "DoesNotFitError",
+    "NoRanges",
+    "PromptTooLong",
+    "Stopped",
+    "TooManyMachinesError",
+    "Unreachable",
+}
+
+
+def sentences() -> str:
+    """Return the sentences under the name of their file, in the order of the source.
+
+    A value that is put in stands in braces, as in an f-string. A remedy follows " -> ".
+    """
+    parts = []
+    for top in ("shardmlx", "models", "partitioners"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            said = list(_said(path))
+            if said:
+                parts.append("\n".join([f"# {path.relative_to(ROOT)}", *said, ""]))
+    return "\n".join(parts)
+
+
+def _said(path: Path) -> Iterator[str]:
+    calls = [each for each in nodes(path) if isinstance(each, ast.Call)]
+    for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
+        if isinstance(call.func, ast.Name) and call.func.id in ERRORS:
+            yield " -> ".join(_text(each) for each in call.args)
+
+
+def _text(node: ast.expr) -> str:
+    """Return a text as its f-string would be written; any other value in braces."""
+    if isinstance(node, ast.Constant):
+        return str(node.value).encode("unicode_escape").decode()
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(each) for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "{" + ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node) + "}"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(sentences(), encoding="utf-8")
