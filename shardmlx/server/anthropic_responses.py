@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
-from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 
@@ -26,7 +26,7 @@ class MessageReply:
         self.request = request
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
-        self._parts = UntilStop.of(request.requests[0])
+        self._parts = AnswerParser.of(request.requests[0])
         self._content: list[Body] = []
         self._arguments = ""
         self._reason: str | None = None

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shardmlx.inference.answer_format import Tool
-from shardmlx.inference.argument_types import has_value
 from shardmlx.inference.call_formats import CallFormat
+from shardmlx.server.argument_types import has_value
 from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.structure import LITTLE_SPACE, closed, endless, json_term
 from shardmlx.server.written_arguments import ArgumentRules, Rules

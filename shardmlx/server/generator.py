@@ -21,12 +21,12 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
+from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
 from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
-from shardmlx.server.stop_strings import stops_of
 from shardmlx.server.uvicorn_thread import HttpServer
 
 SECONDS_FOR_LAST_WORDS = 0.15

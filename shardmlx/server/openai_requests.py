@@ -12,11 +12,9 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.call_formats import KNOWN
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.answer_parts import AnswerParts
-from shardmlx.server.channel_parts import ChannelParts
+from shardmlx.server.answer_parts import AnswerSyntax
 from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.forced_calls import call_rules
-from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
@@ -159,11 +157,9 @@ def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
     special = reader.answer_format.special
     grammar = structure.grammar(served.complaint, end, special) if structure else None
     request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
-    parts = None
-    if end is not None or not is_exact:
-        parts = _parts(chat, tools, reader, end is not None, goes_on=goes_on, is_exact=is_exact)
     continues = goes_on or is_exact
-    each = [replace(one, parts=parts, continues=continues) for one in request.requests]
+    syntax = _syntax(chat, tools, reader, is_thinking=end is not None, continues=continues)
+    each = [replace(one, syntax=syntax, continues=continues) for one in request.requests]
     param = structure.param if structure else None
     return replace(request, requests=tuple(each), structure=param)
 
@@ -219,30 +215,22 @@ def _structure_or_call(
         ) from None
 
 
-def _parts(
-    chat: ChatBody,
-    tools: Sequence[Tool],
-    reader: Reader,
-    is_thinking: bool,
-    *,
-    goes_on: bool,
-    is_exact: bool,
-) -> AnswerParts | None:
-    """Return the parts in which the answer comes; None if it has only one."""
+def _syntax(
+    chat: ChatBody, tools: Sequence[Tool], reader: Reader, *, is_thinking: bool, continues: bool
+) -> AnswerSyntax | None:
+    """Return how to read the answer; None if all of it is said."""
     known = reader.answer_format
     if chat.reasoning_format == "none":
         known = replace(known, thought=None)
-    if known.thought is None and not tools:
+    is_thinking = is_thinking and known.thought is not None
+    if not (is_thinking or tools or (known.thought is not None and not continues)):
         return None
-    is_json = known.call is None and tools
-    kind = ChannelParts if known.has_channels else JsonParts if is_json else AnswerParts
-    return kind(
-        known,
-        tools,
-        is_thinking=known.thought is not None and is_thinking,
+    return AnswerSyntax(
+        format=known,
+        tools=tools,
+        is_thinking=is_thinking,
         parallel=chat.parallel_tool_calls is not False,
-        goes_on=goes_on,
-        is_exact=is_exact,
+        continues=continues,
     )
 
 

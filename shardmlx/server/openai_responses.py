@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import FinishReason, Piece
-from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 """A JSON object."""
@@ -45,6 +45,7 @@ class Reply(ABC):
     model: str
     token_text: TokenText
     texts: list[GeneratedText] = field(init=False)
+    parsers: list[AnswerParser] = field(init=False)
     head: Body = field(init=False)
 
     done: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -55,6 +56,7 @@ class Reply(ABC):
 
     def __post_init__(self) -> None:
         self.texts = [GeneratedText() for _ in self.request.requests]
+        self.parsers = list(map(AnswerParser.of, self.request.requests))
         self.head = {
             "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -80,18 +82,17 @@ class Reply(ABC):
             logprobs = self._logprobs(piece, len(text.text))
             for name, values in logprobs.items():
                 text.logprobs.setdefault(name, []).extend(values)
-        yield from self._chunks(index, piece, logprobs)
+        is_last = piece.finish_reason is not None
+        parts = list(self.parsers[index].take(piece.text, is_last=is_last))
+        if logprobs is not None and piece.sampled and not parts:
+            parts = [Said("")]
+        for place, part in enumerate(parts):
+            yield self._chunk(self._part(index, part, logprobs if place == 0 else None))
         text.generated = piece.generated
         text.cached = piece.cached
         text.finish_reason = piece.finish_reason
         if piece.finish_reason is not None:
             yield self._chunk(self._end(index, piece.finish_reason))
-
-    def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
-        """Take in the text of a piece, and yield the chunks to send of it."""
-        self.texts[index].text += piece.text
-        if piece.text or (piece.sampled and logprobs is not None):
-            yield self._chunk(self._part(index, piece.text, logprobs))
 
     def opening(self) -> Iterator[Body]:
         """Yield the chunks that come before all others."""
@@ -138,8 +139,8 @@ class Reply(ABC):
         """Return a choice of the whole reply."""
 
     @abstractmethod
-    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
-        """Return the choice of a chunk with text."""
+    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
+        """Take in a part of an answer, and return the choice of a chunk with it."""
 
     @abstractmethod
     def _end(self, index: int, reason: FinishReason) -> Body:
@@ -157,29 +158,6 @@ class ChatReply(Reply):
     PREFIX = "chatcmpl"
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
-
-    parts: list[UntilStop] = field(init=False)
-
-    def __post_init__(self) -> None:
-        Reply.__post_init__(self)
-        in_parts = [each for each in self.request.requests if each.parts is not None]
-        self.parts = list(map(UntilStop.of, in_parts))
-
-    def _chunks(self, index: int, piece: Piece, logprobs: Body | None) -> Iterator[Body]:
-        if not self.parts:
-            yield from Reply._chunks(self, index, piece, logprobs)
-            return
-        is_last = piece.finish_reason is not None
-        deltas = [
-            self._delta_of(self.texts[index], part)
-            for part in self.parts[index].take(piece.text, is_last=is_last)
-        ]
-        if logprobs is not None and piece.sampled and not deltas:
-            deltas = [{}]
-        for place, delta in enumerate(deltas):
-            yield self._chunk(
-                {**self._delta(index, delta), "logprobs": logprobs if place == 0 else None}
-            )
 
     def _delta_of(self, text: GeneratedText, part: Part) -> Body:
         """Take in a part of an answer, and return what a chunk says of it."""
@@ -220,8 +198,9 @@ class ChatReply(Reply):
             "finish_reason": self._finish(index, text.finish_reason),
         }
 
-    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
-        return {**self._delta(index, {"content": text}), "logprobs": logprobs}
+    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
+        delta = self._delta_of(self.texts[index], part)
+        return {**self._delta(index, delta), "logprobs": logprobs}
 
     def _end(self, index: int, reason: FinishReason) -> Body:
         return {**self._delta(index, {}), "finish_reason": self._finish(index, reason)}
@@ -255,16 +234,20 @@ class CompletionReply(Reply):
     CHUNK = "text_completion"
 
     def _choice(self, index: int, text: GeneratedText) -> Body:
-        return {
-            **self._part(index, text.text, text.logprobs or None),
-            "finish_reason": text.finish_reason,
-        }
+        return self._text(index, text.text, text.logprobs or None, text.finish_reason)
 
-    def _part(self, index: int, text: str, logprobs: Body | None) -> Body:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
+        assert isinstance(part, Said), "a completion has no other parts"
+        self.texts[index].text += part.text
+        return self._text(index, part.text, logprobs, None)
 
     def _end(self, index: int, reason: FinishReason) -> Body:
-        return {**self._part(index, "", None), "finish_reason": reason}
+        return self._text(index, "", None, reason)
+
+    def _text(
+        self, index: int, text: str, logprobs: Body | None, reason: FinishReason | None
+    ) -> Body:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, piece: Piece, length: int) -> Body:
         texts = [self.token_text(sampled.token) for sampled in piece.sampled]

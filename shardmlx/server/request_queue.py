@@ -17,23 +17,22 @@ from typing import Protocol
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.server.answer_parts import AnswerParts
+from shardmlx.server.answer_parts import AnswerSyntax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request to generate at most ``max_tokens`` after the prompt's ``tokens``.
 
-    The text ends before any of the ``stop`` strings: of an answer in ``parts``, of which nothing
-    has come, before one in what is said. If it ``continues`` the text of its prompt, it may begin
-    with a space; an answer in a chat does not.
+    The text ends before any of the ``stop`` strings; in an answer with a ``syntax``, only those in
+    what is said count. If it ``continues`` the text of its prompt, it may begin with a space.
     """
 
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
-    parts: AnswerParts | None = None
+    syntax: AnswerSyntax | None = None
     continues: bool = False
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
-from shardmlx.server.stop_strings import UntilStop
 
 Body = dict[str, Any]
 
@@ -28,7 +28,7 @@ class ResponseReply:
 
     def __init__(self, request: ApiRequest, model: str) -> None:
         self.request = request
-        self._parts = UntilStop.of(request.requests[0])
+        self._parts = AnswerParser.of(request.requests[0])
         self._items: list[Body] = []
         self._status = "in_progress"
         self._pending: tuple[ClientTool, Call] | None = None

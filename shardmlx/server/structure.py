@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shardmlx.errors import UserError
-from shardmlx.inference.argument_types import has_value
 from shardmlx.server.accepted_fields import Body, Listed
+from shardmlx.server.argument_types import has_value
 from shardmlx.server.openai_errors import ApiError, refused
 
 LONGEST_GRAMMAR = 100_000

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.inference.argument_types import (
+from shardmlx.inference.call_formats import ArgumentFormat
+from shardmlx.server.argument_types import (
     DEEPEST,
     Schema,
     properties_of,
@@ -15,7 +16,6 @@ from shardmlx.inference.argument_types import (
     string_branches,
     types_of,
 )
-from shardmlx.inference.call_formats import ArgumentFormat
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.structure import LITTLE_SPACE, escaped, json_term, quoted, terms
 

@@ -16,10 +16,10 @@ from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.detokenize import Stops
 from shardmlx.inference.sampling_params import SampledToken
+from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
-from shardmlx.server.stop_strings import stops_of
 from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,16 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken
 
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
-from shardmlx.inference.answer_format import AnswerFormat, Marks
 from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.grammars import Grammars, Vocabulary, share_grammars
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
-from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments
+from shardmlx.server.answer_parts import Call
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import StructuredBody, grammar_of
+from tests.helpers.answers import format_of, parts_of
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
 
@@ -299,27 +298,19 @@ def test_calls_that_are_asked_for(
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     reader = PromptReader(tokenizer=tokenizer)
     special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    written = call_format(module.__name__, template)
-    assert written is not None
-    rules = call_rules(tools, written, special, parallel=len(tools) > 1)
+    known = format_of(parser, template)
+    assert known.calls is not None
+    rules = call_rules(tools, known.calls, special, parallel=len(tools) > 1)
     grammar = grammar_of(rules)
     vocabulary = Vocabulary(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
-    marks = Marks(module.tool_call_start, module.tool_call_end)
-    known = AnswerFormat(None, marks, module.parse_tool_call, written)
     numbers = set()
     for seed in range(3):
         text = answer(reader, Grammars(vocabulary), grammar, seed)
-        calls, arguments = [], []
-        for part in AnswerParts(known, tools).take(text, is_last=True):
-            assert isinstance(part, Call | MoreArguments), text
-            if isinstance(part, Call):
-                calls.append(part.name)
-            written_whole = part.text if isinstance(part, MoreArguments) else part.arguments
-            if written_whole:
-                arguments.append(json.loads(written_whole))
-        for name, value in zip(calls, arguments, strict=True):
-            assert is_short(value["at"]) if name == "look" else is_number(value["days"])
+        calls = parts_of(text, len(text), known, tools=tools)
+        for part in calls:
+            assert isinstance(part, Call), text
+            value = json.loads(part.arguments)
+            assert is_short(value["at"]) if part.name == "look" else is_number(value["days"])
         numbers.add(len(calls))
     assert numbers == {1} if len(tools) == 1 else max(numbers) >= 1
 

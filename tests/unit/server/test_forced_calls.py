@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
-from shardmlx.inference.call_formats import GENERIC_CALLS, KNOWN, LLAMA3_CALLS, call_format
-from shardmlx.server.answer_parts import AnswerParts, Call, MoreArguments, Part
-from shardmlx.server.channel_parts import ChannelParts
+from shardmlx.inference.answer_format import HARMONY
+from shardmlx.inference.call_formats import KNOWN
+from shardmlx.server.answer_parts import Call
 from shardmlx.server.forced_calls import call_rules
-from shardmlx.server.json_calls import JsonParts
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import Structure, grammar_of, json_term
+from tests.helpers.answers import BARE_JSON, format_of, parts_of
 
 llguidance: Any = pytest.importorskip("llguidance", reason="needs llguidance: pip install it")
 jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install it")
@@ -60,19 +58,7 @@ WITH_NAME = {
     "additionalProperties": False,
 }  # fmt: skip
 TOOLS = [PLAIN, PERHAPS, NESTED, BARE]
-BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 WITHOUT_NESTED = {"function_gemma": [PLAIN, PERHAPS, BARE]}
-
-
-def format_of(parser: str) -> AnswerFormat:
-    if parser == "gpt-oss":
-        return HARMONY
-    if parser in BARE_JSON:
-        return AnswerFormat(calls=BARE_JSON[parser])
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    parse = module.parse_tool_call
-    marks = Marks(module.tool_call_start, module.tool_call_end)
-    return AnswerFormat(None, marks, parse, call_format(parse.__module__, ""))
 
 
 def grammar(parser: str, tools: Sequence[Any], *, parallel: bool = True) -> str:
@@ -97,20 +83,11 @@ def noise(grammar: str, seed: int) -> str:
     return bytes(said).decode()
 
 
-def parts_of(parser: str, text: str, tools: Sequence[Any]) -> list[Part]:
-    kind = {"gpt-oss": ChannelParts, **dict.fromkeys(BARE_JSON, JsonParts)}.get(parser, AnswerParts)
-    return list(kind(format_of(parser), tools).take(text, is_last=True))
-
-
 def calls_of(parser: str, text: str, tools: Sequence[Any]) -> list[tuple[str, Any]]:
-    calls: list[list[str]] = []
-    for part in parts_of(parser, text, tools):
-        if isinstance(part, Call):
-            calls.append([part.name, part.arguments])
-        else:
-            assert isinstance(part, MoreArguments), text
-            calls[-1][1] += part.text
-    return [(name, json.loads(arguments)) for name, arguments in calls]
+    parts = parts_of(text, len(text), format_of(parser), tools=tools)
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert calls == parts, text
+    return [(each.name, json.loads(each.arguments)) for each in calls]
 
 
 WITHOUT_THOUGHTS = [each for each in (*KNOWN, *BARE_JSON, "laguna") if each != "gpt-oss"]
@@ -147,7 +124,8 @@ def test_a_structure_or_a_call() -> None:
         said = grammar_of(answer.or_body(call_rules([PLAIN], written, {}, parallel=True)).rules)
         for seed in range(12):
             text = noise(said, seed)
-            if (parts := parts_of(parser, text, [PLAIN])) and isinstance(parts[0], Call):
+            parts = parts_of(text, len(text), format_of(parser), tools=[PLAIN])
+            if parts and isinstance(parts[0], Call):
                 calls.add(parser)
             else:
                 jsonschema.validate(json.loads(text), WITH_NAME)
@@ -173,10 +151,9 @@ def test_gpt_oss_may_think_before_it_calls() -> None:
         assert matcher.consume_tokens(list(tokens))
         assert matcher.is_accepting()
         arguments = {"at": "", "deep": 1, "day": "mon"}
-        *_, called, came = ChannelParts(HARMONY, [PLAIN]).take(text, is_last=True)
+        *_, called = parts_of(text, len(text), HARMONY, tools=[PLAIN])
         assert isinstance(called, Call)
-        assert isinstance(came, MoreArguments)
-        assert (called.name, json.loads(came.text)) == ("look", arguments)
+        assert (called.name, json.loads(called.arguments)) == ("look", arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from shardmlx.errors import PromptTooLong
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Said
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import ChatBody
@@ -22,7 +23,6 @@ from shardmlx.server.openai_requests import (
     read_completion,
 )
 from shardmlx.server.request_queue import GenerationRequest
-from shardmlx.server.stop_strings import UntilStop
 from tests.helpers.http_serving import Agent, Letters
 
 HELLO = tuple(map(ord, "hello"))
@@ -224,15 +224,14 @@ def test_an_answer_may_go_on_from_the_last_message(
     assert reader.goes_on
     assert reader.messages == BEGUN
     assert request.continues
-    assert request.parts is not None
-    assert list(request.parts.take(" yes", is_last=True)) == [Said(" yes")]
+    assert list(AnswerParser.of(request).take(" yes", is_last=True)) == [Said(" yes")]
 
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
     served = terms(complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), Agent(), served).requests
-    parts = UntilStop.of(request)
+    parts = AnswerParser.of(request)
     assert list(parts.take(" <think>a</think>", is_last=True)) == [Said(" <think>a</think>")]
     assert request.continues
 

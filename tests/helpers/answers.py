@@ -1,0 +1,47 @@
+"""The parts of an answer that comes in pieces, joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
+from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
+from shardmlx.server.answer_parser import AnswerParser
+from shardmlx.server.answer_parts import AnswerSyntax, Call, MoreArguments, Part, Said, Thought
+
+BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
+
+
+def parser_of(known: AnswerFormat, **syntax: Any) -> AnswerParser:
+    return AnswerParser(AnswerSyntax(format=known, **syntax))
+
+
+def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[Part]:
+    """The parts of a text that comes in pieces of this size: calls without ids, and those of a kind
+    joined."""
+    parser = parser_of(known, **syntax)
+    joined: list[Part] = []
+    for at in range(0, len(text), size):
+        for part in parser.take(text[at : at + size], is_last=at + size >= len(text)):
+            last = joined[-1] if joined else None
+            if isinstance(part, Said | Thought) and type(part) is type(last):
+                joined[-1] = replace(last, text=last.text + part.text)
+            elif isinstance(part, MoreArguments) and isinstance(last, Call):
+                joined[-1] = replace(last, arguments=last.arguments + part.text)
+            else:
+                joined.append(replace(part, id="") if isinstance(part, Call) else part)
+    return joined
+
+
+def format_of(parser: str, template: str = "") -> AnswerFormat:
+    """The format of a model whose calls this parser of mlx-lm reads, or none of its own does."""
+    if parser == "gpt-oss":
+        return HARMONY
+    if parser in BARE_JSON:
+        return AnswerFormat(calls=BARE_JSON[parser])
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    parse = module.parse_tool_call
+    marks = Marks(module.tool_call_start, module.tool_call_end)
+    return AnswerFormat(None, marks, parse, call_format(parse.__module__, template))

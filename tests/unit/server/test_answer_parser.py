@@ -1,0 +1,259 @@
+"""What an answer thinks, says and calls, in each format, in whatever pieces it comes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
+from shardmlx.inference.call_formats import GENERIC_CALLS, call_format
+from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
+from tests.helpers.answers import format_of, parser_of, parts_of
+from tests.helpers.http_serving import Agent, serving
+
+THINK = Marks("<think>", "</think>")
+CALLS = Marks("<tool_call>", "</tool_call>")
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("look", "hear")
+]
+WHOLE = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
+"""Of calls nothing is known but that they can be read once they are whole."""
+JSON = replace(WHOLE, calls=call_format("mlx_lm.tool_parsers.json_tools", ""))
+IN_TEXT = AnswerFormat(THINK, calls=GENERIC_CALLS)
+
+
+def call(name: str, **arguments: Any) -> Call:
+    return Call(name, json.dumps(arguments), "")
+
+
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("known", [JSON, WHOLE], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Aye!", [Said("Aye!")]),
+        ("<think>\nHm.\n\nYes.\n</think>\n\nAye!\n", [Thought("Hm.\n\nYes."), Said("Aye!\n")]),
+        ("\n<think></think>Aye", [Said("Aye")]),
+        ("I <think> so</think>", [Said("I <think> so</think>")]),
+        ("a < b, <thin, <tool", [Said("a < b, <thin, <tool")]),
+        (LOOK, [call("look", at="sea")]),
+        (f"I look.{LOOK}", [Said("I look."), call("look", at="sea")]),
+        (f"{LOOK}\n{HEAR}\n", [call("look", at="sea"), call("hear")]),
+        (f"<think>so</think>\n{HEAR} ok ", [Thought("so"), call("hear"), Said("ok")]),
+        (f"{HEAR}<think>so</think>{HEAR}", [call("hear"), Thought("so"), call("hear")]),
+        ("<tool_call>{oops</tool_call>!", [Said("<tool_call>{oops</tool_call>!")]),
+        ('<tool_call>{"name": "lo', [Said('<tool_call>{"name": "lo')]),
+        ("<think>for ever", [Thought("for ever")]),
+    ],
+)
+def test_calls_between_marks(text: str, size: int, parts: list[Part], known: AnswerFormat) -> None:
+    assert parts_of(text, size, known, tools=TOOLS) == parts
+
+
+BARE_LOOK = '{"name": "look", "arguments": {"at": "a }\\" sea"}}'
+BARE_HEAR = '{"type": "function", "name": "hear", "parameters": {"in": {}}}'
+SEEN, HEARD = Call("look", '{"at": "a }\\" sea"}', ""), Call("hear", '{"in": {}}', "")
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Aye!\n", [Said("Aye!\n")]),
+        (BARE_LOOK, [SEEN]),
+        (f"I look.\n\n{BARE_LOOK}", [Said("I look."), SEEN]),
+        (f"{BARE_LOOK}\n{BARE_HEAR}\n", [SEEN, HEARD]),
+        (f"[{BARE_LOOK}, {BARE_HEAR}]", [SEEN, HEARD]),
+        (f"<|python_tag|>{BARE_LOOK}; {BARE_HEAR}", [SEEN, HEARD]),
+        (f"```json\n{BARE_LOOK}\n```\nSo.", [SEEN, Said("So.")]),
+        (
+            f"<tool_call>\n{BARE_LOOK}\n</tool_call>\n<tool_call>{BARE_HEAR}</tool_call>",
+            [SEEN, HEARD],
+        ),
+        (f"<think>so {{</think>\n{BARE_LOOK} ok", [Thought("so {"), SEEN, Said("ok")]),
+        (BARE_LOOK[:-7], [Call("look", '{"at": "a }\\"', "")]),
+        *(
+            (text, [Said(text)])
+            for text in (
+                '{"name": "look", "arg',
+                '{"name": "John", "arguments": {}}',
+                "code { return 1 } [1, 2] ```x``` [",
+                "a <|python_tag|>print(1)",
+            )
+        ),
+    ],
+)
+def test_calls_within_text(text: str, parts: list[Part], size: int) -> None:
+    assert parts_of(text, size, IN_TEXT, tools=TOOLS) == parts
+
+
+THINKS = "<|channel|>analysis<|message|>Hm < 3 <|e<|end|><|start|>assistant"
+SAYS = "<|channel|>final<|message|>Aye!"
+CHANNEL = (
+    '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "sea"}<|call|>'
+)
+OTHER_WAY = ' to=functions.look<|channel|>commentary json<|message|>{"at": "sea"}'
+HM = Thought("Hm < 3 <|e")
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (SAYS, [Said("Aye!")]),
+        (THINKS + SAYS, [HM, Said("Aye!")]),
+        (THINKS + CHANNEL, [HM, call("look", at="sea")]),
+        (THINKS + OTHER_WAY, [HM, call("look", at="sea")]),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CHANNEL}",
+            [Said("I look."), call("look", at="sea")],
+        ),
+        (THINKS[: THINKS.index(" <|e")], [Thought("Hm < 3")]),
+        ('{"day": "mon"}', [Said('{"day": "mon"}')]),
+        ("<", []),
+    ],
+)
+def test_messages_in_channels(text: str, size: int, parts: list[Part]) -> None:
+    assert parts_of(text, size, HARMONY, tools=TOOLS) == parts
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    """What stands in a text of theirs is no mark and no brace."""
+    arguments = r'{"at": "a } \" </tool_call> \\", "in": {"x": [1]}}'
+    parser = parser_of(JSON, tools=TOOLS)
+    begun = [
+        *parser.take(f'<tool_call>{{"name": "look", "arguments": {arguments[:9]}', is_last=False)
+    ]
+    assert begun[1:] == [MoreArguments(arguments[:9])]
+    for character in arguments[9:]:
+        assert [*parser.take(character, is_last=False)] == [MoreArguments(character)]
+    assert [*parser.take("}</tool_call>\nSo", is_last=True)] == [Said("So")]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
+    assert parts_of(LOOK[:-17], size, JSON, tools=TOOLS) == [Call("look", '{"at": "se', "")]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "syntax", "parts"),
+    [
+        ("Hm.\n</think>\n\nAye!", {"tools": TOOLS}, [Thought("Hm."), Said("Aye!")]),
+        (
+            "Hm.</think> <think>\n</think>",
+            {"continues": True},
+            [Thought("Hm."), Said(" <think>\n</think>")],
+        ),
+    ],
+    ids=["any", "to the letter"],
+)
+def test_a_template_may_have_begun_the_thought(
+    text: str, syntax: dict[str, Any], parts: list[Part], size: int
+) -> None:
+    assert parts_of(text, size, JSON, is_thinking=True, **syntax) == parts
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "said"),
+    [(JSON, HEAR, HEAR), (IN_TEXT, BARE_HEAR, BARE_HEAR), (HARMONY, CHANNEL, '{"at": "sea"}')],
+)
+def test_without_tools_nothing_is_a_call(known: AnswerFormat, text: str, said: str) -> None:
+    assert parts_of(text, 3, known) == [Said(said)]
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        (JSON, LOOK + HEAR),
+        (WHOLE, LOOK + HEAR),
+        (IN_TEXT, f"{LOOK}\n{BARE_HEAR}"),
+        (HARMONY, f"{CHANNEL}<|start|>assistant{CHANNEL}"),
+    ],
+)
+def test_one_call_alone_where_they_may_not_be_parallel(known: AnswerFormat, text: str) -> None:
+    assert parts_of(text, 5, known, tools=TOOLS, parallel=False) == [call("look", at="sea")]
+
+
+def test_ids_are_such_as_mistrals_template_takes() -> None:
+    came = parser_of(JSON, tools=TOOLS).take(LOOK + HEAR, is_last=True)
+    first, second = (each.id for each in came if isinstance(each, Call))
+    assert first != second
+    assert all(re.fullmatch(r"[a-zA-Z0-9]{9}", each) for each in (first, second))
+
+
+@pytest.mark.parametrize(
+    "parsed", [{"arguments": {}}, {"name": 3}, {"name": "a", "arguments": [1]}, "a", None]
+)
+def test_what_a_parser_makes_of_nonsense_is_no_call(parsed: Any) -> None:
+    known = AnswerFormat(None, CALLS, lambda text, tools: parsed)
+    assert parts_of(HEAR, 1000, known, tools=TOOLS) == [Said(HEAR)]
+
+
+FORMATS = {
+    "json_tools": HEAR.replace("hear", "look").replace("{}", '{"at": "sea"}'),
+    "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"at": "sea"}}]',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm47": "<tool_call>look<arg_key>at</arg_key><arg_value>sea</arg_value></tool_call>",
+    "pythonic": '<|tool_call_start|>[look(at="sea")]<|tool_call_end|>',
+    "function_gemma": "<start_function_call>call:look{at:<escape>sea<escape>}<end_function_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+    '<|tool_call_argument_begin|>{"at": "sea"}<|tool_call_end|><|tool_calls_section_end|>',
+    "longcat": "<longcat_tool_call>look<longcat_arg_key>at</longcat_arg_key>"
+    "<longcat_arg_value>sea</longcat_arg_value></longcat_tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">sea</parameter>'
+    "\n</invoke>\n</minimax:tool_call>",
+    "mistral with marks": '[TOOL_CALLS]look[ARGS]{"at": "sea"}',
+    "gemma4": '<|tool_call>call:look{at:<|"|>sea<|"|>}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_mlx_lm_reads(name: str, size: int) -> None:
+    known = format_of(name.partition(" ")[0], FORMATS[name])
+    assert parts_of("So.\n" + FORMATS[name], size, known, tools=TOOLS) == [
+        Said("So.\n"),
+        call("look", at="sea"),
+    ]
+
+
+def test_words_are_not_held_back() -> None:
+    parser = parser_of(IN_TEXT, tools=TOOLS)
+    said = "A set { 1, 2 } has two."
+    given = [[*parser.take(character, is_last=False)] for character in said]
+    assert given[said.index("1")] == [Said(" { 1")]
+
+
+@pytest.mark.parametrize("unit", ["\n", "[", " [", "```", "{", '{"name": "', ":", "{}"])
+def test_an_answer_that_repeats_itself_takes_time_that_grows_with_it_alone(unit: str) -> None:
+    parser = parser_of(IN_TEXT, tools=TOOLS)
+    began = time.process_time()
+    said = [part for _ in range(2000) for part in parser.take(unit, is_last=False)]
+    said += parser.take("", is_last=True)
+    assert time.process_time() - began < 3
+    assert "".join(part.text for part in said if isinstance(part, Said)) == (2000 * unit).lstrip()
+
+
+def test_a_server_tells_thoughts_in_channels_apart() -> None:
+    reader = Agent()
+    reader.answer_format = HARMONY
+    asked = [{"role": "user", "content": f"{THINKS}{SAYS}."}]
+    with serving(reader=reader) as server:
+        answer = httpx.post(
+            f"{server.address}/v1/chat/completions", json={"messages": asked}
+        ).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm < 3 <|e", "Aye!")
