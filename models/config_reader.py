@@ -25,6 +25,10 @@ _OWN_LAYOUT = "params.json"
 """File that Mistral publishes with consolidated*.safetensors, beside the others or alone."""
 
 
+Fact = bool | str
+"""True or false, or the field that says so; a missing field means false."""
+
+
 class Config(NamedTuple):
     """The fields of a config.json. Each method raises ``UserError``, which names the field and its
     value, for an impossible one."""
@@ -62,6 +66,10 @@ class Config(NamedTuple):
             found = f"is {value!r}" if key in self.fields else "is missing"
             raise UserError(f"config.json: {key} {found}", "it must be true or false")
         return value
+
+    def holds(self, fact: Fact) -> bool:
+        """Return whether a fact is true here."""
+        return fact if isinstance(fact, bool) else self.switch(fact, False)
 
     def only(self, key: str, value: Any) -> None:
         """Raise ``UserError`` if a field has another than the only supported ``value``."""

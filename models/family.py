@@ -1,4 +1,4 @@
-"""Declare a model family for planning and loading. No MLX, no MPI."""
+"""Describe a model family for planning and loading: a row of a table. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -7,21 +7,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.models.config_reader import Config
-from shardmlx.models.layer_shape import LayerShape
+from shardmlx.models.blocks import Attention, Dense, Experts, Grouped
+from shardmlx.models.config_reader import Config, Fact
+from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
+from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
+
+_GROUPED, _DENSE = Grouped(), Dense()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models: the facts for planning and loading.
+    """A family of models: the facts for planning and loading, that is, the columns of its row.
 
-    ``layers`` gives the sizes of each layer of a config.json. ``model_types`` are other names.
+    The first columns describe the layers. A family whose layers no column describes is a subclass
+    with its own ``layers``.
     """
 
-    layers: Callable[[Config], Sequence[LayerShape]]
-    model_types: tuple[str, ...] = ()
+    attention: Callable[[Config], Attention] = _GROUPED
+    mlp: Dense = _DENSE
+    experts: Experts | None = None
+    """Experts in place of the MLP, in some layers."""
+    sparse: Callable[[Config], Sequence[bool]] = all_layers
+    """Rule that tells which layers have experts."""
+    windows: Callable[[Config], Windows] = no_windows
+    """Rule that tells which layers see a window."""
+    is_parallel: Fact = False
+    """True if the MLP takes the input of attention, from one norm."""
+    norms: tuple[str, ...] = NORMS
+    """Names of the norms of hidden states."""
+    norm_bias: bool = False
+    """True if these, and the final norm, have a bias."""
+    arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Sides of further arrays of a layer by path, each as the field with its length."""
+    activation: Activation = SWIGLU
+    costs: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of ``LayerShape``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
+    only: tuple[str, ...] = ()
+    """Fields that must be false."""
     tied: bool | None = True
     """True if the embedding is the lm_head by default; None if config.json must say so."""
     is_tied_by_config: bool = True
@@ -30,7 +54,6 @@ class Family:
     """Name of the embedding, in ``model``."""
     final_norm: str = "norm"
     """Name of the final norm, in ``model``."""
-    final_norm_has_bias: bool = False
     head: str = "lm_head"
     """Path of a separate lm_head."""
     head_has_bias: bool = False
@@ -68,3 +91,43 @@ class Family:
     def drops(self, name: str) -> bool:
         """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
         return self.dropped is not None and re.search(self.dropped, name) is not None
+
+    def layers(self, config: Config) -> Sequence[LayerShape]:
+        """Return the sizes of each layer of a config.json."""
+        for key in self.only:
+            config.only(key, False)
+        windows = self.windows(config)
+        sparse = [False] * len(windows) if self.experts is None else self.sparse(config)
+        kinds = {kind: self._layer(config, *kind) for kind in {*zip(sparse, windows, strict=True)}}
+        return [kinds[kind] for kind in zip(sparse, windows, strict=True)]
+
+    def _layer(self, config: Config, has_experts: bool, window: int | None) -> LayerShape:
+        hidden, attention = config.count("hidden_size"), self.attention(config)
+        is_parallel = config.holds(self.is_parallel)
+        if has_experts and self.experts is not None:
+            mlp = self.experts(config)
+        else:
+            mlp = self.mlp(config, "attention" if is_parallel else "mlp")
+        norms = {
+            name: Norm(hidden, hidden, self.norm_bias)
+            for name in (self.norms[:1] if is_parallel else self.norms)
+        }
+        arrays = {
+            path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()
+        } | dict(mlp.arrays)
+        shape: dict[str, Any] = {
+            "experts": mlp.experts,
+            "experts_per_token": mlp.experts_per_token,
+            "passing": mlp.passing,
+            "kept": attention.kept + mlp.kept,
+        }
+        return LayerShape(
+            linears=(*attention.linears.items(), *mlp.linears.items()),
+            norms=(*norms.items(), *attention.norms.items()),
+            arrays=tuple(arrays.items()),
+            heads=attention.heads,
+            mlp=mlp.width,
+            window=window,
+            activation=self.activation,
+            **{**shape, **self.costs},
+        )

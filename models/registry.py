@@ -1,7 +1,6 @@
 """The table of all model families. No MLX, no MPI.
 
-Each file of ``models.families`` is named for a ``model_type`` of config.json, and has a ``FAMILY``.
-mlx-lm's own code, run by ``models.decoder``, calls the layers.
+Each file of ``models.families`` has a table ``FAMILIES``, with a row for each ``model_type``.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ def _load() -> dict[str, Family]:
     table: dict[str, Family] = {}
     for module in pkgutil.iter_modules(shardmlx.models.families.__path__):
         found = importlib.import_module(f"{shardmlx.models.families.__name__}.{module.name}")
-        for name in (module.name, *found.FAMILY.model_types):
-            table[name] = found.FAMILY
+        table |= found.FAMILIES
     return dict(sorted(table.items()))
 
 

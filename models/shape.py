@@ -175,7 +175,7 @@ class ModelShape:
 
     def head_parameters(self) -> int:
         """Return the number of parameters of norm and lm_head; a tied lm_head has none."""
-        norm = self.hidden_size * (1 + self.family.final_norm_has_bias)
+        norm = self.hidden_size * (1 + self.family.norm_bias)
         head = self.vocab_size * (self.hidden_size + self.family.head_has_bias)
         return norm + (0 if self.tied else head)
 

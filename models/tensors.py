@@ -155,7 +155,7 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
     for index in range(shape.num_layers):
         for path, module in _layer(shape.layer(index), separate_experts):
             result[f"{model}.layers.{index}.{path}"] = module
-    result[shape.norm_path] = _norm(Norm(hidden, hidden, shape.family.final_norm_has_bias))
+    result[shape.norm_path] = _norm(Norm(hidden, hidden, shape.family.norm_bias))
     if not shape.tied:
         bias = (vocabulary,) if shape.family.head_has_bias else None
         result[shape.head_path] = Module((vocabulary, hidden), bias)

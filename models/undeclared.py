@@ -42,12 +42,7 @@ class Names(NamedTuple):
     head: str
 
 
-def _layers(config: Any) -> Sequence[LayerShape]:
-    raise NotImplementedError("the layers of an undeclared family are read from tensors")
-
-
 UNDECLARED = Family(
-    layers=_layers,
     tied=None,
     chooses_caches=True,
     takes_pieces=False,
@@ -58,7 +53,7 @@ UNDECLARED = Family(
 
 
 APPROXIMATE = (
-    "no file of models/families declares this model: layers and their bytes are exact, times and "
+    "no row of models/families declares this model: layers and their bytes are exact, times and "
     "the memory of activations approximate, and texts are generated one by one"
 )
 """The words for such a model."""

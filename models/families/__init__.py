@@ -1,1 +1,1 @@
-"""Holds one short file for each model family: all that differs between them."""
+"""Families of models: a row for each ``model_type`` in the ``FAMILIES`` of the files here."""

@@ -207,7 +207,7 @@ def needed_shape(files: ModelFiles) -> ModelShape:
 
 
 def is_declared(model_type: Any) -> bool:
-    """Return whether a file of ``models/families`` declares a family."""
+    """Return whether a row of ``models/families`` declares a family."""
     return isinstance(model_type, str) and model_type in FAMILIES
 
 

@@ -155,7 +155,7 @@ def test_a_family_that_is_not_declared_is_read_from_its_tensors(
     files = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "jamba"})}
     model = str(write(tmp_path, files))
     shown = output(capsys, model)
-    assert "no file of models/families declares this model" in shown
+    assert "no row of models/families declares this model" in shown
     assert "jamba: 4 layers, hidden 64, ffn 128, 4/2 heads, vocabulary 100" in shown
     assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
         [0, 2],

@@ -1,0 +1,270 @@
+"""Attention and MLPs of a decoder layer, by the columns of a family's row. No MLX, no MPI.
+
+A ``Fact`` is true, false, or the field of config.json that says so, false if it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardmlx.errors import UserError
+from shardmlx.models.config_reader import AGAIN, Config, Fact
+from shardmlx.models.layer_shape import Heads, Linear, Norm
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+GATED_W = ("w1", "w3", "w2")
+"""Names of the matrices of a gated MLP, in the order gate, up, down."""
+
+
+class Attention(NamedTuple):
+    """Attention of a layer: its linear layers and norms by path, its heads, and ``kept`` as in
+    ``LayerShape``."""
+
+    linears: Mapping[str, Linear]
+    norms: Mapping[str, Norm]
+    heads: Heads
+    kept: int = 0
+
+
+class MLP(NamedTuple):
+    """An MLP of a layer, dense or of experts: parts by path, and the fields of ``LayerShape``."""
+
+    linears: Mapping[str, Linear]
+    width: int
+    arrays: Mapping[str, tuple[int, ...]] = {}
+    experts: int = 0
+    experts_per_token: int = 0
+    passing: float = 0.0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouped:
+    """Columns of attention whose queries share keys and values in groups."""
+
+    head_dim: str = "head_dim"
+    """Field with the size of a head; without it hidden size by heads, as for an empty name."""
+    bias: Fact = False
+    output_bias: Fact = False
+    norms: str = ""
+    """Norms of queries and keys: of each ``head`` with one weight, of ``each head`` with its own,
+    as a ``list`` of modules, of all heads as a ``whole``, ``weightless``, or none."""
+    has_norms: Fact = True
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    path: str = "self_attn"
+    output: str = "o_proj"
+    joined: str = ""
+    """Name of the one matrix of queries, keys and values, if they have one."""
+
+    def __call__(self, config: Config) -> Attention:
+        """Return the attention of a config.json."""
+        hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+        groups = config.count("num_key_value_heads", heads)
+        if self.head_dim and config.get(self.head_dim) is not None:
+            dim = config.count(self.head_dim)
+        else:
+            dim = config.share("hidden_size", "num_attention_heads")
+        if heads % groups:
+            raise UserError(
+                f"config.json: num_attention_heads {heads} is not divisible by "
+                f"num_key_value_heads {groups}",
+                AGAIN,
+            )
+        queries, keys, bias = heads * dim, groups * dim, config.holds(self.bias)
+        sides = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        if self.joined:
+            sides = {self.joined: queries + 2 * keys}
+        linears = {
+            f"{self.path}.{name}": Linear("attention", hidden, outputs, bias)
+            for name, outputs in sides.items()
+        }
+        output_bias = config.holds(self.output_bias)
+        linears[f"{self.path}.{self.output}"] = Linear("values", queries, hidden, output_bias)
+        norms: dict[str, Norm] = {}
+        kept = 0
+        if self.norms and config.holds(self.has_norms):
+            if self.norms == "weightless":
+                kept = queries + keys
+            for name, count in zip(self.norm_names, (heads, groups), strict=True):
+                norms |= self._norms(f"{self.path}.{name}", count, dim)
+        joined = queries + keys if self.joined else 0
+        return Attention(linears, norms, Heads(heads, groups, dim, dim, 2 * keys, joined), kept)
+
+    def _norms(self, path: str, heads: int, dim: int) -> dict[str, Norm]:
+        size = heads * dim
+        if self.norms == "list":
+            return {f"{path}.{i}": Norm(dim, dim) for i in range(heads)}
+        kinds = {
+            "head": Norm(dim, size),
+            "each head": Norm(dim, size, heads=heads),
+            "whole": Norm(size, size),
+        }
+        return {path: kinds[self.norms]} if self.norms in kinds else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Columns of multi-head latent attention (arXiv:2405.04434).
+
+    If ``absorbed``, a matrix for each head makes keys and values of the latent state, and the cache
+    keeps the latent state and one rotary key. If not, one linear layer makes them all, and the
+    cache keeps keys and values.
+    """
+
+    absorbed: bool = True
+
+    def __call__(self, config: Config) -> Attention:
+        """Return the attention of a config.json."""
+        hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+        latent, rotary = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+        plain, values = config.count("qk_nope_head_dim"), config.count("v_head_dim")
+        bias, path = config.holds("attention_bias"), "self_attn"
+        key = plain + rotary
+        linears: dict[str, Linear] = {}
+        norms = {f"{path}.kv_a_layernorm": Norm(latent, latent)}
+        if config.fields.get("q_lora_rank", 0) is None:
+            linears[f"{path}.q_proj"] = Linear("attention", hidden, heads * key)
+        else:
+            rank = config.count("q_lora_rank")
+            linears[f"{path}.q_a_proj"] = Linear("attention", hidden, rank, bias)
+            linears[f"{path}.q_b_proj"] = Linear("latent queries", rank, heads * key)
+            norms[f"{path}.q_a_layernorm"] = Norm(rank, rank)
+        linears[f"{path}.kv_a_proj_with_mqa"] = Linear("attention", hidden, latent + rotary, bias)
+        if self.absorbed:
+            # The matrix of queries is transposed.
+            for name, inputs, outputs, size in (
+                ("embed_q", plain, latent, plain),
+                ("unembed_out", latent, values, values),
+            ):
+                linears[f"{path}.{name}"] = Linear(
+                    "latent",
+                    inputs,
+                    outputs,
+                    experts=heads,
+                    uses=heads,
+                    applied=(latent, heads * size),
+                )
+        else:
+            linears[f"{path}.kv_b_proj"] = Linear("latent", latent, heads * (plain + values))
+        linears[f"{path}.o_proj"] = Linear("values", heads * values, hidden, bias)
+        cached = latent + rotary if self.absorbed else heads * (key + values)
+        # Values cut from one layer's output keep all of it.
+        joined = 0 if self.absorbed else heads * plain
+        return Attention(linears, norms, Heads(heads, heads, key, values, cached, joined))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """Columns of an MLP that every token passes: gated, or of two matrices."""
+
+    width: str = "intermediate_size"
+    path: str = "mlp"
+    names: tuple[str, ...] = GATED
+    """Names of the matrices: gate, up and down, or up and down."""
+    is_joined: bool = False
+    """True if the first matrix is gate and up in one."""
+    bias: Fact = False
+
+    def __call__(self, config: Config, source: str) -> MLP:
+        """Return the MLP of a config.json; ``source`` names its input."""
+        return self.of_width(config, config.count(self.width), source)
+
+    def of_width(self, config: Config, width: int, source: str) -> MLP:
+        """Return the MLP, of another width than config.json gives."""
+        hidden, bias = config.count("hidden_size"), config.holds(self.bias)
+        *ups, down = self.names
+        linears = {
+            f"{self.path}.{up}": Linear(source, hidden, width * (1 + self.is_joined), bias)
+            for up in ups
+        }
+        has_gate = self.is_joined or len(ups) > 1
+        product = f"{'product' if has_gate else 'activations'} of {self.path}"
+        linears[f"{self.path}.{down}"] = Linear(product, width, hidden, bias)
+        # The gradients of both halves, and the whole gradient, which adapters scale.
+        return MLP(linears, width, passing=4.0 * self.is_joined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Columns of gated MLPs of which a router chooses some for each token, beside shared ones
+    (arXiv:2401.06066).
+
+    Hugging Face stores each as ``PATH.experts.NUMBER.NAME`` with the ``names``, or stacks them as
+    mlx-lm does, if there are no names.
+    """
+
+    count: str
+    """Field with their number."""
+    used: str = "num_experts_per_tok"
+    """Field with the number of those that a token passes."""
+    width: str = "moe_intermediate_size"
+    other_width: str = ""
+    """Field with their width if the first has none."""
+    path: str = "mlp"
+    stack: str = "switch_mlp"
+    names: tuple[str, ...] = GATED
+    bias: Fact = False
+    router: str = "gate"
+    router_bias: bool = False
+    router_is_array: bool = False
+    """True if mlx-lm keeps the router as an array, which has neither quantisation nor adapters."""
+    correction: str = ""
+    """Path of the numbers that are added to the scores for the choice, one for each expert."""
+    has_correction: Fact = True
+    shared: str = ""
+    """Field with the number of shared experts."""
+    has_shared: Fact = True
+    shared_width: str = ""
+    """Field with the width of a shared expert, if it has another one than the rest."""
+    shared_path: str = "shared_experts"
+    has_shared_gate: bool = False
+    """True for one shared expert of that width, whose answer a gate weights."""
+
+    def __call__(self, config: Config) -> MLP:
+        """Return the experts of a config.json."""
+        hidden, path, bias = config.count("hidden_size"), self.path, config.holds(self.bias)
+        width = config.number(self.width, 0) if self.other_width else config.count(self.width)
+        width = width or config.count(self.other_width)
+        number, active = config.count(self.count), config.count(self.used)
+        if active > number:
+            raise UserError(
+                f"config.json: {self.used} {active} is more than {self.count} {number}", AGAIN
+            )
+        linears: dict[str, Linear] = {}
+        arrays: dict[str, tuple[int, ...]] = {}
+        if self.router_is_array:
+            arrays[f"{path}.{self.router}.weight"] = (number, hidden)
+        else:
+            linears[f"{path}.{self.router}"] = Linear("mlp", hidden, number, self.router_bias)
+        if self.correction and config.holds(self.has_correction):
+            arrays[f"{path}.{self.correction}"] = (number,)
+        sides = ((hidden, width), (hidden, width), (width, hidden))
+        for i, (name, (inputs, outputs)) in enumerate(zip(GATED, sides, strict=True)):
+            linears[f"{path}.{self.stack}.{name}"] = Linear(
+                "product" if name == GATED[-1] else "experts",
+                inputs,
+                outputs,
+                bias,
+                number,
+                active,
+                f"{path}.experts.{{}}.{self.names[i]}" if self.names else "",
+            )
+        shared = self._shared_width(config, width)
+        if shared:
+            part = Dense(path=f"{path}.{self.shared_path}", bias=bias)
+            linears |= part.of_width(config, shared, "mlp").linears
+        if self.has_shared_gate:
+            linears[f"{path}.{self.shared_path}_gate"] = Linear("mlp", hidden, 1)
+        # The answer of a shared expert, before its gate.
+        kept = hidden * self.has_shared_gate
+        return MLP(linears, width * active + shared, arrays, number, active, kept=kept)
+
+    def _shared_width(self, config: Config, width: int) -> int:
+        if self.has_shared_gate:
+            return config.count(self.shared_width)
+        has_shared = self.shared and config.holds(self.has_shared)
+        number = config.number(self.shared, 0) if has_shared else 0
+        own = config.number(self.shared_width, 0) if self.shared_width else 0
+        return number * (own or width)

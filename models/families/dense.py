@@ -1,0 +1,309 @@
+"""Families whose layers have one MLP each, and wrappers around a text model.
+
+A row says what differs from Llama's layers, and the few facts that tensors do not tell.
+"""
+
+from __future__ import annotations
+
+from shardmlx.models.blocks import GATED_W, Dense, Grouped
+from shardmlx.models.family import Family
+from shardmlx.models.layer_kinds import (
+    windows_by_letter,
+    windows_by_period,
+    windows_by_type,
+    windows_by_type_or_period,
+)
+from shardmlx.models.layer_shape import GELU, GELU_APPROX, Activation
+
+ROPES = r"self_attn\.rotary_emb\.inv_freq"
+"""Name of tensors that mlx-lm computes by itself."""
+
+# Places of norms beside those of Llama.
+BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+AROUND = ("input_layernorm", BEHIND[0], "pre_feedforward_layernorm", BEHIND[1])
+
+PLAIN = Grouped(head_dim="")
+BIASED = Grouped(bias="attention_bias", output_bias="attention_bias")
+HEAD_NORMS = Grouped(norms="head")
+ALL_NORMS = Grouped(bias="attention_bias", output_bias="attention_bias", norms="whole")
+JOINED = Dense(names=("gate_up_proj", "down_proj"), is_joined=True)
+BIASED_MLP = Dense(bias="mlp_bias")
+
+LLAMA = Family(
+    attention=BIASED,
+    mlp=BIASED_MLP,
+    windows=windows_by_type,
+    dropped=ROPES,
+    chooses_caches=True,
+    has_gguf=True,
+)
+
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "smollm3": Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, dropped=ROPES),
+    "qwen2": Family(attention=Grouped(head_dim="", bias=True), dropped=ROPES),
+    "qwen3": Family(attention=HEAD_NORMS, tied=None),
+    "ministral3": Family(
+        windows=windows_by_type,
+        # Scales of weights in fp8, which mlx-lm multiplies in.
+        dropped=rf"{ROPES}|activation_scale|weight_scale_inv",
+        chooses_caches=True,
+    ),
+    "apertus": Family(
+        attention=Grouped(head_dim="", norms="head"),
+        mlp=Dense(names=("up_proj", "down_proj"), bias="mlp_bias"),
+        norms=("attention_layernorm", "feedforward_layernorm"),
+        arrays={f"mlp.act_fn.{name}": () for name in ("alpha_n", "alpha_p", "beta", "eps")},
+        activation=Activation(0.35),
+        # The gradients of alpha sum over as many numbers.
+        costs={"activation_weights": (2, 4), "passing": 4},
+        tied=None,
+    ),
+    "cohere": Family(
+        attention=Grouped(
+            head_dim="",
+            bias="attention_bias",
+            output_bias="attention_bias",
+            norms="each head",
+            has_norms="use_qk_norm",
+        ),
+        is_parallel=True,
+        only=("layer_norm_bias",),
+        defaults={
+            "hidden_size": 8192,
+            "num_hidden_layers": 40,
+            "intermediate_size": 22528,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "vocab_size": 256000,
+        },
+        is_tied_by_config=False,
+    ),
+    "cohere2": Family(
+        attention=BIASED,
+        windows=windows_by_period,
+        is_parallel=True,
+        only=("layer_norm_bias",),
+        defaults={
+            "hidden_size": 4096,
+            "head_dim": 128,
+            "num_hidden_layers": 32,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 256000,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        is_tied_by_config=False,
+        chooses_caches=True,
+    ),
+    "ernie4_5": Family(
+        attention=Grouped(bias="use_bias", output_bias="use_bias"),
+        mlp=Dense(bias="use_bias"),
+        tied=None,
+    ),
+    "exaone4": Family(
+        attention=HEAD_NORMS,
+        windows=windows_by_letter,
+        norms=BEHIND,
+        tied=None,
+        chooses_caches=True,
+    ),
+    "gemma": Family(activation=GELU, is_tied_by_config=False),
+    # mlx-lm ignores the windows of every other layer.
+    "gemma2": Family(
+        norms=AROUND,
+        activation=GELU_APPROX,
+        # Probabilities, and the tanh of scores.
+        costs={"scores": 2},
+        is_tied_by_config=False,
+        takes_pieces=False,
+        # mlx-lm mistakes the rows of a batch's mask for heads.
+        takes_batches=False,
+    ),
+    "gemma3_text": Family(
+        attention=HEAD_NORMS,
+        windows=windows_by_period,
+        norms=AROUND,
+        activation=GELU_APPROX,
+        defaults={
+            "hidden_size": 1152,
+            "num_hidden_layers": 26,
+            "intermediate_size": 6912,
+            "num_attention_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262144,
+            "num_key_value_heads": 1,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        chooses_caches=True,
+    ),
+    "glm": Family(attention=Grouped(bias="attention_bias"), mlp=JOINED, dropped=ROPES),
+    "glm4": Family(
+        attention=Grouped(bias="attention_bias"),
+        mlp=JOINED,
+        norms=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        tied=False,
+        is_tied_by_config=False,
+    ),
+    "granite": Family(
+        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        mlp=BIASED_MLP,
+    ),
+    "helium": Family(
+        attention=Grouped(head_dim="", bias="attention_bias"),
+        mlp=BIASED_MLP,
+        # mlx-lm gives a tied model an lm_head as well, which it loads and ignores.
+        only=("tie_word_embeddings",),
+        tied=None,
+    ),
+    "hunyuan_v1_dense": Family(
+        attention=Grouped(
+            bias="attention_bias",
+            output_bias="attention_bias",
+            norms="head",
+            has_norms="use_qk_norm",
+            norm_names=("query_layernorm", "key_layernorm"),
+        ),
+        defaults={"use_qk_norm": True},
+        tied=False,
+    ),
+    "internlm2": Family(
+        attention=Grouped(
+            head_dim="",
+            bias="bias",
+            output_bias="bias",
+            path="attention",
+            output="wo",
+            joined="wqkv",
+        ),
+        mlp=Dense(path="feed_forward", names=GATED_W),
+        norms=("attention_norm", "ffn_norm"),
+        defaults={"bias": True},
+        tied=False,
+        embedding="tok_embeddings",
+        head="output",
+        dropped=r"attention\.rope\.inv_freq",
+    ),
+    # Its rotary embedding changes with the length.
+    "internlm3": Family(
+        attention=Grouped(head_dim="", bias="qkv_bias", output_bias="qkv_bias"),
+        mlp=Dense(bias="bias"),
+        tied=False,
+        dropped=r"attention\.rope\.inv_freq",
+        takes_packed=False,
+        takes_batches=False,
+    ),
+    "llama4_text": Family(
+        attention=Grouped(norms="weightless", has_norms="use_qk_norm"),
+        mlp=Dense(width="intermediate_size_mlp", path="feed_forward"),
+        tied=None,
+        head="output",
+    ),
+    "mimo": Family(
+        attention=Grouped(head_dim="", bias=True),
+        tied=False,
+        # Layers that predict more tokens.
+        dropped=rf"{ROPES}|^model\.mtp_layers\.",
+    ),
+    # mlx-lm adds an lm_head to the tensors of a tied model, and then refuses it.
+    "minicpm": Family(attention=PLAIN, only=("tie_word_embeddings",), tied=False),
+    "nemotron": Family(
+        attention=BIASED,
+        mlp=Dense(names=("up_proj", "down_proj"), bias="mlp_bias"),
+        norm_bias=True,
+        activation=Activation(0),
+        tied=False,
+    ),
+    "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND, dropped=ROPES),
+    "olmo3": Family(
+        attention=ALL_NORMS,
+        windows=windows_by_type_or_period,
+        norms=BEHIND,
+        defaults={"sliding_window_pattern": 4},
+        tied=False,
+        chooses_caches=True,
+    ),
+    "phi": Family(
+        attention=Grouped(head_dim="", bias=True, output_bias=True, output="dense"),
+        mlp=Dense(names=("fc1", "fc2"), bias=True),
+        is_parallel=True,
+        norm_bias=True,
+        activation=GELU_APPROX.without_gate,
+        defaults={
+            "vocab_size": 51200,
+            "hidden_size": 2560,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 10240,
+        },
+        tied=False,
+        is_tied_by_config=False,
+        final_norm="final_layernorm",
+        head_has_bias=True,
+    ),
+    "phi3": Family(attention=Grouped(head_dim="", joined="qkv_proj"), mlp=JOINED, tied=False),
+    "seed_oss": Family(
+        attention=Grouped(bias="attention_bias", output_bias="attention_out_bias"),
+        mlp=BIASED_MLP,
+    ),
+    "stablelm": Family(
+        attention=Grouped(
+            head_dim="",
+            bias="use_qkv_bias",
+            norms="list",
+            has_norms="qk_layernorm",
+            norm_names=("q_layernorm.norms", "k_layernorm.norms"),
+        ),
+        is_parallel="use_parallel_residual",
+        norm_bias=True,
+        tied=False,
+        is_tied_by_config=False,
+    ),
+    "starcoder2": Family(
+        attention=Grouped(head_dim="", bias=True, output_bias=True),
+        mlp=Dense(names=("c_fc", "c_proj"), bias=True),
+        norm_bias=True,
+        activation=GELU.without_gate,
+        defaults={"vocab_size": 49152},
+    ),
+    "telechat3": Family(attention=BIASED, mlp=BIASED_MLP, tied=False),
+    # Text models beside a vision tower, which mlx-lm ignores.
+    "gemma3": Family(
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+        dropped=r"^vision_tower\.|^multi_modal_projector\.",
+        chooses_caches=True,
+        text="text_config",
+        text_default="gemma3_text",
+        text_takes=("vocab_size",),
+        prefix="language_model.",
+    ),
+    "kimi_k25": Family(
+        dropped=r"vision_tower|vision_model|mm_projector|multi_modal_projector",
+        text="text_config",
+        text_default="deepseek_v3",
+        prefix="language_model.",
+    ),
+    "mistral3": Family(
+        tied=False,
+        dropped=r"vision_tower|multi_modal_projector",
+        text="text_config",
+        text_types=("ministral3", "mistral4"),
+        text_default="llama",
+        prefix="language_model.",
+        renames=(
+            ("model.language_model.", "language_model.model."),
+            ("model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+    ),
+}

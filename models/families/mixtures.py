@@ -1,0 +1,212 @@
+"""Families with layers of experts, of which each token passes some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardmlx.models.blocks import GATED_W, Dense, Experts, Grouped, Latent
+from shardmlx.models.family import Family
+from shardmlx.models.layer_kinds import (
+    layers_after_first,
+    layers_between,
+    named_layers,
+    routed_layers,
+    stepped_layers,
+    windows_by_type,
+    windows_by_type_in_turn,
+)
+from shardmlx.models.layer_shape import Activation
+
+EXPERTS = Experts(count="num_experts")
+LOCAL = Experts(
+    count="num_local_experts",
+    width="intermediate_size",
+    path="block_sparse_moe",
+    names=GATED_W,
+)
+ROUTED = Experts(count="n_routed_experts", shared="n_shared_experts", router_is_array=True)
+CORRECTED = replace(ROUTED, correction="gate.e_score_correction_bias")
+
+DEEPSEEK_V3 = Family(
+    attention=Latent(),
+    experts=CORRECTED,
+    sparse=routed_layers,
+    tied=False,
+    is_tied_by_config=False,
+    # The layer after the last predicts one token more; scales of weights in fp8 are multiplied in.
+    dropped=r"\bmodel\.layers\.61|rotary_emb\.inv_freq|weight_scale_inv",
+    takes_pieces=False,
+    stored_otherwise=r"\.kv_b_proj\.",
+)
+GLM4_MOE = Family(
+    attention=Grouped(bias="attention_bias", norms="head", has_norms="use_qk_norm"),
+    experts=CORRECTED,
+    sparse=routed_layers,
+    tied=False,
+    is_tied_by_config=False,
+    drops_further_layers=True,
+)
+MINIMAX = Family(
+    attention=Grouped(norms="whole", has_norms="use_qk_norm"),
+    experts=replace(LOCAL, correction="e_score_correction_bias"),
+    defaults={"use_qk_norm": True},
+    tied=False,
+    dropped="weight_scale_inv",
+)
+
+FAMILIES = {
+    "mixtral": Family(attention=Grouped(head_dim=""), experts=LOCAL, tied=False, has_gguf=True),
+    "bailing_moe": Family(
+        attention=Grouped(
+            head_dim="",
+            bias="use_qkv_bias",
+            output_bias="use_bias",
+            norms="head",
+            has_norms="use_qk_norm",
+            norm_names=("query_layernorm", "key_layernorm"),
+            path="attention",
+            output="dense",
+            joined="query_key_value",
+        ),
+        mlp=Dense(bias="use_bias"),
+        experts=replace(
+            EXPERTS,
+            bias="use_bias",
+            router="gate.gate_proj",
+            correction="gate.expert_bias",
+            has_correction="moe_router_enable_expert_bias",
+            shared="num_shared_experts",
+            has_shared="moe_router_enable_shared_expert",
+            shared_width="moe_shared_expert_intermediate_size",
+        ),
+        sparse=layers_after_first,
+        defaults={"moe_router_enable_shared_expert": True},
+        tied=False,
+        embedding="word_embeddings",
+        stored_otherwise=r"\.mlp\.gate\.(weight|bias)$",
+    ),
+    "deepseek": Family(
+        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        experts=ROUTED,
+        sparse=routed_layers,
+        tied=False,
+        is_tied_by_config=False,
+    ),
+    "deepseek_v2": Family(
+        attention=Latent(absorbed=False),
+        experts=ROUTED,
+        sparse=routed_layers,
+        tied=False,
+        is_tied_by_config=False,
+    ),
+    **dict.fromkeys(("deepseek_v3", "joyai_llm_flash", "kimi_k2"), DEEPSEEK_V3),
+    "dots1": Family(
+        attention=Grouped(norms="head"),
+        experts=replace(CORRECTED, stack="experts"),
+        sparse=routed_layers,
+        tied=False,
+        dropped=r"rotary_emb\.inv_freq",
+    ),
+    "ernie4_5_moe": Family(
+        attention=Grouped(bias="use_bias", output_bias="use_bias"),
+        mlp=Dense(bias="use_bias"),
+        experts=Experts(
+            count="moe_num_experts",
+            used="moe_k",
+            other_width="intermediate_size",
+            bias="use_bias",
+            shared="moe_num_shared_experts",
+        ),
+        sparse=layers_between,
+        defaults={"moe_k": 1},
+        tied=None,
+        dropped=r"mtp_(block|linear_proj|hidden_norm|emb_norm)\.|e_score_correction_bias",
+    ),
+    "exaone_moe": Family(
+        attention=Grouped(norms="head"),
+        experts=replace(
+            EXPERTS,
+            router_is_array=True,
+            correction="gate.e_score_correction_bias",
+            shared="num_shared_experts",
+        ),
+        sparse=named_layers,
+        windows=windows_by_type,
+        tied=False,
+        dropped=r"^mtp\.",
+        chooses_caches=True,
+        stored_otherwise=r"\.mlp\.e_score_correction_bias",
+    ),
+    **dict.fromkeys(("glm4_moe", "solar_open"), GLM4_MOE),
+    "glm4_moe_lite": replace(
+        DEEPSEEK_V3,
+        defaults={"first_k_dense_replace": 1},
+        dropped=None,
+        drops_further_layers=True,
+    ),
+    # Every other layer has a window, and each head a sink.
+    "gpt_oss": Family(
+        attention=Grouped(bias=True, output_bias=True),
+        experts=Experts(
+            count="num_local_experts",
+            width="intermediate_size",
+            stack="experts",
+            names=(),
+            bias=True,
+            router="router",
+            router_bias=True,
+        ),
+        windows=windows_by_type_in_turn,
+        arrays={"self_attn.sinks": ("num_attention_heads",)},
+        # Clipped gate and up, up again plus one, and the arrays of swiglu.
+        activation=Activation(5),
+        # The sink's share of the scores.
+        costs={"passing": 3, "score_weights": 1},
+        tied=False,
+        is_tied_by_config=False,
+        chooses_caches=True,
+        rounds_yarn=True,
+        stored_otherwise=r"\.experts\.gate_up_proj",
+    ),
+    "granitemoe": Family(
+        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        experts=replace(LOCAL, names=(), router="router.layer"),
+        stored_otherwise=r"\.block_sparse_moe\.input_linear\.",
+    ),
+    **dict.fromkeys(("minimax", "minimax_m2"), MINIMAX),
+    "mistral4": Family(
+        attention=Latent(),
+        experts=replace(ROUTED, router_is_array=False),
+        sparse=routed_layers,
+        tied=False,
+        # Scales of weights in fp8, which mlx-lm multiplies in.
+        dropped=r"rotary_emb\.inv_freq|activation_scale$|_scale_inv$",
+        stored_otherwise=r"\.kv_b_proj\.",
+    ),
+    "olmoe": Family(
+        attention=Grouped(bias="attention_bias", output_bias="attention_bias", norms="whole"),
+        experts=replace(EXPERTS, width="intermediate_size", bias="mlp_bias"),
+    ),
+    "phimoe": Family(
+        attention=Grouped(head_dim="", bias=True, output_bias=True),
+        experts=LOCAL,
+        norm_bias=True,
+        tied=False,
+        is_tied_by_config=False,
+        head_has_bias=True,
+    ),
+    "qwen2_moe": Family(
+        attention=Grouped(head_dim="", bias=True),
+        experts=replace(
+            EXPERTS,
+            shared_path="shared_expert",
+            shared_width="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+        tied=False,
+        is_tied_by_config=False,
+    ),
+    "qwen3_moe": Family(
+        attention=Grouped(norms="head"), experts=EXPERTS, sparse=stepped_layers, tied=None
+    ),
+}
