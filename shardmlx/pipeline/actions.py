@@ -6,10 +6,7 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -71,8 +68,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse the text of ``str``. Raises ``ValueError``, which names a text that is no
-        action."""
+        """Parse the text of ``str``. Raises ``ValueError`` for any other."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, like 0F3")
@@ -90,19 +86,3 @@ def parse_grid(text: str) -> Grid:
         for line in text.strip().splitlines()
         if line.strip()
     )
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while a large grid is made; also a decorator.
-
-    The collector would scan millions of actions, none of them garbage, again and again, in a third
-    of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

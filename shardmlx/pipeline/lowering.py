@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from types import MappingProxyType
 
-from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
+from shardmlx.pipeline.actions import Action, Grid, Kind
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -44,7 +44,7 @@ _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
 
 
 class ScheduleError(ValueError):
-    """A grid that cannot run: one line that says why, then the grid with a caret at the cell."""
+    """A grid that cannot run: one line that says why, then the actions around the faulty one."""
 
 
 def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
@@ -61,7 +61,6 @@ def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
     )
 
 
-@collector_paused()
 def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> Grid:
     """Leave out needless gradients, then put in the messages between ranks.
 
@@ -264,17 +263,14 @@ def _count_microbatches(grid: Grid) -> int:
     size = sum(map(len, grid))
     if not size:
         raise ScheduleError("the grid has no actions")
-    named = {action.microbatch for actions in grid for action in actions}
-    if min(named) < 0 or max(named) >= size:
-        rank, index, action = next(
-            (rank, index, action)
-            for rank, actions in enumerate(grid)
-            for index, action in enumerate(actions)
-            if not 0 <= action.microbatch < size
-        )
-        reason = f"{action} is no micro-batch of a grid of {size} actions"
-        raise _fault(grid, rank, index, reason)
-    return 1 + max(named)
+    most = 0
+    for rank, actions in enumerate(grid):
+        for index, action in enumerate(actions):
+            if not 0 <= action.microbatch < size:
+                reason = f"{action} is no micro-batch of a grid of {size} actions"
+                raise _fault(grid, rank, index, reason)
+            most = max(most, action.microbatch + 1)
+    return most
 
 
 def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Kinds]) -> str:
@@ -288,31 +284,21 @@ def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Ki
 
 
 def _check_all_ended(grid: Grid, placement: Sequence[int], reached: Sequence[int]) -> None:
-    """Follow the waiting ranks from one to the next until one repeats or waits for nothing."""
-    stuck = [rank for rank, index in enumerate(reached) if index < len(grid[rank])]
-    if not stuck:
-        return
-    path: list[int] = []
-    rank = stuck[0]
-    while rank not in path:
-        path.append(rank)
-        index = reached[rank]
+    """Raise ``ScheduleError`` if a rank waits, in a RECV, for a SEND that never comes."""
+    stuck = {rank: index for rank, index in enumerate(reached) if index < len(grid[rank])}
+    waits = []
+    for rank, index in stuck.items():
         action = grid[rank][index]
-        stage, kind = (
-            (action.stage - 1, SEND_F) if action.kind is RECV_F else (action.stage + 1, SEND_B)
-        )
-        awaited = Action(stage, kind, action.microbatch)
-        sender = placement[stage]
-        if awaited not in grid[sender][reached[sender] :]:
+        kind = SEND_F if action.kind is RECV_F else SEND_B
+        awaited = Action(action.neighbour, kind, action.microbatch)
+        sender = placement[awaited.stage]
+        if awaited not in grid[sender]:
             reason = f"{action} waits for {awaited}, which rank {sender} never sends"
             raise _fault(grid, rank, index, reason)
-        rank = sender
-    cycle = path[path.index(rank) :]
-    waits = ", ".join(
-        f"rank {waiting} in {grid[waiting][reached[waiting]]} waits for rank {sender}"
-        for waiting, sender in zip(cycle, [*cycle[1:], rank], strict=True)
-    )
-    raise _fault(grid, rank, reached[rank], f"deadlock: {waits}")
+        waits.append(f"rank {rank} in {action} waits for rank {sender}")
+    if waits:
+        rank = min(stuck)
+        raise _fault(grid, rank, stuck[rank], f"deadlock: {', '.join(waits)}")
 
 
 def _check_nothing_missing(grid: Grid, placement: Sequence[int], tracks: Sequence[_Tracks]) -> None:
@@ -325,24 +311,6 @@ def _check_nothing_missing(grid: Grid, placement: Sequence[int], tracks: Sequenc
 
 
 def _fault(grid: Grid, rank: int, index: int, reason: str) -> ScheduleError:
-    return ScheduleError(f"rank {rank}, action {index}: {reason}\n{_draw(grid, rank, index)}")
-
-
-def _draw(grid: Grid, rank: int, index: int, around: int = 8) -> str:
-    """Draw the grid, one rank a row, to ``around`` cells either side of a caret under one cell."""
-    first, last = max(0, index - around), index + around + 1
-    rows = range(max(0, rank - around), min(len(grid), rank + around + 1))
-    cells = {row: [str(action) for action in grid[row][first:last]] for row in rows}
-    width = max((len(cell) for row in cells.values() for cell in row), default=1) + 1
-    margin = len(f"r{rows[-1]}  ")
-    lines = []
-    for row, texts in cells.items():
-        before = "... " if first else ""
-        after = "..." if last < len(grid[row]) else ""
-        line = f"r{row}".ljust(margin) + before + "".join(f"{text:<{width}}" for text in texts)
-        lines.append((line + after).rstrip())
-        if row == rank:
-            at = index - first
-            caret = "^" * (len(texts[at]) if at < len(texts) else 1)
-            lines.append(" " * (margin + len(before) + at * width) + caret)
-    return "\n".join(lines)
+    before, after = grid[rank][max(0, index - 8) : index], grid[rank][index : index + 8]
+    around = " ".join([*map(str, before), ">", *map(str, after)])
+    return ScheduleError(f"rank {rank}, action {index}: {reason}\n{around}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from shardmlx.common.digests import json_digest
@@ -42,15 +42,10 @@ class Plan:
             raise ValueError(f"{len(self.trainable)} flags for {self.stage_map.num_stages} stages")
         if self.mesh.pp != self.stage_map.pp:
             raise ValueError(f"{self.mesh.pp} pipeline ranks, {self.stage_map.pp} in the map")
-        if self.replica_rows:
-            self._check_replica_rows()
+        if len(self.shares) != self.mesh.dp or max(self.shares) != self.rows:
+            raise ValueError(f"{self.shares} rows for {self.mesh.dp} replicas, {self.rows} at most")
         for count in {self.microbatches_of(replica) for replica in range(self.mesh.dp)}:
-            validate(self._actions(count), self.stage_map.placement, self.trainable)
-
-    def _check_replica_rows(self) -> None:
-        rows = self.replica_rows
-        if len(rows) != self.mesh.dp or max(rows) != self.rows or min(rows) < 1:
-            raise ValueError(f"{rows} rows for {self.mesh.dp} replicas, {self.rows} at most")
+            self._actions(count)
 
     @property
     def microbatches(self) -> int:
@@ -59,8 +54,7 @@ class Plan:
 
     @property
     def actions(self) -> Grid:
-        """Lowered actions of one training step, by pipeline rank, of a replica with the most
-        rows."""
+        """Lowered actions of a training step of the busiest replica, by pipeline rank."""
         return self._actions(self.microbatches)
 
     @property
@@ -82,19 +76,11 @@ class Plan:
         return self._actions(self.microbatches_of(replica))
 
     def _actions(self, microbatches: int) -> Grid:
-        known = self._grids
-        if microbatches not in known:
-            virtual = self.stage_map.virtual
-            schedule = get_schedule(self.schedule)
-            grid = compute_actions(self.schedule, self.mesh.pp, microbatches, virtual)
-            order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-            placed = tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
-            known[microbatches] = lower(placed, self.stage_map.placement, self.trainable)
-        return known[microbatches]
-
-    @cached_property
-    def _grids(self) -> dict[int, Grid]:
-        return {}
+        schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
+        schedule.check(self.mesh.pp, microbatches, virtual)
+        order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
+        placement = self.stage_map.placement
+        return _proved_grid(self.schedule, order, placement, self.trainable, microbatches)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a world rank runs, ascending."""
@@ -107,6 +93,23 @@ class Plan:
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
         rows = (self.rows, self.micro_batch_size, self.pack, self.replica_rows)
         return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
+
+
+@lru_cache(maxsize=64)
+def _proved_grid(
+    schedule: str,
+    order: tuple[int, ...],
+    placement: tuple[int, ...],
+    trainable: tuple[bool, ...],
+    microbatches: int,
+) -> Grid:
+    """Return lowered actions that cannot deadlock; rank r of the schedule is rank ``order[r]``."""
+    pp = len(order)
+    grid = compute_actions(schedule, pp, microbatches, len(placement) // pp)
+    placed = tuple(grid[order.index(rank)] for rank in range(pp))
+    lowered = lower(placed, placement, trainable)
+    validate(lowered, placement, trainable)
+    return lowered
 
 
 def suits(stage_map: StageMap, schedule: Schedule) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Grid
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.lowering import lower, validate
 from shardmlx.pipeline.schedules import compute_actions, get_schedule
@@ -52,12 +50,22 @@ def show_schedule(
         draw_schedule(simulation, Path(draw), title=title, unit="units of time")
     if form == "json":
         facts = {"schedule": name, "pp": pp, "microbatches": microbatches, "virtual": virtual}
-        return json.dumps(facts | {"costs": astuple(units)} | _numbers(simulation))
+        numbers = {
+            "costs": astuple(units),
+            "makespan": simulation.makespan,
+            "bubble_fraction": simulation.bubble,
+            "bubble_fraction_of_ranks": simulation.bubbles,
+            "peak_in_flight": simulation.peak_in_flight,
+        }
+        return json.dumps(facts | numbers)
     if form == "summary":
         return _summary(simulation)
     if form == "timeline":
         return timeline(simulation)
-    return _rows(lowered if form == "lowered" else grid)
+    return "\n".join(
+        " ".join([f"r{rank}", *map(str, actions)])
+        for rank, actions in enumerate(lowered if form == "lowered" else grid)
+    )
 
 
 def _costs(text: str) -> Costs:
@@ -68,30 +76,11 @@ def _costs(text: str) -> Costs:
     return Costs(forward, input_gradient, weight_gradient)
 
 
-def _rows(grid: Grid) -> str:
-    return "\n".join(
-        " ".join([f"r{rank}", *map(str, actions)]) for rank, actions in enumerate(grid)
-    )
-
-
 def _summary(simulation: Simulation) -> str:
     peaks = simulation.peak_in_flight
-    return "\n".join(
-        [
-            f"makespan        {simulation.makespan:g}",
-            f"bubble          {simulation.bubble:.1%}",
-            f"peak in flight  {' '.join(map(str, peaks))}  (stage-micro-batches, ranks 0 to "
-            f"{len(peaks) - 1})",
-            "",
-            timeline(simulation),
-        ]
+    return (
+        f"makespan        {simulation.makespan:g}\n"
+        f"bubble          {simulation.bubble:.1%}\n"
+        f"peak in flight  {' '.join(map(str, peaks))}  (stage-micro-batches, ranks 0 to "
+        f"{len(peaks) - 1})\n\n{timeline(simulation)}"
     )
-
-
-def _numbers(simulation: Simulation) -> dict[str, Any]:
-    return {
-        "makespan": simulation.makespan,
-        "bubble_fraction": simulation.bubble,
-        "bubble_fraction_of_ranks": simulation.bubbles,
-        "peak_in_flight": simulation.peak_in_flight,
-    }

@@ -6,7 +6,7 @@ word means micro-batch j, and words past the last micro-batch are dropped. Every
 serves any p and m, and every stage sees its micro-batches in ascending order: gradients are summed
 in the order of one process.
 
-Each schedule stands beside a small grid, as ``python -m shardmlx.plan --print timeline`` draws it:
+Each schedule stands beside a small grid, as ``shardmlx schedule --print timeline`` draws it:
 a row a rank, time to the right, ``2F1`` the forward of micro-batch 1 at stage 2, a dot where a rank
 idles. F, I and W are drawn equally long, and so is a B that is not divided into I and W.
 """
@@ -19,7 +19,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
+from shardmlx.pipeline.actions import Action, Grid, Kind
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
@@ -238,7 +238,6 @@ def get_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-@collector_paused()
 def compute_actions(name: str, pp: int, microbatches: int, virtual: int | None = None) -> Grid:
     """Return the compute actions of each pipeline rank.
 

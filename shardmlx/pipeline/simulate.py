@@ -9,12 +9,12 @@ independent.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Action, Grid, Kind, collector_paused
+from shardmlx.pipeline.actions import Action, Grid, Kind
 from shardmlx.pipeline.schedules import compute_actions, get_schedule
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
@@ -58,21 +58,32 @@ class Simulation:
     ``spans[rank]`` are its compute actions with start and end. The time of a rank has three parts,
     the same as in a training run's report: ``busy[rank]`` computing, ``exposed[rank]`` waiting for
     messages that were already made, and the bubble, waiting for others to compute.
-    ``bubbles[rank]`` is the bubble as a fraction of ``makespan``, ``bubble`` the mean of all ranks.
     ``peak_in_flight[rank]`` is the most stage-micro-batches with activations at once: from F to the
     end of the backward, or of a separate W.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     makespan: float
-    bubble: float
-    bubbles: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
     busy: tuple[float, ...]
     exposed: tuple[float, ...]
 
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The bubble of each rank, as a fraction of ``makespan``."""
+        if not self.makespan:
+            return (0.0,) * len(self.spans)
+        return tuple(
+            max(0.0, 1 - (busy + exposed) / self.makespan)
+            for busy, exposed in zip(self.busy, self.exposed, strict=True)
+        )
 
-@collector_paused()
+    @property
+    def bubble(self) -> float:
+        """The mean bubble of all ranks."""
+        return math.fsum(self.bubbles) / len(self.bubbles)
+
+
 def simulate(
     grid: Grid,
     placement: Sequence[int],
@@ -91,19 +102,10 @@ def simulate(
     compute = tuple(tuple(a for a in actions if a.kind.is_compute) for actions in grid)
     of_stage = _costs_of_stages(costs, placement)
     occupied, delayed = (_between(times, len(grid)) for times in (link, latency))
-    spans, exposed = _run(compute, _steps(placement, of_stage, occupied, delayed))
+    spans, exposed = _run(compute, placement, of_stage, occupied, delayed)
     makespan = max((actions[-1][2] for actions in spans if actions), default=0.0)
     busy = tuple(math.fsum(end - start for _, start, end in actions) for actions in spans)
-    used = tuple(map(sum, zip(busy, exposed, strict=True)))
-    return Simulation(
-        spans,
-        makespan,
-        bubble=_idle(math.fsum(used), len(grid) * makespan),
-        bubbles=tuple(_idle(time, makespan) for time in used),
-        peak_in_flight=_peaks(compute),
-        busy=busy,
-        exposed=exposed,
-    )
+    return Simulation(spans, makespan, peak_in_flight=_peaks(compute), busy=busy, exposed=exposed)
 
 
 def simulate_schedule(
@@ -128,23 +130,20 @@ def simulate_schedule(
     return simulate(grid, chosen.placement(pp, virtual), costs, link, latency)
 
 
-def _idle(used: float, available: float) -> float:
-    return max(0.0, 1 - used / available) if available else 0.0
-
-
 def _costs_of_stages(costs: Costs | Sequence[Costs], placement: Sequence[int]) -> list[Costs]:
     if not isinstance(costs, Costs):
         if len(costs) != len(placement):
             raise ValueError(f"costs of {len(costs)} stages, the placement has {len(placement)}")
         return list(costs)
     stages_of = Counter(placement)
-    shares = {
-        stages: Costs(
-            costs.forward / stages, costs.input_gradient / stages, costs.weight_gradient / stages
+    return [
+        Costs(
+            costs.forward / stages_of[rank],
+            costs.input_gradient / stages_of[rank],
+            costs.weight_gradient / stages_of[rank],
         )
-        for stages in set(stages_of.values())
-    }
-    return [shares[stages_of[rank]] for rank in placement]
+        for rank in placement
+    ]
 
 
 def _between(times: Seconds, ranks: int) -> Sequence[Sequence[float]]:
@@ -157,98 +156,51 @@ def _between(times: Seconds, ranks: int) -> Sequence[Sequence[float]]:
     return table
 
 
-@dataclass(slots=True)
-class _Link:
-    """A link from one rank to another; ``free`` is when the last message so far has left."""
-
-    seconds: float
-    latency: float
-    free: float = 0.0
-
-    def carry(self, made: float) -> float:
-        """Return when a message arrives; call it in the order in which messages are made."""
-        self.free = max(made, self.free) + self.seconds
-        return self.free + self.latency
-
-
-@dataclass(slots=True)
-class _Channel:
-    """The way from a stage to its neighbour: when each micro-batch was made, and when it came."""
-
-    receiver: int  # a rank
-    link: _Link | None
-    came: dict[int, tuple[float, float]] = field(default_factory=dict)
-    awaited: int = -1  # the micro-batch that the receiver waits for
-
-
-_Step = tuple[float, _Channel | None, _Channel | None]
-"""Time of an action, channel of its input, channel of its output."""
-
-
-def _steps(
+def _run(
+    grid: Grid,
     placement: Sequence[int],
     costs: Sequence[Costs],
     occupied: Sequence[Sequence[float]],
     delayed: Sequence[Sequence[float]],
-) -> list[dict[Kind, _Step]]:
-    """Return, for each stage, time and channels of each kind of action."""
-    links: dict[tuple[int, int], _Link] = {}
-
-    def channel(source: int, target: int) -> _Channel | None:
-        if not 0 <= target < len(placement) or not 0 <= source < len(placement):
-            return None
-        ends = a, b = placement[source], placement[target]
-        if a == b:
-            return _Channel(b, None)
-        return _Channel(b, links.setdefault(ends, _Link(occupied[a][b], delayed[a][b])))
-
-    stages = range(-1, len(placement))
-    up = [channel(stage, stage + 1) for stage in stages]  # up[s] comes to stage s
-    down = [channel(stage + 1, stage) for stage in stages]  # down[s] leaves stage s
-    return [
-        {
-            F: (cost.of(F), up[stage], up[stage + 1]),
-            B: (cost.of(B), down[stage + 1], down[stage]),
-            I: (cost.of(I), down[stage + 1], down[stage]),
-            W: (cost.of(W), down[stage + 1], None),
-        }
-        for stage, cost in enumerate(costs)
-    ]
-
-
-def _run(
-    grid: Grid, steps: Sequence[dict[Kind, _Step]]
 ) -> tuple[tuple[tuple[Span, ...], ...], tuple[float, ...]]:
+    """Return spans and exposed waits of each rank."""
+    durations = [{kind: cost.of(kind) for kind in (F, B, I, W)} for cost in costs]
     spans: list[list[Span]] = [[] for _ in grid]
-    exposed = [0.0] * len(grid)
-    clocks = [0.0] * len(grid)
+    exposed, clocks = [0.0] * len(grid), [0.0] * len(grid)
+    link_free: dict[tuple[int, int], float] = defaultdict(float)  # when the last message has left
+    # Inputs by stage, direction and micro-batch: when each was made, and when it arrived.
+    inputs: dict[tuple[int, bool, int], tuple[float, float]] = {}
+    waiting: dict[tuple[int, bool, int], int] = {}
+    last = len(placement) - 1
     ready = deque(range(len(grid)))
     while ready:
         rank = ready.popleft()
-        actions, done, clock = grid[rank], spans[rank], clocks[rank]
-        for index in range(len(done), len(actions)):
-            action = actions[index]
-            microbatch = action.microbatch
-            duration, source, target = steps[action.stage][action.kind]
-            start = clock
-            if source is not None:
-                came = source.came.get(microbatch)
-                if came is None:
-                    source.awaited = microbatch
+        for action in grid[rank][len(spans[rank]) :]:
+            stage, kind, microbatch = action
+            start, is_forward = clocks[rank], kind is F
+            if stage != (0 if is_forward else last):
+                needed = (stage, is_forward, microbatch)
+                if needed not in inputs:
+                    waiting[needed] = rank
                     break
-                made, arrived = came
-                if arrived > clock:
-                    exposed[rank] += arrived - max(clock, made)
+                made, arrived = inputs[needed]
+                if arrived > start:
+                    exposed[rank] += arrived - max(start, made)
                     start = arrived
-            clock = start + duration
-            done.append((action, start, clock))
-            if target is not None:
-                link = target.link
-                target.came[microbatch] = (clock, clock if link is None else link.carry(clock))
-                if target.awaited == microbatch:
-                    target.awaited = -1
-                    ready.append(target.receiver)
-        clocks[rank] = clock
+            clocks[rank] = end = start + durations[stage][kind]
+            spans[rank].append((action, start, end))
+            target = stage + 1 if is_forward else stage - 1
+            if kind is W or not 0 <= target <= last:
+                continue
+            arrived, peer = end, placement[target]
+            if peer != rank:
+                left = max(end, link_free[rank, peer]) + occupied[rank][peer]
+                link_free[rank, peer] = left
+                arrived = left + delayed[rank][peer]
+            output = (target, is_forward, microbatch)
+            inputs[output] = (end, arrived)
+            if output in waiting:
+                ready.append(waiting.pop(output))
     for rank, done in enumerate(spans):
         if len(done) < len(grid[rank]):
             raise ValueError(

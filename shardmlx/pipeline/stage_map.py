@@ -170,11 +170,10 @@ class StageMap:
         return "\n".join(lines) + "\n"
 
 
-def write_stage_map(stage_map: StageMap, path: str | Path, comment: str = "") -> None:
-    """Write the map as YAML, under a line of comment if there is one. Raises ``UserError``."""
-    heading = f"# {comment}\n" if comment else ""
+def write_stage_map(stage_map: StageMap, path: str | Path) -> None:
+    """Write the map as YAML. Raises ``UserError``."""
     try:
-        Path(path).write_text(heading + stage_map.to_yaml(), encoding="utf-8")
+        Path(path).write_text(stage_map.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -193,38 +192,37 @@ def read_stage_map(path: str | Path) -> StageMap:
         raise UserError(
             f"{where}: stages is {stages!r}", "list one '- num_layers: N' for each stage"
         )
-    entries = [_checked_entry(entry, f"{where}, stage {i}") for i, entry in enumerate(stages)]
-    ranks = {i: entry["rank"] for i, entry in enumerate(entries) if "rank" in entry}
-    for stage in range(len(entries)):
-        if ranks and stage not in ranks:
-            raise UserError(
-                f"{where}, stage {stage}: no rank, but other stages have one",
-                "give every stage a rank, or none",
-            )
+    for i, entry in enumerate(stages):
+        _check_entry(entry, f"{where}, stage {i}")
+    ranks = [entry.get("rank") for entry in stages]
+    has_ranks = any(rank is not None for rank in ranks)
+    if has_ranks and None in ranks:
+        raise UserError(
+            f"{where}, stage {ranks.index(None)}: no rank, but other stages have one",
+            "give every stage a rank, or none",
+        )
     return StageMap(
-        partition=Partition.from_sizes(entry["num_layers"] for entry in entries),
-        placement=tuple(ranks.get(i, i) for i in range(len(entries))),
-        hosts=tuple(entry.get("host") for entry in entries),
+        partition=Partition.from_sizes(entry["num_layers"] for entry in stages),
+        placement=tuple(ranks if has_ranks else range(len(stages))),
+        hosts=tuple(entry.get("host") for entry in stages),
         model=_text(content, "model", where),
         path=str(path),
     )
 
 
-def _checked_entry(entry: Any, where: str) -> dict[str, Any]:
+def _check_entry(entry: Any, where: str) -> None:
     if not isinstance(entry, dict):
         raise UserError(f"{where} is {entry!r}", "write '- num_layers: N'")
-    check_keys(
-        entry, ("num_layers", "rank", "host"), where, "a stage has num_layers, rank and host"
-    )
+    known = ("num_layers", "rank", "host")
+    check_keys(entry, known, where, "a stage has num_layers, rank and host")
     if "num_layers" not in entry:
         raise UserError(f"{where}: no num_layers", "write how many layers the stage has")
-    _whole(entry, "num_layers", 1, where)
-    _whole(entry, "rank", 0, where)
+    _check_whole(entry, "num_layers", 1, where)
+    _check_whole(entry, "rank", 0, where)
     _text(entry, "host", where)
-    return entry
 
 
-def _whole(entry: dict[str, Any], key: str, minimum: int, where: str) -> None:
+def _check_whole(entry: dict[str, Any], key: str, minimum: int, where: str) -> None:
     value = entry.get(key, minimum)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise UserError(f"{where}: {key} is {value!r}", f"give a whole number from {minimum}")

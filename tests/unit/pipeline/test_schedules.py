@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Grid, Kind, parse_grid
+from shardmlx.pipeline.actions import Kind, parse_grid
 from shardmlx.pipeline.schedules import (
     SCHEDULES,
     compute_actions,
@@ -22,26 +22,22 @@ from shardmlx.pipeline.text_timeline import timeline
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
 
-def golden(text: str) -> Grid:
-    return parse_grid(text)
-
-
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
-    assert compute_actions("gpipe", pp=2, microbatches=3, virtual=1) == golden("""
+    assert compute_actions("gpipe", pp=2, microbatches=3, virtual=1) == parse_grid("""
         0F0 0F1 0F2 0B0 0B1 0B2
         1F0 1F1 1F2 1B0 1B1 1B2
     """)
 
 
 def test_gpipe_with_two_stages_a_rank_goes_breadth_first() -> None:
-    assert compute_actions("gpipe", pp=2, microbatches=2, virtual=2) == golden("""
+    assert compute_actions("gpipe", pp=2, microbatches=2, virtual=2) == parse_grid("""
         0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
         1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
     """)
 
 
 def test_1f1b() -> None:
-    assert compute_actions("1f1b", pp=4, microbatches=8, virtual=1) == golden("""
+    assert compute_actions("1f1b", pp=4, microbatches=8, virtual=1) == parse_grid("""
         0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7
         1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5 1B6 1B7
         2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7
@@ -50,7 +46,7 @@ def test_1f1b() -> None:
 
 
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
-    assert compute_actions("1f1b", pp=4, microbatches=2, virtual=1) == golden("""
+    assert compute_actions("1f1b", pp=4, microbatches=2, virtual=1) == parse_grid("""
         0F0 0F1 0B0 0B1
         1F0 1F1 1B0 1B1
         2F0 2F1 2B0 2B1
@@ -59,11 +55,11 @@ def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
 
 
 def test_interleaved_1f1b_is_the_order_of_megatron_lm() -> None:
-    assert compute_actions("interleaved-1f1b", pp=2, microbatches=4, virtual=2) == golden("""
+    assert compute_actions("interleaved-1f1b", pp=2, microbatches=4, virtual=2) == parse_grid("""
         0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
         1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
     """)
-    assert compute_actions("interleaved-1f1b", pp=4, microbatches=8, virtual=2) == golden("""
+    assert compute_actions("interleaved-1f1b", pp=4, microbatches=8, virtual=2) == parse_grid("""
         0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7
         1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3 1F4 5B0 1F5 5B1 1F6 5B2 1F7 5B3 5F4 1B0 5F5 1B1 5F6 1B2 5F7 1B3 5B4 5B5 5B6 5B7 1B4 1B5 1B6 1B7
         2F0 2F1 2F2 2F3 6F0 6F1 6F2 6B0 6F3 6B1 2F4 6B2 2F5 6B3 2F6 2B0 2F7 2B1 6F4 2B2 6F5 2B3 6F6 6B4 6F7 6B5 6B6 6B7 2B4 2B5 2B6 2B7
@@ -72,7 +68,7 @@ def test_interleaved_1f1b_is_the_order_of_megatron_lm() -> None:
 
 
 def test_interleaved_1f1b_deals_other_microbatches_to_groups_of_at_least_p() -> None:
-    assert compute_actions("interleaved-1f1b", pp=2, microbatches=5, virtual=2) == golden("""
+    assert compute_actions("interleaved-1f1b", pp=2, microbatches=5, virtual=2) == parse_grid("""
         0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4
         1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
     """)
@@ -83,7 +79,7 @@ def test_interleaved_1f1b_with_one_stage_a_rank_is_1f1b() -> None:
 
 
 def test_zb_h1() -> None:
-    assert compute_actions("zb-h1", pp=4, microbatches=8, virtual=1) == golden("""
+    assert compute_actions("zb-h1", pp=4, microbatches=8, virtual=1) == parse_grid("""
         0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0F5 0I2 0W2 0F6 0I3 0W3 0F7 0I4 0W4 0I5 0W5 0I6 0W6 0I7 0W7
         1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1W1 1F5 1I3 1W2 1F6 1I4 1W3 1F7 1I5 1W4 1I6 1W5 1I7 1W6 1W7
         2F0 2F1 2I0 2F2 2I1 2F3 2I2 2W0 2F4 2I3 2W1 2F5 2I4 2W2 2F6 2I5 2W3 2F7 2I6 2W4 2I7 2W5 2W6 2W7
@@ -92,27 +88,23 @@ def test_zb_h1() -> None:
 
 
 def test_zb_v() -> None:
-    assert compute_actions("zb-v", pp=2, microbatches=4, virtual=2) == golden("""
+    assert compute_actions("zb-v", pp=2, microbatches=4, virtual=2) == parse_grid("""
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """)  # noqa: E501
 
 
 def test_zb_v_with_one_microbatch() -> None:
-    assert compute_actions("zb-v", pp=3, microbatches=1, virtual=2) == golden("""
+    assert compute_actions("zb-v", pp=3, microbatches=1, virtual=2) == parse_grid("""
         0F0 5F0 5I0 5W0 0I0 0W0
         1F0 4F0 4I0 4W0 1I0 1W0
         2F0 3F0 3I0 3W0 2I0 2W0
     """)
 
 
-def test_loop_placement_goes_round_the_ranks() -> None:
+def test_placements_go_round_or_down_and_up_again() -> None:
     assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
-
-
-def test_v_placement_goes_down_and_up_again() -> None:
     assert v_placement(3, 2) == (0, 1, 2, 2, 1, 0)
-    assert get_schedule("zb-v").placement is v_placement
 
 
 @settings(deadline=None)
@@ -151,57 +143,23 @@ def test_groups_of_interleaved_1f1b_are_even_and_no_smaller_than_they_must(
     assert min(sizes) >= min(4, microbatches)
 
 
-def test_unknown_schedule_lists_the_names() -> None:
+def test_an_unknown_schedule_is_refused_with_the_names() -> None:
     with pytest.raises(UserError) as error:
         get_schedule("2f2b")
-    assert str(error.value) == (
-        "unknown schedule '2f2b': use one of gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
-    )
+    assert "2f2b" in error.value.problem
+    assert all(name in error.value.remedy for name in SCHEDULES)
 
 
 @pytest.mark.parametrize(
-    ("name", "pp", "microbatches", "virtual", "message"),
-    [
-        ("1f1b", 0, 8, 1, "schedule 1f1b with 0 pipeline ranks: give 1 or more"),
-        ("gpipe", 4, -1, 1, "schedule gpipe with -1 micro-batches: give 1 or more"),
-        (
-            "interleaved-1f1b",
-            4,
-            8,
-            0,
-            "schedule interleaved-1f1b with 0 virtual stages a rank: give 1 or more",
-        ),
-        (
-            "zb-h1",
-            4,
-            8,
-            2,
-            "schedule zb-h1 runs 1 stages a rank, not 2: use 1, or the schedule interleaved-1f1b",
-        ),
-        (
-            "zb-v",
-            4,
-            8,
-            1,
-            "schedule zb-v runs 2 stages a rank, not 1: use 2, or the schedule interleaved-1f1b",
-        ),
-    ],
+    ("name", "pp", "microbatches", "virtual"),
+    [("1f1b", 0, 8, 1), ("gpipe", 4, -1, 1), ("interleaved-1f1b", 4, 8, 0), ("zb-h1", 4, 8, 2)],
 )
-def test_numbers_that_do_not_fit_are_refused_by_name(
-    name: str, pp: int, microbatches: int, virtual: int, message: str
+def test_numbers_that_do_not_fit_are_refused(
+    name: str, pp: int, microbatches: int, virtual: int
 ) -> None:
     with pytest.raises(UserError) as error:
         compute_actions(name, pp, microbatches, virtual)
-    assert str(error.value) == message
-
-
-def test_virtual_defaults_to_what_the_schedule_prefers() -> None:
-    assert compute_actions("interleaved-1f1b", 2, 2) == compute_actions("interleaved-1f1b", 2, 2, 2)
-
-
-def test_the_table_of_schedules_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
-        SCHEDULES["1f1b"] = SCHEDULES["gpipe"]  # type: ignore[index]
+    assert name in error.value.problem
 
 
 @pytest.mark.parametrize(

@@ -101,98 +101,61 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert read_stage_map(path) == stage_map
 
 
-def test_the_written_file_shows_the_layers() -> None:
-    stage_map = StageMap(Partition.from_sizes([2, 1]), (0, 1), ("mini", None))
-    assert stage_map.to_yaml() == (
-        "stages:\n"
-        "  - num_layers: 2  # layers 0-1\n"
-        "    rank: 0\n"
-        '    host: "mini"\n'
-        "  - num_layers: 1  # layer 2\n"
-        "    rank: 1\n"
-    )
-
-
 # Bad input
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "problem"),
     [
-        ("12", " holds a int: write one 'key: value' a line"),
+        ("12", " holds a int"),
         ("stages: [\n", ", line 2: "),
-        ("model: x", "stages is None: list one '- num_layers: N' for each stage"),
-        ("stages: []", "stages is []: list one"),
-        ("stages: 3", "stages is 3: list one"),
-        ("stage: []", "unknown key 'stage': did you mean stages?"),
-        ("stages: [{num_layers: 1}]\ncolour: red", "unknown key 'colour': it has stages, and"),
-        ("stages: [12, 18]", ", stage 0 is 12: write '- num_layers: N'"),
-        ("stages: [{layers: 12}]", ", stage 0: unknown key 'layers': did you mean num_layers?"),
-        ("stages: [{num_layers: 12}, {rank: 1}]", ", stage 1: no num_layers: write how many"),
-        ("stages: [{num_layers: 0}]", ", stage 0: num_layers is 0: give a whole number from 1"),
-        ("stages: [{num_layers: -3}]", ", stage 0: num_layers is -3: give a whole number from 1"),
-        ("stages: [{num_layers: 1.5}]", ", stage 0: num_layers is 1.5: give a whole number"),
-        ("stages: [{num_layers: true}]", ", stage 0: num_layers is True: give a whole number"),
-        (
-            "stages: [{num_layers: 1, rank: -1}]",
-            ", stage 0: rank is -1: give a whole number from 0",
-        ),
-        ("stages: [{num_layers: 1, host: 7}]", ", stage 0: host is 7: give a name"),
-        ("model: 7\nstages: [{num_layers: 1}]", "model is 7: give a name"),
-        (
-            "stages: [{num_layers: 1, rank: 0}, {num_layers: 1, rank: 2}]",
-            "no stage is on rank 1, but one is on rank 2: number the ranks from 0 without holes",
-        ),
-        (
-            "stages: [{num_layers: 1}, {num_layers: 1, rank: 0}]",
-            ", stage 0: no rank, but other stages have one: give every stage a rank, or none",
-        ),
+        ("model: x", "stages is None"),
+        ("stages: []", "stages is []"),
+        ("stage: []", "'stage'"),
+        ("stages: [{num_layers: 1}]\ncolour: red", "'colour'"),
+        ("stages: [12, 18]", ", stage 0 is 12"),
+        ("stages: [{layers: 12}]", ", stage 0: unknown key 'layers'"),
+        ("stages: [{num_layers: 12}, {rank: 1}]", ", stage 1: no num_layers"),
+        ("stages: [{num_layers: 0}]", ", stage 0: num_layers is 0"),
+        ("stages: [{num_layers: 1.5}]", ", stage 0: num_layers is 1.5"),
+        ("stages: [{num_layers: true}]", ", stage 0: num_layers is True"),
+        ("stages: [{num_layers: 1, rank: -1}]", ", stage 0: rank is -1"),
+        ("stages: [{num_layers: 1, host: 7}]", ", stage 0: host is 7"),
+        ("model: 7\nstages: [{num_layers: 1}]", "model is 7"),
+        ("stages: [{num_layers: 1, rank: 0}, {num_layers: 1, rank: 2}]", "no stage is on rank 1"),
+        ("stages: [{num_layers: 1}, {num_layers: 1, rank: 0}]", ", stage 0: no rank"),
         (
             "stages: [{num_layers: 1, rank: 0, host: a}, {num_layers: 1, rank: 0, host: b}]",
-            "the stages of rank 0 are on different hosts, a and b: a rank runs on one host",
+            "the stages of rank 0 are on different hosts, a and b",
         ),
     ],
 )
 def test_a_bad_stage_map_is_named_with_stage_and_value(
-    tmp_path: Path, text: str, message: str
+    tmp_path: Path, text: str, problem: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path, text)
-    assert message in str(caught.value)
-    assert str(tmp_path / "map.yaml") in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert problem in caught.value.problem
+    assert str(tmp_path / "map.yaml") in caught.value.problem
 
 
 def test_a_missing_stage_map_is_named() -> None:
-    with pytest.raises(UserError, match=r"cannot read nowhere.yaml: No such file"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
         read_stage_map("nowhere.yaml")
 
 
-def test_the_layers_must_be_those_of_the_model(tmp_path: Path) -> None:
+def test_layers_must_be_the_models_and_stages_the_command_lines(tmp_path: Path) -> None:
     stage_map = read(tmp_path, EXAMPLE)
     stage_map.check_layers(30)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"30 layers \(12 \+ 18\), but the model has 32"):
         stage_map.check_layers(32)
-    assert str(caught.value) == (
-        f"stage map {tmp_path}/map.yaml divides 30 layers (12 + 18), but the model has 32: "
-        "make its num_layers add up to 32"
-    )
-
-
-def test_the_command_line_may_repeat_the_map_but_not_contradict_it(tmp_path: Path) -> None:
-    stage_map = read(tmp_path, TWO_ON_RANK_0)
     stage_map.check_pipeline(None)
     stage_map.check_pipeline(2)
-    with pytest.raises(UserError, match=r"--pipeline-stages is 4, but stage map .* has 2"):
+    with pytest.raises(UserError, match="--pipeline-stages is 4"):
         stage_map.check_pipeline(4)
 
 
 def test_ranks_with_unequal_numbers_of_stages_have_no_virtual_count() -> None:
     stage_map = StageMap(Partition.from_sizes([1, 1, 1]), (0, 1, 0))
-    with pytest.raises(UserError, match="rank 0 has 2, rank 1 has 1: give every rank as many"):
+    with pytest.raises(UserError, match="rank 0 has 2, rank 1 has 1"):
         _ = stage_map.virtual
-
-
-def test_a_map_of_sizes_has_a_stage_on_each_rank_unless_it_is_told() -> None:
-    assert StageMap.from_sizes([3, 5]) == StageMap(Partition(((0, 3), (3, 8))), (0, 1))
-    assert StageMap.from_sizes([3, 5], [1, 0]).placement == (1, 0)
