@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardmlx.pipeline.simulate import simulate_schedule as simulate
     from shardmlx.pipeline.stage_map import StageMap
     from shardmlx.planning.training_plan import plan_training
-    from shardmlx.training.trainer import train_model
+    from shardmlx.training.command import train_model
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _WITH_MLX = {
     "TransportError": "distributed.messages",
     "build_stages": "engine.gathered_stage",
     "load_pipeline": "inference.text_pipeline",
-    "train_model": "training.trainer",
+    "train_model": "training.command",
 }
 
 

@@ -83,21 +83,21 @@ class Observed:
         """Import the training, let it be observed, and return its ``run``."""
         self.reached("options")
         from shardmlx.loading.transfer import Weights
-        from shardmlx.training import trainer
+        from shardmlx.training import command
         from shardmlx.training.report import TrainingReport
-        from shardmlx.training.setup import prepare_training
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
             patch(target, self.timed(name, resolve_name(target))).start()
         patch.object(Weights, "load", self._loading(Weights.load)).start()
-        patch.object(trainer, "prepare_training", self._preparing(prepare_training)).start()
+        preparing = self._preparing(command.prepare_training)
+        patch.object(command, "prepare_training", preparing).start()
         patch.object(TrainingReport, "step", self._step(TrainingReport.step)).start()
         self.reached("imports")
 
         def run(*given: Any) -> None:
             self.reached("MPI")
-            trainer.run(*given)
+            command.run(*given)
 
         return run
 

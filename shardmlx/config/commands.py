@@ -58,7 +58,7 @@ COMMANDS = (
         group=TRAIN,
         help="fine-tune a model, with the options of mlx_lm.lora",
         options="config.train",
-        run="training.trainer:run",
+        run="training.command:run",
         needs_ranks=True,
     ),
     Command(

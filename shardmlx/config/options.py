@@ -179,6 +179,11 @@ def with_home(name: str, paths: str) -> str:
     return expanded
 
 
+def split_names(text: str | None) -> list[str]:
+    """Return the names in ``text``, which has commas between them."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 _KINDS: Mapping[type, str] = types.MappingProxyType(
     {
         bool: "true or false",

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
-from shardmlx.config.options import OptionError, option
+from shardmlx.config.options import OptionError, option, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
@@ -142,12 +142,12 @@ class ServeConfig(InferenceConfig):
     @property
     def origins(self) -> list[str]:
         """The web sites of ``allow_origin``."""
-        return [each.strip() for each in (self.allow_origin or "").split(",") if each.strip()]
+        return split_names(self.allow_origin)
 
     @property
     def extra_hosts(self) -> list[str]:
         """The names of ``allow_host``."""
-        return [name.strip().lower() for name in (self.allow_host or "").split(",") if name.strip()]
+        return [name.lower() for name in split_names(self.allow_host)]
 
     @property
     def is_open_to_others(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.options import split_names
 from shardmlx.errors import UserError
 
 
@@ -255,10 +256,48 @@ class DataOptions(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions(Spec):
+    """The steps of a run, what stands between them, and what each update does."""
+
+    iters: int
+    seed: int
+    grad_accumulation_steps: int
+    steps_per_report: int
+    steps_per_eval: int
+    val_batches: int
+    test_batches: int
+    save_every: int
+    on_nonfinite: str
+    max_grad_norm: float | None
+    loss_scale: float | str | None
+    clear_cache_threshold: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(Spec):
+    """The places to which a run writes its weights, its events and its trace."""
+
+    adapter_path: str
+    metrics_file: str | None
+    metrics_port: int | None
+    metrics_host: str
+    report_to: str | None
+    project_name: str | None
+    trace: str | None
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names in ``report_to``, in lower case."""
+        return tuple(name.lower() for name in split_names(self.report_to))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions(Spec):
     """The place of checkpoints, and the one from which a run of ``iters`` steps goes on."""
 
     checkpoint_dir: str | None
+    checkpoint_every: int
+    keep_checkpoints: int
     checkpoint_storage: str
     resume: str
     iters: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +42,7 @@ from shardmlx.config.specs import (
     RECOMPUTE,
     SUM_DTYPES,
     ZERO,
+    OutputOptions,
 )
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -403,7 +404,7 @@ class TrainConfig(DataConfig):
             raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
         if self.seed >= 2**32:
             raise OptionError("seed", f"is {self.seed}", "give less than 2**32")
-        for service in self.services:
+        for service in OutputOptions.of(self).services:
             if service not in REPORTERS:
                 raise OptionError(
                     "report_to", f"names {service!r}", f"choose from {', '.join(REPORTERS)}"
@@ -433,12 +434,6 @@ class TrainConfig(DataConfig):
         if self.master_weights and self.dtype == "float32":
             raise OptionError("master_weights", "is set with dtype float32", "leave one out")
 
-    @property
-    def services(self) -> tuple[str, ...]:
-        """The names in ``report_to``, in lower case."""
-        names = (name.strip().lower() for name in (self.report_to or "").split(","))
-        return tuple(name for name in names if name)
-
     def _merge_recompute(self) -> None:
         """Let ``recompute`` say what ``grad_checkpoint`` says, mlx_lm's option."""
         if self.grad_checkpoint is None:
@@ -465,6 +460,13 @@ class TrainConfig(DataConfig):
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""
         return replace(self, iters=iters, epochs=None)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the options that are not at their defaults."""
+        defaults = type(self)()
+        names = (each.name for each in fields(self))
+        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     def to_adapter_config(self) -> dict[str, Any]:
         """Return what ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.

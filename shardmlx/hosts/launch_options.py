@@ -14,7 +14,7 @@ from typing import Any
 
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.launch import MAX_RESTARTS, read_flags
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import CheckpointOptions, RunSpec
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts.mpirun import replaced
@@ -24,21 +24,25 @@ from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of the command. ``machines`` are in mpirun's order, rank 0's first; ``config``
-    are the options of ``train``, of which the user gave ``given``, or None for other commands.
+    """The options of the command. ``machines`` are in mpirun's order, rank 0's first.
 
-    The hostfile is as at the start: later edits change the next job.
+    ``run`` and ``checkpoints`` are of the options of ``train``, None of other commands;
+    ``config_file`` is its YAML file. ``chose_directory`` is True if launch lets it save
+    checkpoints, and the user did not say where. The hostfile is as at the start: later edits
+    change the next job.
     """
 
     command: str
     options: tuple[str, ...]
-    config: TrainConfig | None
-    given: frozenset[str]
     ranks: int
     machines: tuple[Machine, ...]
     control: JobControl
     hostfile: Path | None = None
     hostfile_text: str = ""
+    run: RunSpec | None = None
+    checkpoints: CheckpointOptions | None = None
+    config_file: str | None = None
+    chose_directory: bool = False
     max_restarts: int = 0
     agent: str | None = None
     python: str = sys.executable
@@ -61,27 +65,30 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     read, given = BY_NAME[command].line.load_given(options)
     if command == "doctor" and read.ssh:
         raise UserError("doctor --ssh starts no ranks", "run it without launch")
-    config = read if command == "train" else None
+    trains = command == "train"
     restarts = _restarts(command, flags.max_restarts)
     takes_hostfile = command not in ("export", "profile")
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)
-    if restarts and config is not None and config.train and config.checkpoint_dir is None:
-        directory = Path(config.adapter_path) / "checkpoints"
+    chose_directory = bool(restarts and trains and read.train and read.checkpoint_dir is None)
+    if chose_directory:
+        directory = Path(read.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))
-        config = replace(config, checkpoint_dir=str(directory))
+        read = replace(read, checkpoint_dir=str(directory))
     machines, ranks = _machines(flags.hostfile, flags.ranks)
     return LaunchOptions(
         command=command,
         options=options,
-        config=config,
-        given=given.names,
         ranks=ranks,
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
         hostfile=None if flags.hostfile is None else Path(flags.hostfile),
         hostfile_text="" if flags.hostfile is None else Path(flags.hostfile).read_text("utf-8"),
+        run=RunSpec.of(read) if trains else None,
+        checkpoints=CheckpointOptions.of(read) if trains else None,
+        config_file=read.config if trains else None,
+        chose_directory=chose_directory,
         max_restarts=restarts,
         agent=flags.agent,
         python=flags.python,

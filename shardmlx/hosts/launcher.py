@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER, Store
-from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.degraded_layout import plan_again
@@ -80,9 +79,8 @@ class Launcher:
             print(f"shardmlx: error: {finding}", file=sys.stderr)
         if findings:
             return 2
-        config = launch.config
-        if launch.max_restarts and config and config.train and "checkpoint_dir" not in launch.given:
-            _say(f"checkpoints in {config.checkpoint_dir}, to restart from")
+        if launch.checkpoints is not None and launch.chose_directory:
+            _say(f"checkpoints in {launch.checkpoints.checkpoint_dir}, to restart from")
         hosts, job = launch.hosts, self._job()
         while True:
             started = time.monotonic()
@@ -159,8 +157,8 @@ class Launcher:
 
     def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], MpirunJob]:
         """Return the hosts that answer, and the job for them."""
-        launch, config = self.launch, self.launch.config
-        if config is None:
+        launch = self.launch
+        if launch.run is None or launch.checkpoints is None:
             self._wait_for_hosts()
             _say("the server starts again; its prefix cache is lost")
             return launch.hosts, self._job()
@@ -180,14 +178,14 @@ class Launcher:
             machines = [machine for machine in launch.machines if machine.host in left]
             each = machine_of_each_rank(machines)[: launch.ranks]
             try:
-                layout = plan_again(launch.options, RunSpec.of(config), each, config.config)
+                layout = plan_again(launch.options, launch.run, each, launch.config_file)
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(layout.line)
             job = replace(job, ranks=layout.ranks, options=layout.options)
         elif back:
             _say("all hosts are there: layout as given")
-        if config.resume == "auto" or any(attempt.gained for attempt in self.attempts):
+        if launch.checkpoints.resume == "auto" or any(attempt.gained for attempt in self.attempts):
             # Not if the user excludes an older run's checkpoint, and this one has none yet.
             job = replace(job, options=replaced(job.options, resume="auto"))
         return left, job
@@ -207,10 +205,10 @@ class Launcher:
 
     def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
         """Return the steps of the checkpoints and when each was committed; None if unseen."""
-        launch, config = self.launch, self.launch.config
-        if config is None or config.checkpoint_dir is None or not is_local(launch.hosts[0]):
+        options, first = self.launch.checkpoints, self.launch.hosts[0]
+        if options is None or options.checkpoint_dir is None or not is_local(first):
             return None
-        store = Store(Path(config.checkpoint_dir))
+        store = Store(Path(options.checkpoint_dir))
         try:
             return frozenset(
                 (step, (store.path(step) / MARKER).stat().st_mtime_ns) for step in store.steps()

@@ -96,7 +96,7 @@ class Checkpoints:
         self._writer = None
         if (place := job.resumption.place) is not None:
             self._writer = CheckpointWriter(
-                job.transport, place.store, place.storage, job.config.keep_checkpoints
+                job.transport, place.store, place.storage, job.planned.checkpoints.keep_checkpoints
             )
         self._point: Point | None = None
         self._errors: Mapping[str, mx.array] = {}
@@ -192,14 +192,14 @@ class Checkpoints:
             files=(),
             identity=self._job.identity,
             state={**point.state, "ranks": everyone},
-            plan=_layout(self._job.plan),
+            plan=_layout(self._job.planned.plan),
             versions=package_versions(),
         )
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights and optimizer state, each once in the whole job, and its
         rounding errors of sums."""
-        replica, pipeline_rank = self._job.plan.mesh.coordinates(self._transport.rank)
+        replica, pipeline_rank = self._job.planned.plan.mesh.coordinates(self._transport.rank)
         whole = f"{pipeline_rank:02d}"
         part = f"{whole}-{replica:02d}"
         snapshots = []

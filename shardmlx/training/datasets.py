@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.specs import DataOptions
-from shardmlx.engine.batches import Sample, Samples
+from shardmlx.engine.batches import Sample, Samples, padded_width
 from shardmlx.errors import UserError, unknown_token
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, similar_files
 from shardmlx.training.data_rows import FeatureKeys, find_format
@@ -77,6 +77,28 @@ def read_data(
             )
         sets[name] = samples
     return DataSets(**sets, warnings=tuple(warnings))
+
+
+def longest_input(samples: Sequence[Sample], max_seq_length: int) -> int:
+    """Return T of the longest micro-batch that these samples can make."""
+    longest = max(len(tokens) for tokens, _ in samples)
+    return min(padded_width(longest), max_seq_length) - 1
+
+
+def mean_lengths(
+    samples: Sequence[Sample], batch_size: int, max_seq_length: int
+) -> tuple[int, int, float]:
+    """Return the mean lengths of rows, with the padding of a micro-batch of one row and without,
+    and the share of the latter that counts in the loss."""
+    bounds = np.array([(max(2, len(tokens)), max(1, start)) for tokens, start in samples])
+    bounds = bounds[: max(1, len(bounds) // batch_size) * batch_size]
+    lengths, starts = bounds.T
+    padded, exact = (
+        np.minimum(each, max_seq_length) - 1 for each in (padded_width(lengths), lengths)
+    )
+    counted = np.maximum(exact + 1 - starts, 0)
+    means = round(float(padded.mean())), round(float(exact.mean()))
+    return *means, float(counted.sum() / exact.sum())
 
 
 Where = Callable[[int | None], str]

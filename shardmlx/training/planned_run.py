@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,14 +14,19 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import (
+    CheckpointOptions,
     DataOptions,
     FineTune,
     ModelSource,
+    OutputOptions,
     RunSpec,
+    StepOptions,
 )
 from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
@@ -33,7 +38,6 @@ from shardmlx.loading.build import build_model, count_parameters
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
-    PlanInputs,
     compare_plans,
     gather_plan_inputs,
     measure_again,
@@ -45,7 +49,7 @@ from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice
 from shardmlx.planning.facts import SequenceLengths
-from shardmlx.training.datasets import DataSets, read_data
+from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
 from shardmlx.training.plan import (
     check_layout,
     choose_plan,
@@ -53,26 +57,33 @@ from shardmlx.training.plan import (
     of_model,
     without_effect,
 )
-from shardmlx.training.predicted import longest_inputs, mean_lengths
 
 _PACKAGES = {"tensorboard": "tensorboardX"}
 """Packages of services of --report-to that have another name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``config`` has the given options, ``chosen`` the answers to open ones, by option. ``data`` is on
-    rank 0 only; ``slices`` are those of all stages.
+    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``options``
+    are all options by name, JSON-able, and ``changed`` the names of those that are not at their
+    defaults: for the files that describe the run. ``data`` is on rank 0 only, the ``sizes`` of its
+    sets on all; ``slices`` are those of all stages, ``limits`` those of the memory of each rank.
     """
 
-    config: TrainConfig
-    chosen: Mapping[str, Any]
-    inputs: PlanInputs[Workload]
+    asked: RunSpec
+    way: RunSpec
+    steps: StepOptions
+    outputs: OutputOptions
+    checkpoints: CheckpointOptions
+    identity: RunOptions
+    options: Mapping[str, Any]
+    changed: Sequence[str]
+    workload: Workload
+    cluster: Cluster
     plan: Plan
-    slices: list[Slice]
-    optimizer: Optimizer
+    slices: Sequence[Slice]
     data: DataSets | None
     sizes: Mapping[str, int]
     lengths: SequenceLengths
@@ -80,8 +91,8 @@ class PlannedRun:
 
     @property
     def mean_length(self) -> int:
-        """Mean computed length of the rows of a step, in tokens."""
-        return self.lengths.exact if self.plan.pack else self.lengths.padded
+        """Mean length of the rows of a step as they are computed, in tokens."""
+        return self.lengths.mean(self.plan.pack)
 
 
 def open_for_training(
@@ -116,7 +127,12 @@ def plan_run(
     # Wrong options are found before the data is read.
     on_all_ranks(transport, "planning", partial(check_layout, run, inputs, opened, model))
     on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
-    on_rank_0(transport, "checking the output", partial(_check_output, config, opened.path))
+    outputs = OutputOptions.of(config)
+    on_rank_0(
+        transport,
+        "checking the output",
+        partial(check_output, outputs, run.fine_tune, opened.path),
+    )
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
             transport, "reading the data", partial(_read_data, config, opened, reporter)
@@ -147,22 +163,24 @@ def plan_run(
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
     way, share = choice.run, lengths.counted_share(plan.pack)
-    sizes_of_run = replace(inputs.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share)
-    inputs = replace(inputs, sizes=sizes_of_run)
-    backend = inputs.cluster.backend
+    memory, backend = choice.assessment.memory, inputs.cluster.backend
     return PlannedRun(
-        config=config,
-        chosen=way.answers(run),
-        inputs=inputs,
+        asked=run,
+        way=way,
+        steps=StepOptions.of(config),
+        outputs=outputs,
+        checkpoints=CheckpointOptions.of(config),
+        identity=RunOptions.of(config),
+        options=config.to_adapter_config(),
+        changed=config.changed,
+        workload=replace(inputs.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
+        cluster=inputs.cluster,
         plan=plan,
         slices=slices,
-        optimizer=optimizer_of(way.fine_tune),
         data=data,
         sizes=sizes,
         lengths=lengths,
-        limits=limit_memory(
-            transport.rank, inputs.budgets, choice.assessment.memory, backend, reporter
-        ),
+        limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
     )
 
 
@@ -188,26 +206,26 @@ def optimizer_of(fine_tune: FineTune) -> Optimizer:
     )
 
 
-def _check_output(config: TrainConfig, model_path: Path) -> None:
-    """Make sure, before hours of work, that the run's outputs can be written."""
-    for service in config.services:
+def check_output(outputs: OutputOptions, tune: FineTune, model_path: Path) -> None:
+    """Raise ``UserError``, before hours of work, if the run's outputs cannot be written."""
+    for service in outputs.services:
         package = _PACKAGES.get(service, service)
         if find_spec(package) is None:
             raise UserError(
                 f"--report-to {service}: {package} is not installed", f"pip install {package}"
             )
-    if config.trace is not None:
-        check_writable(Path(config.trace), "--trace")
-    if not config.train:
+    if outputs.trace is not None:
+        check_writable(Path(outputs.trace), "--trace")
+    if not tune.train:
         return
-    output = Path(config.adapter_path)
+    output = Path(outputs.adapter_path)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(
             f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
             "may write to"
         )
-    if config.fine_tune_type == "full" and output.resolve() == model_path.resolve():
+    if tune.is_full and output.resolve() == model_path.resolve():
         raise UserError(
             f"--adapter-path {output} is the model itself",
             "name another directory, so that the model you start from stays",
@@ -242,6 +260,6 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.test
     used = [each for each in sets if len(each)]
-    first, *others = (longest_inputs(each, config.max_seq_length) for each in used)
+    first, *others = (longest_input(each, config.max_seq_length) for each in used)
     means = mean_lengths(used[0], config.batch_size, config.max_seq_length)
     return SequenceLengths((first, max(others, default=0)), *means)

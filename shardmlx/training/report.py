@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,10 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
+from shardmlx.costmodel.predict import predict, predict_memory
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.step_meter import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
-from shardmlx.training.predicted import Expected, Lengths, expect
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
 
@@ -45,10 +46,15 @@ class _Window:
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
+        ranks = [
+            f"rank {each.rank} {gibibytes(each.peak_memory_bytes)}, "
+            f"{100 * each.times.bubble:.0f}% bubble"
+            for each in self.ranks
+        ]
         return (
             f"step {self.step}: loss {self.loss:.4f}, learning rate {self.learning_rate:.2e}, "
             f"{self.tokens_per_second:.1f} tokens/s, {self.step_seconds:.2f} s a step{skipped} | "
-            + " | ".join(map(_describe, self.ranks))
+            + " | ".join(ranks)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -83,38 +89,41 @@ class TrainingReport:
 
     def __init__(self, job: TrainingRun, meter: Meter) -> None:
         self._job = job
-        self._config = job.config
+        self._planned = planned = job.planned
+        self._hosts = job.transport.hosts
         self._meter = meter
         self._reporter = job.reporter
         self._losses: list[dict[int, float]] = []
         self._tokens: list[int] = []
         self._total_tokens = 0
         self._skipped = 0
-        self._lengths = Lengths(job.plan.micro_batch_size if job.plan.pack else 1)
-        self._watch = Watch.of(job.plan, job.cluster)
+        self._lengths: Counter[int] = Counter()  # of sequences, by micro-batch
+        self._watch = Watch.of(planned.plan, planned.cluster)
         self._callback: Any = None
 
     def open_services(self) -> None:
         """Start the services of ``--report-to`` that mlx-lm knows. On rank 0 only."""
-        known = (each for each in self._config.services if each != "tensorboard")
+        outputs = self._planned.outputs
         self._callback = get_reporting_callbacks(
-            ",".join(known),
-            project_name=self._config.project_name,
-            log_dir=self._config.adapter_path,
-            config=self._config.to_adapter_config(),
+            ",".join(each for each in outputs.services if each != "tensorboard"),
+            project_name=outputs.project_name,
+            log_dir=outputs.adapter_path,
+            config=self._planned.options,
         )
 
     def start(self, step: int) -> None:
         """Write the facts of the run to the metrics, before the step after ``step``. Not
         collective."""
         if self._job.transport.rank == 0:
-            self._reporter.event("start", facts_of(self._job, step))
+            self._reporter.event("start", facts_of(self._planned, self._hosts, step))
 
     def count(
         self, microbatches: Sequence[MicroBatch], losses: dict[int, float], tokens: int
     ) -> None:
         """Take in a step with this many ``tokens`` in the whole batch. Not collective."""
-        self._lengths.count(microbatches)
+        plan = self._planned.plan
+        sequences = plan.micro_batch_size if plan.pack else 1
+        self._lengths.update(-(-each.shape[1] // sequences) for each in microbatches)
         self._losses.append(losses)
         self._tokens.append(tokens)
 
@@ -177,16 +186,23 @@ class TrainingReport:
         if self._callback is not None:
             self._callback.on_train_loss_report(window.for_services(self._total_tokens))
 
+    @property
+    def _mean_length(self) -> int:
+        """Mean length of the run's micro-batches; times are nearly proportional to it."""
+        total = sum(length * count for length, count in self._lengths.items())
+        return round(total / self._lengths.total())
+
     def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
-        job = self._job
+        planned = self._planned
         predicted = compute_of_ranks(
-            job.plan,
-            job.workload,
-            job.cluster,
-            self._lengths.mean,
-            recompute=self._job.workload.batch.recomputed,
+            planned.plan,
+            planned.workload,
+            planned.cluster,
+            self._mean_length,
+            recompute=planned.workload.batch.recomputed,
         )
-        for straggler in self._watch.observe(step, _compute_seconds(ranks), predicted):
+        seconds = [each.times.compute_seconds for each in ranks]
+        for straggler in self._watch.observe(step, seconds, predicted):
             self._reporter.warn(str(straggler))
             self._reporter.event("straggler", straggler.as_json())
 
@@ -204,42 +220,57 @@ class TrainingReport:
         ranks = self._meter.summary()
         if not ranks:
             return
-        expected = self._expected()
-        self._show_ranks(ranks, expected)
-        if expected.step_seconds is not None:
-            step_seconds = ranks[0].times.step_seconds
+        planned, mean_length = self._planned, self._mean_length
+        work, cluster = planned.workload, planned.cluster
+        recompute = work.batch.recomputed
+        peaks, _ = predict_memory(
+            planned.plan, work, max(self._lengths), recompute=recompute, backend=cluster.backend
+        )
+        self._show_ranks(ranks, peaks)
+        expected = None
+        if cluster.unit == "seconds":
+            expected = predict(
+                planned.plan, work, cluster, mean_length, recompute=recompute
+            ).step_seconds
+            measured = ranks[0].times.step_seconds
             self._reporter.say(
-                f"Step: {step_seconds:.3f} s, predicted {expected.step_seconds:.3f} s "
-                f"({percent(step_seconds, expected.step_seconds)}) for sequences of "
-                f"{expected.mean_length} tokens, the mean of this run"
+                f"Step: {measured:.3f} s, predicted {expected:.3f} s "
+                f"({percent(measured, expected)}) for sequences of {mean_length} tokens, the mean "
+                "of this run"
             )
-        peaks = [each.peak_memory_bytes for each in ranks]
-        for warning in exceeded(self._job.limits, self._job.transport.hosts, peaks):
+        measured_peaks = [each.peak_memory_bytes for each in ranks]
+        for warning in exceeded(planned.limits, self._hosts, measured_peaks):
             self._reporter.warn(warning)
         self._reporter.event(
             "summary",
             {
-                "steps": self._config.iters,
+                "steps": planned.steps.iters,
                 "tokens": self._total_tokens,
                 "skipped": self._skipped,
                 "seconds": round(seconds, 3),
                 "checkpoints": checkpoints,
                 "ranks": self._as_json(ranks),
-                "predicted": expected.as_json(),
-                "memory_limits": [each.as_json() for each in self._job.limits],
+                "predicted": {
+                    "num_layers": list(planned.plan.stage_map.partition.sizes),
+                    "sequence_length": mean_length,
+                    "step_seconds": expected,
+                    "peak_memory_bytes": peaks,
+                },
+                "memory_limits": [each.as_json() for each in planned.limits],
             },
         )
 
-    def _show_ranks(self, ranks: Sequence[RankReport], expected: Expected) -> None:
+    def _show_ranks(self, ranks: Sequence[RankReport], peaks: Sequence[int]) -> None:
+        """Print the ranks' times and memory, beside the predicted ``peaks`` of a pipeline."""
         rows = []
         for each in ranks:
-            _, pipeline_rank = self._job.plan.mesh.coordinates(each.rank)
-            predicted = expected.peaks[pipeline_rank]
-            process = self._job.limits[each.rank].process_peak(predicted)
+            _, pipeline_rank = self._planned.plan.mesh.coordinates(each.rank)
+            predicted = peaks[pipeline_rank]
+            process = self._planned.limits[each.rank].process_peak(predicted)
             rows.append(
                 (
                     str(each.rank),
-                    self._job.transport.hosts[each.rank],
+                    self._hosts[each.rank],
                     f"{each.times.step_seconds:.3f} s",
                     f"{each.times.compute_seconds:.3f} s",
                     f"{each.times.exposed_comm_seconds:.3f} s",
@@ -258,16 +289,11 @@ class TrainingReport:
 
     def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
         """Add the peak memory that was planned before the run, for its longest sequence."""
+        limits = self._planned.limits
         return [
-            {**each.as_json(), "planned_peak_bytes": self._job.limits[each.rank].planned.peak}
+            {**each.as_json(), "planned_peak_bytes": limits[each.rank].planned.peak}
             for each in ranks
         ]
-
-    def _expected(self) -> Expected:
-        """Predict the steps of this run."""
-        job = self._job
-        recompute = job.workload.batch.recomputed
-        return expect(job.plan, job.workload, job.cluster, self._lengths, recompute)
 
 
 def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:
@@ -281,12 +307,3 @@ def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence
         if count
     ]
     return sum(means) / len(means)
-
-
-def _compute_seconds(ranks: Sequence[RankReport]) -> list[float]:
-    return [each.times.compute_seconds for each in ranks]
-
-
-def _describe(rank: RankReport) -> str:
-    memory = gibibytes(rank.peak_memory_bytes)
-    return f"rank {rank.rank} {memory}, {100 * rank.times.bubble:.0f}% bubble"

@@ -18,11 +18,8 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.checkpoint.store import MARKER
-from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Bar, Listener
-from shardmlx.config.train import TrainConfig
+from shardmlx.common.reporter import Bar
 from shardmlx.distributed.agreement import on_rank_0
-from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.step_meter import Meter
@@ -33,74 +30,32 @@ from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
-from shardmlx.training.dry_run import dry_run
-from shardmlx.training.evaluation import Evaluation
-from shardmlx.training.gradients import Gradients
+from shardmlx.training.losses import Evaluation, Gradients
 from shardmlx.training.report import TrainingReport
-from shardmlx.training.setup import TrainingRun, prepare_training
+from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import TAMER, Fault, Soundness
-from shardmlx.training.viewers import ViewerOptions, open_reporter
-
-
-def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train for the command, and print the computing device first. All ranks must call it."""
-    _train(config, transport, blas=blas)
-
-
-def train_model(
-    config: TrainConfig,
-    transport: Transport,
-    *,
-    on_event: Listener | None = None,
-) -> None:
-    """Train a model, or test it, as ``config`` says. All ranks must call it.
-
-    Rank 0's ``config`` counts. Adapters or weights are saved in its ``adapter_path``. ``on_event``
-    is called on rank 0 with the name and the values of each report, as in ``metrics_file``. Raises
-    ``AgreedError``, a ``UserError``, on all ranks for the user's mistakes, before weights are read;
-    ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` if the run itself cannot go on;
-    ``TransportError`` and ``EngineError`` if a rank is lost or fails.
-    """
-    _train(transport.broadcast(config, what="options"), transport, on_event=on_event)
-
-
-def _train(
-    config: TrainConfig,
-    transport: Transport,
-    *,
-    on_event: Listener | None = None,
-    blas: Blas | None = None,
-) -> None:
-    with open_reporter(ViewerOptions.of(config), transport, on_event) as reporter:
-        if blas is not None:
-            reporter.say(str(blas))
-        transport.activity.begin("loading")
-        if config.dry_run:
-            dry_run(config, transport, reporter)
-            return
-        trainer = Trainer(prepare_training(config, transport, reporter))
-        if config.train:
-            trainer.train()
-        if config.test:
-            trainer.test()
 
 
 class Trainer:
     """The part of one rank in the run. All public methods are collective."""
 
     def __init__(self, job: TrainingRun) -> None:
+        planned = job.planned
         self._job = job
-        self._config = config = job.config
+        self._plan = planned.plan
+        self._options = options = planned.steps
+        self._checkpoint_every = planned.checkpoints.checkpoint_every
+        self._output = Path(planned.outputs.adapter_path)
         self._transport = job.transport
         self._reporter = job.reporter
         self._engine = job.engine
-        trace = Path(config.trace) if config.trace else None
+        trace = Path(planned.outputs.trace) if planned.outputs.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
         self._report = TrainingReport(job, self._meter)
         shards, parts = job.engine.shards, [stage.part for stage in job.stages]
         holds = None if shards.weights is None else shards.holds
-        self._collector = Collector(job.plan, job.transport, parts, holds)
-        masters = config.master_weights
+        self._collector = Collector(planned.plan, job.transport, parts, holds)
+        masters = planned.way.fine_tune.master_weights
         updater = Updater(job.optimizer, job.stages, shards, masters=masters)
         self._checkpoints = Checkpoints(job, updater)
         self._gradients = Gradients(job)
@@ -108,7 +63,7 @@ class Trainer:
             job.transport, job.stages, shards.holds, lambda: updater.has_moved
         )
         # Replaces mlx-lm's np.random: training and validation draw from the same state.
-        self._random = np.random.RandomState(config.seed)
+        self._random = np.random.RandomState(options.seed)
         self._evaluation = Evaluation(job, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
         self._start = 0
@@ -117,7 +72,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run all remaining iterations, with validation, reports and saving in between."""
-        config = self._config
+        options = self._options
         on_rank_0(self._transport, "opening the output", self._open_output)
         self._resume()
         how = self._transport.stop_command()
@@ -127,10 +82,10 @@ class Trainer:
         start = time.monotonic()
         try:
             with (
-                self._reporter.bar("training", config.iters, self._start) as bar,
+                self._reporter.bar("training", options.iters, self._start) as bar,
                 self._feed() as feed,
             ):
-                for step in range(self._start + 1, config.iters + 1):
+                for step in range(self._start + 1, options.iters + 1):
                     self._iterate(step, feed, bar)
         except StopRequested as request:
             self._leave(request.number)
@@ -138,12 +93,12 @@ class Trainer:
         self._meter.write_trace()
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
         if is_saved:
-            self._reporter.say(f"Saved to {config.adapter_path}")
+            self._reporter.say(f"Saved to {self._output}")
 
     def test(self) -> None:
         """Report the loss on the test set."""
         try:
-            loss = self._evaluation.loss("test", self._config.test_batches, "testing")
+            loss = self._evaluation.loss("test", self._options.test_batches, "testing")
         except StopRequested as request:
             raise Stopped(request.number, "testing was interrupted") from None
         if loss is not None:
@@ -152,7 +107,7 @@ class Trainer:
             self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
 
     def _open_output(self) -> None:
-        output = Path(self._config.adapter_path)
+        output = self._output
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -163,8 +118,8 @@ class Trainer:
         self._report.open_services()
 
     def _feed(self) -> BatchFeed:
-        left = self._config.iters - self._start
-        return BatchFeed(self._job.plan, self._transport, self._batches, left)
+        left = self._options.iters - self._start
+        return BatchFeed(self._plan, self._transport, self._batches, left)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -185,19 +140,19 @@ class Trainer:
             self._batches.go_to(state["batches"])
         self._checkpoints.go_on_from(self._point(manifest.step, self._position()))
         where = found.store.path(manifest.step)
-        left = self._config.iters - manifest.step
+        left = self._options.iters - manifest.step
         self._reporter.go_on()
         self._report.start(manifest.step)
-        self._reporter.say(f"Resumed from {where}: {left} of {self._config.iters} steps are left")
+        self._reporter.say(f"Resumed from {where}: {left} of {self._options.iters} steps are left")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
     def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> None:
-        config = self._config
+        options = self._options
         self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"batch {step}"):
             (share,) = feed.take()
         self._meter.count(step)
-        if step in (1, config.iters) or step % config.steps_per_eval == 0:
+        if step in (1, options.iters) or step % options.steps_per_eval == 0:
             self._validate(step)
             self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
@@ -205,12 +160,12 @@ class Trainer:
             self._step(step, share)
         self._meter.count(step)
         bar.advance()
-        if step % config.steps_per_report == 0 or step == config.iters:
+        if step % options.steps_per_report == 0 or step == options.iters:
             self._report.step(step, self._grad_norm, bar)
-        if step % config.grad_accumulation_steps == 0:
+        if step % options.grad_accumulation_steps == 0:
             self._checkpoints.mark(self._point(step, position))
         saves, checkpoints = (
-            step % every == 0 for every in (config.save_every, config.checkpoint_every)
+            step % every == 0 for every in (options.save_every, self._checkpoint_every)
         )
         if (saves or checkpoints) and self._is_worth_keeping(step):
             if saves:
@@ -220,13 +175,13 @@ class Trainer:
         self._checkpoints.report()
 
     def _step(self, step: int, share: Share) -> None:
-        config = self._config
+        options = self._options
         losses = self._gradients.add(step, share)
         self._last_share = share
         self._report.count(share.microbatches, losses, share.valid_tokens)
-        if step % config.grad_accumulation_steps == 0:
+        if step % options.grad_accumulation_steps == 0:
             self._update(step)
-        if mx.get_cache_memory() > config.clear_cache_threshold:
+        if mx.get_cache_memory() > options.clear_cache_threshold:
             mx.clear_cache()
 
     def _update(self, step: int) -> None:
@@ -239,7 +194,7 @@ class Trainer:
         if not self._gradients.counted_steps:
             self._gradients.forget()  # the optimizer would go on by its momentum
             return
-        scale, limit = self._gradients.scale, self._config.max_grad_norm
+        scale, limit = self._gradients.scale, self._options.max_grad_norm
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)
         with (
@@ -252,7 +207,7 @@ class Trainer:
 
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
-        if self._config.on_nonfinite == "stop":
+        if self._options.on_nonfinite == "stop":
             advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
@@ -260,7 +215,7 @@ class Trainer:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._gradients.forget()
-        self._report.pass_over(self._config.grad_accumulation_steps)
+        self._report.pass_over(self._options.grad_accumulation_steps)
 
     def _send_next(self, feed: BatchFeed) -> dict[str, Any]:
         """Send the next batch on its way, and return the position in the data before it.
@@ -296,7 +251,7 @@ class Trainer:
         if fault is None and self._job.resumption.found is None:
             fault = self._soundness.unmoved()
         share = self._last_share
-        if fault is not None or self._config.on_nonfinite == "stop" or share is None:
+        if fault is not None or self._options.on_nonfinite == "stop" or share is None:
             return fault
         if self._evaluation.is_finite(share):
             return None
@@ -315,11 +270,11 @@ class Trainer:
 
         Returns whether they are in the output.
         """
-        config = self._config
+        options = self._options
         fault = self._fault()
         if fault is not None:
-            raise AgreedFailure(f"step {config.iters}: {self._keep()}; {fault.remedy}")
-        is_saved = config.iters % config.save_every == 0 and self._soundness.unmoved() is None
+            raise AgreedFailure(f"step {options.iters}: {self._keep()}; {fault.remedy}")
+        is_saved = options.iters % options.save_every == 0 and self._soundness.unmoved() is None
         is_saved = is_saved or self._save(None)
         self._checkpoints.save()
         self._checkpoints.finish()
@@ -327,16 +282,15 @@ class Trainer:
 
     def _keep(self) -> str:
         """Save the last update if it is worth it, and return a sentence about its place."""
-        output = self._config.adapter_path
         fault = self._fault()
         if fault is not None:
             self._checkpoints.finish()
-            return f"{fault.problem}: nothing more is saved, what was in {output} stays"
+            return f"{fault.problem}: nothing more is saved, what was in {self._output} stays"
         step = self._checkpoints.save()
         self._checkpoints.finish()
         self._save(None)
         if step is None:
-            return f"what was trained before is in {output}"
+            return f"what was trained before is in {self._output}"
         place = self._job.resumption.place
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
@@ -350,7 +304,7 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()
-        loss = self._evaluation.loss("valid", self._config.val_batches, "validating")
+        loss = self._evaluation.loss("valid", self._options.val_batches, "validating")
         self._meter.skip(step)
         if loss is not None:
             self._report.validation(step, loss, time.monotonic() - start)
@@ -361,7 +315,7 @@ class Trainer:
         Until a resumed run has changed a weight, it keeps outputs later than its checkpoint.
         Returns whether it has written.
         """
-        config, directory = self._config, Path(self._config.adapter_path)
+        directory, tune = self._output, self._job.planned.way.fine_tune
         if self._soundness.unmoved() is not None and self._transport.broadcast(
             on_rank_0(self._transport, "looking at the output", self._later_output),
             what="the output",
@@ -373,10 +327,10 @@ class Trainer:
             return False
         # A rank waits until rank 0 has written the tensors before its own.
         with self._transport.longer_timeout(SETUP_SECONDS):
-            if config.fine_tune_type == "full":
+            if tune.is_full:
                 save_model(self._collector, self._job.model_path, directory)
             else:
-                save_adapters(self._collector, directory, config.to_adapter_config(), copy_as)
+                save_adapters(self._collector, directory, self._job.planned.options, copy_as)
         return True
 
     def _later_output(self) -> bool:
@@ -385,5 +339,5 @@ class Trainer:
         assert found is not None, "nothing is saved of a run that begins and changes nothing"
         marker = found.store.path(found.manifest.step) / MARKER
         since = marker.stat().st_mtime if marker.exists() else 0.0
-        files = (Path(self._config.adapter_path) / name for name in (ADAPTER_FILE, INDEX_FILE))
+        files = (self._output / name for name in (ADAPTER_FILE, INDEX_FILE))
         return any(file.stat().st_mtime > since for file in files if file.exists())

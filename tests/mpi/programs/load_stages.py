@@ -16,7 +16,7 @@ import mlx.core as mx
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import LINE
 from shardmlx.distributed.mpi import MPITransport
-from shardmlx.training.setup import prepare_training
+from shardmlx.training.command import prepare_training
 from shardmlx.training.trainer import Trainer
 
 

@@ -44,7 +44,7 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.partition_problem import Candidate, plan_of
-from shardmlx.training.predicted import longest_inputs
+from shardmlx.training.datasets import longest_input
 from tests.helpers.models_and_batches import tiny_config
 
 
@@ -369,7 +369,7 @@ def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
 @pytest.mark.parametrize(("longest", "length"), [(5, 32), (33, 64), (64, 64), (1000, 99)])
 def test_the_plan_counts_on_the_longest_sequence_of_the_data(longest: int, length: int) -> None:
     samples = [(np.arange(size), 0) for size in (3, longest, 2)]
-    assert longest_inputs(samples, 100) == length
+    assert longest_input(samples, 100) == length
 
 
 # MLX

@@ -29,7 +29,7 @@ runpy.run_module(module, run_name="__main__")
 @pytest.mark.parametrize(
     ("command", "program"),
     [
-        ("shardmlx.train", "shardmlx.training.trainer"),
+        ("shardmlx.train", "shardmlx.training.command"),
         ("shardmlx.profile", "shardmlx.training.profiling"),
     ],
 )

@@ -25,7 +25,7 @@ from shardmlx.errors import UserError
 from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.training.setup import prepare_training
+from shardmlx.training.command import prepare_training
 from tests.helpers.models_and_batches import (
     Gradients,
     backward,

@@ -14,7 +14,7 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.loading import allocator
-from shardmlx.training.trainer import train_model
+from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
 
 COMMON: dict[str, Any] = {

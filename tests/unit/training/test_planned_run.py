@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.config.specs import FineTune, OutputOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training import planned_run
@@ -23,6 +24,7 @@ def test_a_service_without_its_package_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(planned_run, "find_spec", lambda name: None)
     config = TrainConfig(report_to=services, adapter_path=str(tmp_path))
+    outputs, tune = OutputOptions.of(config), FineTune.of(config)
     with pytest.raises(UserError) as refused:
-        planned_run._check_output(config, tmp_path / "model")
+        planned_run.check_output(outputs, tune, tmp_path / "model")
     assert str(refused.value).startswith(line)

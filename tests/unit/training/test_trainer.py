@@ -17,7 +17,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure
 from shardmlx.loading import allocator
-from shardmlx.training.trainer import train_model
+from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 
 STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}

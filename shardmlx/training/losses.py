@@ -1,18 +1,22 @@
-"""Compute the gradients of an update: the mean over the steps since the one before."""
+"""Compute losses: with gradients for an update, and without them on held-out data."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
+
+from shardmlx.engine.batches import Batches
 from shardmlx.engine.loss_scale import LossScale
-from shardmlx.training.batch_feed import Share
+from shardmlx.training.batch_feed import BatchFeed, Share
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 
 
 class Gradients:
-    """The gradients of one update, on all ranks of a run. Methods are collective.
+    """The gradients of one update: the mean over the steps since the one before. Methods are
+    collective.
 
     The loss is scaled as ``--loss-scale`` says. If a gradient overflows, the whole update is
     computed again with half the factor, so that no batch is lost. Factors are powers of two: the
@@ -21,12 +25,12 @@ class Gradients:
     """
 
     def __init__(self, job: TrainingRun) -> None:
-        self._config = job.config
+        self._options = job.planned.steps
         self._engine = job.engine
         self._stages = job.stages
         self._transport = job.transport
         self._reporter = job.reporter
-        self._loss_scale = LossScale.of(job.config.loss_scale, job.workload.dtype)
+        self._loss_scale = LossScale.of(self._options.loss_scale, job.planned.workload.dtype)
         self._steps: list[tuple[int, Share]] = []
         self._nonfinite_loss: str | None = None
         self.norm = 0.0
@@ -93,8 +97,8 @@ class Gradients:
         return self._engine.train_step(
             share.microbatches,
             scale=self._loss_scale.factor / max(1, share.valid_tokens),
-            key=(self._config.seed, step),
-            reduce=step % self._config.grad_accumulation_steps == 0,
+            key=(self._options.seed, step),
+            reduce=step % self._options.grad_accumulation_steps == 0,
         )
 
     def _find_norm(self) -> None:
@@ -120,3 +124,63 @@ class Gradients:
     def _begin(self) -> None:
         self._steps.clear()
         self._nonfinite_loss = None
+
+
+class Evaluation:
+    """Losses of data sets, with the weights trained so far. Methods are collective.
+
+    ``random`` draws the batches, also those of training: as in mlx-lm.
+    """
+
+    def __init__(self, job: TrainingRun, random: np.random.RandomState) -> None:
+        self._job = job
+        self._random = random
+
+    def batches(self, name: str, *, loop: bool) -> Batches | None:
+        """Return, on rank 0, the batches of a data set. Not collective."""
+        data = self._job.planned.data
+        if data is None:
+            return None
+        samples, batch = getattr(data, name), self._job.planned.way.batch
+        return Batches(samples, batch.batch_size, batch.max_seq_length, self._random, loop=loop)
+
+    def loss(self, name: str, num_batches: int, description: str) -> float | None:
+        """Return, on rank 0, the mean loss of a token; None elsewhere, and if no token counts."""
+        planned, transport = self._job.planned, self._job.transport
+        plan = planned.plan
+        available = planned.sizes[name] // planned.way.batch.batch_size
+        remaining = available if num_batches == -1 else min(num_batches, available)
+        if not remaining:
+            return None
+        # Several batches at once keep all stages busy.
+        at_once = -(-4 * plan.mesh.pp // plan.microbatches)
+        feed = BatchFeed(plan, transport, self.batches(name, loop=False), remaining)
+        total, tokens = 0.0, 0
+        transport.activity.begin(description)
+        self._set_training(False)
+        with self._job.reporter.bar(description, remaining) as bar, feed:
+            while shares := feed.take(at_once):
+                feed.send_ahead(at_once)
+                losses = self._job.engine.evaluate(
+                    [microbatch for share in shares for microbatch in share.microbatches]
+                )
+                total += sum(losses.values())
+                tokens += sum(share.valid_tokens for share in shares)
+                bar.advance(len(shares))
+        self._set_training(True)
+        totals = transport.gather(total, what=description)
+        if not tokens:
+            self._job.reporter.warn(f"{description}: no token of these batches counts: no loss")
+        return None if totals is None or not tokens else sum(totals) / tokens
+
+    def is_finite(self, share: Share) -> bool:
+        """Return, on all ranks, whether all of them find finite losses of a batch."""
+        self._set_training(False)
+        losses = self._job.engine.evaluate(share.microbatches)
+        self._set_training(True)
+        is_finite = all(map(math.isfinite, losses.values()))
+        return all(self._job.transport.all_gather(is_finite, "trying the weights"))
+
+    def _set_training(self, mode: bool) -> None:
+        for stage in self._job.stages:
+            stage.part.train(mode)

@@ -1,0 +1,179 @@
+"""Carry out ``shardmlx train``: open the viewers of a run, then train, test, or print the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from shardmlx.common.environment import Blas
+from shardmlx.common.http_listener import bind
+from shardmlx.common.reporter import Listener, Reporter
+from shardmlx.config.specs import OutputOptions
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.predict import predict
+from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.transport import Transport
+from shardmlx.runreport.live import LivePage
+from shardmlx.runreport.tensorboard import TensorBoardLog
+from shardmlx.training.plan import PLANNED, layers_of, planned_columns
+from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
+from shardmlx.training.setup import TrainingRun, load_run
+from shardmlx.training.trainer import Trainer
+
+_MINUTE, _HOUR = 60.0, 3600.0
+
+
+def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
+    """Train for the command, and print the computing device first. All ranks must call it."""
+    _train(config, transport, blas=blas)
+
+
+def train_model(
+    config: TrainConfig, transport: Transport, *, on_event: Listener | None = None
+) -> None:
+    """Train a model, or test it, as ``config`` says. All ranks must call it.
+
+    Rank 0's ``config`` counts. Adapters or weights are saved in its ``adapter_path``. ``on_event``
+    is called on rank 0 with the name and the values of each report, as in ``metrics_file``. Raises
+    ``AgreedError``, a ``UserError``, on all ranks for the user's mistakes, before weights are read;
+    ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` if the run itself cannot go on;
+    ``TransportError`` and ``EngineError`` if a rank is lost or fails.
+    """
+    _train(transport.broadcast(config, what="options"), transport, on_event=on_event)
+
+
+def _train(
+    config: TrainConfig,
+    transport: Transport,
+    *,
+    on_event: Listener | None = None,
+    blas: Blas | None = None,
+) -> None:
+    with _open_reporter(OutputOptions.of(config), transport, on_event) as reporter:
+        if blas is not None:
+            reporter.say(str(blas))
+        transport.activity.begin("loading")
+        if config.dry_run:
+            dry_run(config, transport, reporter)
+            return
+        trainer = Trainer(prepare_training(config, transport, reporter))
+        if config.train:
+            trainer.train()
+        if config.test:
+            trainer.test()
+
+
+def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
+    """Check everything, then load. All ranks must call it.
+
+    No weight is read before model, plan and data are known to be good on all ranks. Raises the
+    same ``AgreedError`` on all of them.
+    """
+    with open_for_training(config, transport, reporter) as opened:
+        planned = plan_run(config, transport, reporter, opened)
+        return load_run(planned, transport, reporter, opened)
+
+
+def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
+    """Make the plan of a run as a run does, and print it. No weight is read, nothing is written.
+
+    All ranks must call it. Raises ``AgreedError`` where a run would.
+    """
+    with open_for_training(config, transport, reporter) as opened:
+        planned = plan_run(config, transport, reporter, opened)
+    rows = [
+        (str(rank), host, layers_of(planned.plan, rank), *planned_columns(planned.limits[rank]))
+        for rank, host in enumerate(transport.hosts)
+    ]
+    reporter.table(("rank", "host", "layers", *PLANNED), rows)
+    if config.train:
+        reporter.say(_time(planned))
+        for line in _files(planned):
+            reporter.say(line)
+    reporter.say("Dry run: nothing was loaded or written")
+
+
+def _time(planned: PlannedRun) -> str:
+    """Return the predicted time of a step and of the run."""
+    cluster, work, iters = planned.cluster, planned.workload, planned.steps.iters
+    if cluster.unit != "seconds":
+        return (
+            "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "
+            "write flops= into the lines of --hostfile"
+        )
+    length, recompute = planned.mean_length, work.batch.recomputed
+    step = predict(planned.plan, work, cluster, length, recompute=recompute).step_seconds
+    source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
+    return (
+        f"Time of a step: {step:.3g} s, of {iters} steps {_words(step * iters)}, "
+        f"predicted from {source}; validation and saving come on top"
+    )
+
+
+def _words(seconds: float) -> str:
+    if seconds < 2 * _MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * _HOUR:
+        return f"{seconds / _MINUTE:.0f} min"
+    return f"{seconds / _HOUR:.1f} h"
+
+
+def _files(planned: PlannedRun) -> Iterator[str]:
+    """Yield a line for each output of the run, on rank 0 unless it says more."""
+    outputs, checkpoints = planned.outputs, planned.checkpoints
+    what = "the model" if planned.workload.fine_tune.is_full else "adapters"
+    place, every = _place(outputs.adapter_path), planned.steps.save_every
+    yield f"Would write {what} to {place}, every {every} steps"
+    if checkpoints.checkpoint_dir is not None:
+        yield (
+            f"Would write checkpoints to {_place(checkpoints.checkpoint_dir)}, every "
+            f"{checkpoints.checkpoint_every} steps, and keep {checkpoints.keep_checkpoints} "
+            f"(--checkpoint-storage {checkpoints.checkpoint_storage})"
+        )
+    else:
+        yield "Would write no checkpoints: give --checkpoint-dir to resume a run"
+    for name, file in (("metrics", outputs.metrics_file), ("a trace", outputs.trace)):
+        if file is not None:
+            yield f"Would write {name} to {_place(file)}"
+
+
+def _place(path: str) -> str:
+    return f"{path}, which is there" if Path(path).exists() else path
+
+
+@contextmanager
+def _open_reporter(
+    outputs: OutputOptions, transport: Transport, on_event: Listener | None
+) -> Iterator[Reporter]:
+    """Open the reporter of a run, whose events go to all viewers, for the length of a block.
+
+    All ranks must call it. Raises ``AgreedError`` if a port or a file cannot be opened.
+    """
+    with ExitStack() as stack:
+        reporter = on_rank_0(
+            transport, "opening the report", partial(_open_viewers, outputs, on_event, stack)
+        )
+        yield reporter or Reporter(quiet=True)
+
+
+def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: ExitStack) -> Reporter:
+    """Open metrics file, live page and TensorBoard; the stack closes them."""
+    listeners = [] if on_event is None else [on_event]
+    page = None
+    if outputs.metrics_port is not None:
+        listener = bind(outputs.metrics_host, outputs.metrics_port, "--metrics-")
+        page = LivePage(listener, outputs.metrics_file)
+        stack.callback(page.close)
+        listeners.append(page.take)
+    if "tensorboard" in outputs.services:
+        board = TensorBoardLog(outputs.adapter_path)
+        stack.callback(board.close)
+        listeners.append(board.take)
+    metrics = Path(outputs.metrics_file) if outputs.metrics_file else None
+    reporter = Reporter(metrics, listeners=listeners)
+    stack.callback(reporter.close)
+    if page is not None:
+        reporter.say(f"The run at {page.address}, for Prometheus at {page.address}/metrics")
+    return reporter
