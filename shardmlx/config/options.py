@@ -52,7 +52,7 @@ class Option:
     also: tuple[str, ...] = ()
     excludes: str | None = None
     takes_value: bool = False  # a switch that may be followed by True or False
-    one_each: bool = False  # of a list: each use of the flag adds one value
+    one_each: bool = False  # each use of the flag adds one value to the list
     minimum: float | None = None
     above: float | None = None
     choices: Sequence[str] | None = None

@@ -97,7 +97,7 @@ class TrainingReport:
         self._tokens: list[int] = []
         self._total_tokens = 0
         self._skipped = 0
-        self._lengths: Counter[int] = Counter()  # of sequences, by micro-batch
+        self._lengths: Counter[int] = Counter()  # micro-batches by length
         self._watch = Watch.of(planned.plan, planned.cluster)
         self._callback: Any = None
 
