@@ -33,7 +33,7 @@ def main() -> int:
         return [event for event in events_of(metrics) if event["event"] == name][-1]
 
     def load() -> Callable[..., None]:
-        from shardmlx.training import trainer
+        from shardmlx.training import command, trainer
         from shardmlx.training.report import TrainingReport
 
         class RestingReport(TrainingReport):
@@ -43,7 +43,7 @@ def main() -> int:
                 turns.rest()
 
         patch.object(trainer, "TrainingReport", RestingReport).start()
-        return trainer.run
+        return command.run
 
     status = run_ranks(lambda rank: LINE.load(arguments, rank), lambda config: config.timeout, load)
     if status == 0:

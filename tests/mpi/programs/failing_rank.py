@@ -14,14 +14,13 @@ import sys
 import time
 from typing import Any
 
-from shardmlx.training.gradients import Gradients
-
 from shardmlx.common.environment import launched_rank
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
 from shardmlx.main import main
 from shardmlx.models.slice import Slice
 from shardmlx.training.batch_feed import Share
+from shardmlx.training.losses import Gradients
 
 rank, when, how, *arguments = sys.argv[1:]
 when, _, first = when.partition(":")
