@@ -131,3 +131,13 @@ class Family:
             activation=self.activation,
             **{**shape, **self.costs},
         )
+
+
+UNDECLARED = Family(
+    tied=None,
+    chooses_caches=True,
+    takes_pieces=False,
+    takes_packed=False,
+    takes_batches=False,
+)
+"""The family of undeclared models, which assumes nothing."""

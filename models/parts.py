@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from shardmlx.errors import UserError
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 
 TOKENS = 3
 """Number of tokens of the check."""

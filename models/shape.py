@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
 from shardmlx.models.config_reader import Config
-from shardmlx.models.family import Family
+from shardmlx.models.families import FAMILIES
+from shardmlx.models.family import UNDECLARED, Family
 from shardmlx.models.layer_shape import LayerShape
-from shardmlx.models.registry import FAMILIES, family_of
-from shardmlx.models.undeclared import UNDECLARED, Names, Sides, read_tensors
+
+
+class Names(NamedTuple):
+    """Prefix of the names of layers, and paths of embedding, final norm and lm_head."""
+
+    layers: str
+    embedding: str
+    norm: str
+    head: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +27,9 @@ class ModelShape:
     """Sizes of a decoder-only transformer.
 
     ``kinds`` are the different layers, ``pattern`` has the number of each layer's kind.
-    ``text_type`` is the ``model_type`` of a separate text model inside. ``names`` belong to a model
-    of no declared family, whose sizes were read from its tensors. ``keeps_state`` means that layers
-    keep a state from token to token.
+    ``text_type`` is the ``model_type`` of a separate text model inside, empty if no family is
+    declared and the sizes were read from tensors. ``keeps_state`` means that layers keep a state
+    from token to token.
     """
 
     model_type: str
@@ -31,26 +39,36 @@ class ModelShape:
     tied: bool
     kinds: tuple[LayerShape, ...]
     pattern: tuple[int, ...]
-    prefix: str = ""
-    names: Names | None = None
+    names: Names
     keeps_state: bool = False
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
 
-    def __post_init__(self) -> None:
-        if not self.pattern or set(self.pattern) != set(range(len(self.kinds))):
-            raise ValueError(f"layers of kinds {self.pattern}, of {len(self.kinds)}")
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerShape], **others: Any) -> ModelShape:
+        """Return the shape of a model with these layers, and other fields."""
+        kinds = tuple(dict.fromkeys(layers))
+        return cls(kinds=kinds, pattern=tuple(map(kinds.index, layers)), **others)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the fields of a config.json; ``UserError`` names the field and its value."""
-        family = outer = family_of(config)
-        fields, text_type = Config(config), config["model_type"]
+        """Read the fields of a config.json; ``UserError`` names the field and its value.
+
+        Also raised for an undeclared family, whose sizes only tensors tell.
+        """
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise UserError(
+                f"model_type {model_type!r} is not declared: its sizes are known with its tensors "
+                "only",
+                f"name a model with its weights, or of type {', '.join(FAMILIES)}",
+            )
+        family = outer = FAMILIES[model_type]
+        fields, text_type = Config(config), str(model_type)
         if outer.text is not None:
             own = fields.inner(outer.text).fields
-            text_type = own.get("model_type")
-            if text_type not in outer.text_types:
-                text_type = outer.text_default
+            inner_type = own.get("model_type")
+            text_type = inner_type if inner_type in outer.text_types else outer.text_default
             family = FAMILIES[text_type]
             around = {**outer.defaults, **config}
             taken = {key: around[key] for key in outer.text_takes if key in around}
@@ -60,50 +78,32 @@ class ModelShape:
         tied = family.tied
         if family.is_tied_by_config:
             tied = fields.switch("tie_word_embeddings", outer.tied)
-        if fields.get("rope_scaling", {}).get("truncate") is False and not family.rounds_yarn:
+        scaling = fields.get("rope_scaling", {})
+        if scaling.get("truncate") is False and not family.rounds_yarn:
             raise UserError(
                 "config.json: truncate is false", "mlx-lm's yarn always rounds: leave it out"
             )
-        layers = family.layers(fields)
-        kinds = tuple(dict.fromkeys(layers))
-        return cls(
-            model_type=config["model_type"],
+        model = f"{outer.prefix}model."
+        return cls.of_layers(
+            family.layers(fields),
+            model_type=model_type,
             text_type=text_type,
             hidden_size=fields.count("hidden_size"),
             vocab_size=fields.count("vocab_size"),
             tied=bool(tied),
-            kinds=kinds,
-            pattern=tuple(kinds.index(layer) for layer in layers),
-            prefix=outer.prefix,
-            has_dynamic_rope=_has_dynamic_rope(fields),
-        )
-
-    @classmethod
-    def from_tensors(
-        cls, config: Mapping[str, Any], tensors: Mapping[str, Sides]
-    ) -> ModelShape | None:
-        """Read an undeclared model from the unpacked shapes of its tensors; None if no decoder."""
-        found = read_tensors(config, tensors)
-        if found is None:
-            return None
-        kinds = tuple(dict.fromkeys(found.layers))
-        model_type = str(config.get("model_type"))
-        return cls(
-            model_type=model_type,
-            text_type=model_type,
-            hidden_size=found.hidden_size,
-            vocab_size=found.vocab_size,
-            tied=not found.names.head,
-            kinds=kinds,
-            pattern=tuple(kinds.index(layer) for layer in found.layers),
-            names=found.names,
-            keeps_state=found.keeps_state,
+            names=Names(
+                f"{model}layers.",
+                model + family.embedding,
+                model + family.final_norm,
+                outer.prefix + family.head,
+            ),
+            has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
         )
 
     @property
     def is_declared(self) -> bool:
         """True if a family declares the sizes; otherwise some are guessed."""
-        return self.names is None
+        return bool(self.text_type)
 
     @property
     def family(self) -> Family:
@@ -114,27 +114,6 @@ class ModelShape:
     def outer_family(self) -> Family:
         """The family of the model as a whole."""
         return FAMILIES[self.model_type] if self.is_declared else UNDECLARED
-
-    @property
-    def embedding_path(self) -> str:
-        """Path of the embedding."""
-        if self.names is not None:
-            return self.names.embedding
-        return f"{self.prefix}model.{self.family.embedding}"
-
-    @property
-    def norm_path(self) -> str:
-        """Path of the final norm."""
-        if self.names is not None:
-            return self.names.norm
-        return f"{self.prefix}model.{self.family.final_norm}"
-
-    @property
-    def head_path(self) -> str:
-        """Path of a separate lm_head."""
-        if self.names is not None:
-            return self.names.head
-        return self.prefix + self.family.head
 
     @property
     def chooses_caches(self) -> bool:
@@ -192,8 +171,3 @@ class ModelShape:
     def head_flops(self) -> float:
         """Return FLOPs of one token's forward through the lm_head; the embedding takes none."""
         return 2.0 * self.hidden_size * self.vocab_size
-
-
-def _has_dynamic_rope(fields: Config) -> bool:
-    scaling = fields.get("rope_scaling", {})
-    return "dynamic" in (scaling.get("type"), scaling.get("rope_type"))

@@ -150,15 +150,14 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
     With ``separate_experts``, they are as Hugging Face stores them; mlx-lm stacks them.
     """
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
-    model = f"{shape.prefix}model"
-    result = {shape.embedding_path: Module((vocabulary, hidden))}
+    result = {shape.names.embedding: Module((vocabulary, hidden))}
     for index in range(shape.num_layers):
         for path, module in _layer(shape.layer(index), separate_experts):
-            result[f"{model}.layers.{index}.{path}"] = module
-    result[shape.norm_path] = _norm(Norm(hidden, hidden, shape.family.norm_bias))
+            result[f"{shape.names.layers}{index}.{path}"] = module
+    result[shape.names.norm] = _norm(Norm(hidden, hidden, shape.family.norm_bias))
     if not shape.tied:
         bias = (vocabulary,) if shape.family.head_has_bias else None
-        result[shape.head_path] = Module((vocabulary, hidden), bias)
+        result[shape.names.head] = Module((vocabulary, hidden), bias)
     return result
 
 
@@ -188,7 +187,7 @@ def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
         for _, linear in shape.layer(index).linears:
             if linear.stored:
                 first = linear.stored.format(0)
-                return f"{shape.prefix}model.layers.{index}.{first}.weight" in names
+                return f"{shape.names.layers}{index}.{first}.weight" in names
     return False
 
 
@@ -225,11 +224,11 @@ def expected_tensors(
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
     """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
-    if shape.is_declared and shape.tied and name == f"{shape.head_path}.weight":
+    if shape.is_declared and shape.tied and name == f"{shape.names.head}.weight":
         return True
     families = (shape.outer_family, shape.family)
     if any(family.drops_further_layers for family in families):
-        layer = re.match(rf"{re.escape(shape.prefix)}model\.layers\.(\d+)\.", name)
+        layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
         if layer is not None and int(layer[1]) >= shape.num_layers:
             return True
     return any(family.drops(name) for family in families)

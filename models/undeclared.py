@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardmlx.models.config_reader import MOST_LAYERS
-from shardmlx.models.family import Family
 from shardmlx.models.layer_shape import GELU_APPROX, Heads, LayerShape, Linear, Norm
+from shardmlx.models.shape import ModelShape, Names
 
 Sides = tuple[int, ...]
 
@@ -33,25 +33,6 @@ _USED = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k")
 _INNER = ("text_config", "attn_config", "ffn_config")
 
 
-class Names(NamedTuple):
-    """Names in the files: of the list of layers, and of the other parts."""
-
-    layers: str
-    embedding: str
-    norm: str
-    head: str
-
-
-UNDECLARED = Family(
-    tied=None,
-    chooses_caches=True,
-    takes_pieces=False,
-    takes_packed=False,
-    takes_batches=False,
-)
-"""The family of undeclared models, which assumes nothing."""
-
-
 APPROXIMATE = (
     "no row of models/families declares this model: layers and their bytes are exact, times and "
     "the memory of activations approximate, and texts are generated one by one"
@@ -59,19 +40,9 @@ APPROXIMATE = (
 """The words for such a model."""
 
 
-class TensorFacts(NamedTuple):
-    """Facts that the tensors of a model tell."""
-
-    names: Names
-    layers: tuple[LayerShape, ...]
-    hidden_size: int
-    vocab_size: int
-    keeps_state: bool
-    """True if layers keep a state of fixed size from token to token."""
-
-
-def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> TensorFacts | None:
-    """Read the shapes of all tensors, unpacked; None if it is no decoder."""
+def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> ModelShape | None:
+    """Return the shape of an undeclared model from those of all tensors, unpacked; None if it is no
+    decoder."""
     by_list: dict[str, dict[int, dict[str, Sides]]] = {}
     for name, sides in tensors.items():
         if (match := _LAYER.match(name)) and int(match["number"]) < MOST_LAYERS:
@@ -95,11 +66,14 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Ten
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             fields |= config[inner]
-    return TensorFacts(
-        names=names,
-        layers=tuple(_layer(parts[i], i, fields, hidden) for i in range(len(parts))),
+    return ModelShape.of_layers(
+        [_layer(parts[i], i, fields, hidden) for i in range(len(parts))],
+        model_type=str(config.get("model_type")),
+        text_type="",
         hidden_size=hidden,
         vocab_size=vocabulary,
+        tied=not names.head,
+        names=names,
         keeps_state=any(_STATE.search(path) for layer in parts.values() for path in layer),
     )
 

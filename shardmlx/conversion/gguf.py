@@ -23,7 +23,7 @@ from shardmlx.conversion.shards import Shards, specs_of
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 
 GGUF_FILE = "ggml-model-f16.gguf"
 """Name of the file, as in mlx-lm."""

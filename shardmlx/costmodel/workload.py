@@ -232,7 +232,7 @@ def _has_first_moment(fine_tune: FineTune) -> bool:
 def activation_dtype(inspection: Inspection) -> str:
     """Return the type that activations are computed in: the final norm is never quantised."""
     shape = inspection.shape
-    norm = "model.norm" if shape is None else shape.norm_path
+    norm = "model.norm" if shape is None else shape.names.norm
     named = {
         t.name if shape is None else loaded_name(t.name, shape): t.place.dtype
         for t in inspection.head.tensors

@@ -21,9 +21,9 @@ from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
 from shardmlx.modelfiles.safetensors_header import check_model_files
 from shardmlx.models.config_reader import read_config
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.parts import find_parts
 from shardmlx.models.published_packing import check_packing, published_packing
-from shardmlx.models.registry import FAMILIES
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
 from shardmlx.models.shape import ModelShape

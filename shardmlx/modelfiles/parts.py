@@ -14,8 +14,8 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.models.config_reader import MOST_LAYERS
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.published_packing import check_packing, published_packing
-from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
     QUANTISED_PARTS,
@@ -29,6 +29,7 @@ from shardmlx.models.tensors import (
     modules,
     read_quantisation,
 )
+from shardmlx.models.undeclared import read_tensors
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts other than decoder layers; ``head`` is the final norm and the head."""
@@ -187,9 +188,9 @@ def shape_of(files: ModelFiles) -> ModelShape | None:
     Raises ``UserError`` for a broken config.json, or for an undeclared family without tensors."""
     if not files.config:
         return None
-    if not files.tensors or is_declared(files.config.get("model_type")):
+    if not files.tensors or files.config.get("model_type") in [*FAMILIES]:
         return ModelShape.from_config(files.config)
-    return ModelShape.from_tensors(files.config, _unpacked(files.tensors, files.config))
+    return read_tensors(files.config, _unpacked(files.tensors, files.config))
 
 
 def needed_shape(files: ModelFiles) -> ModelShape:
@@ -204,11 +205,6 @@ def needed_shape(files: ModelFiles) -> ModelShape:
         return ModelShape.from_config(files.config)
     check_packing(files.config, shape)
     return shape
-
-
-def is_declared(model_type: Any) -> bool:
-    """Return whether a row of ``models/families`` declares a family."""
-    return isinstance(model_type, str) and model_type in FAMILIES
 
 
 def _unpacked(
@@ -241,16 +237,17 @@ def place_of(name: str, shape: ModelShape | None) -> str | int:
     """Return the part that a tensor belongs to by its name: layers may come after the last."""
     if shape is not None:
         name = loaded_name(name, shape)
-    names = None if shape is None else shape.names
-    if names is not None and _LAYER.search(name) and not name.startswith(names.layers):
-        return OTHER
+        # An undeclared model may have other lists of layers.
+        is_other = not shape.is_declared and not name.startswith(shape.names.layers)
+        if is_other and _LAYER.search(name):
+            return OTHER
     if match := _LAYER.search(name):
         # Python converts no number of thousands of digits.
         is_layer = len(match[1]) <= len(str(MOST_LAYERS)) and int(match[1]) < MOST_LAYERS
         return int(match[1]) if is_layer else OTHER
-    if "embed_tokens." in name or (shape and name.startswith(f"{shape.embedding_path}.")):
+    if "embed_tokens." in name or (shape and name.startswith(f"{shape.names.embedding}.")):
         return EMBEDDING
-    ends = () if shape is None else (f"{shape.norm_path}.", f"{shape.head_path}.")
+    ends = () if shape is None else (f"{shape.names.norm}.", f"{shape.names.head}.")
     if _HEAD.search(name) or name.startswith(ends):
         return HEAD
     return OTHER

@@ -364,8 +364,8 @@ def _pattern_of(shape: ModelShape, longest: int) -> tuple[int, ...]:
     """Return the kind of each layer for a model that is measured as it is: windows depend on a
     layer's place, and wrappers count layers inside."""
     _, pattern = shape.unlike_layers(longest)
-    as_it_is = max(pattern) or any(shape.windows) or shape.prefix or not shape.is_declared
-    return pattern if as_it_is else ()
+    is_wrapped = not shape.is_declared or shape.outer_family.prefix != ""
+    return pattern if is_wrapped or max(pattern) or any(shape.windows) else ()
 
 
 def _chip() -> str:

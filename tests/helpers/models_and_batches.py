@@ -25,7 +25,7 @@ from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
 from shardmlx.models.activations import swiglu, use_swiglu
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import is_dropped

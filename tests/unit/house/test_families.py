@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 from tests.helpers.sources import ROOT, nodes
 
 FILES = sorted(

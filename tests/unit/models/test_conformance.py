@@ -31,7 +31,7 @@ from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import expected_tensors, modules

@@ -22,7 +22,7 @@ from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError
-from shardmlx.models.registry import FAMILIES
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.training.command import prepare_training

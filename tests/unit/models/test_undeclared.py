@@ -19,11 +19,11 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.manifest import is_needed
+from shardmlx.models.families import FAMILIES
 from shardmlx.models.parts import find_parts
-from shardmlx.models.registry import FAMILIES
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.models.undeclared import APPROXIMATE
+from shardmlx.models.undeclared import APPROXIMATE, read_tensors
 from shardmlx.planning.advice import model_facts
 from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.training_plan import plan_training
@@ -55,7 +55,7 @@ def model_of(kind: str) -> nn.Module:
 
 def shape_of(model: nn.Module, kind: str) -> ModelShape:
     tensors = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    shape = ModelShape.from_tensors(UNDECLARED[kind], tensors)
+    shape = read_tensors(UNDECLARED[kind], tensors)
     assert shape is not None
     return shape
 
