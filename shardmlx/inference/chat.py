@@ -9,6 +9,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.chat import ChatConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
+from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.plan import Load
 from shardmlx.inference.prompts import ChatMessage, PromptReader
@@ -21,13 +22,8 @@ from shardmlx.inference.setup import (
     sampling_params_of,
     typical_load,
 )
-from shardmlx.inference.stdin_lines import TypedLines
-from shardmlx.inference.terminal_lines import TerminalLines, find_terminal
 
 PROMPT = ">> "
-
-SECONDS_BETWEEN_SIGNS = 1.0
-"""Seconds between two signs of life to the other ranks while nobody types."""
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
@@ -101,15 +97,10 @@ class _Chat:
 
     def _ask(self) -> str | None:
         """Return the next line that is typed; None at the end."""
-        self._lines.ask()
-        while self._lines.is_open:
-            line = self._lines.next(SECONDS_BETWEEN_SIGNS)
-            if line is not None:
-                return line
-            self._first_stage.rest()
-        if self._config.verbose:
+        line = self._lines.ask(self._first_stage.rest)
+        if line is None and self._config.verbose:
             print(flush=True)
-        return None
+        return line
 
     def _turn(self, said: str) -> None:
         message = {"role": "user", "content": said}
@@ -159,16 +150,16 @@ class _Chat:
         computed = turn.prompt_tokens - turn.cached
         rate = stream.count / max(stream.last - stream.first, 1e-9) if stream.count > 1 else 0.0
         self._reporter.say(
-            self._lines.aside(
+            self._lines.dimmed(
                 f"[{computed} of {turn.prompt_tokens} prompt tokens computed, {stream.count} "
                 f"generated, {rate:.1f} tokens-per-sec]"
             )
         )
 
 
-def _lines(config: ChatConfig) -> TerminalLines | TypedLines:
+def _lines(config: ChatConfig) -> TerminalLines | PipedLines:
     """Return what is typed: at a terminal where that is possible, and else line by line."""
     if not config.verbose:
-        return TypedLines()
+        return PipedLines()
     terminal = find_terminal()
-    return TypedLines(prompt=PROMPT) if terminal is None else TerminalLines(terminal, PROMPT)
+    return PipedLines(prompt=PROMPT) if terminal is None else TerminalLines(terminal, PROMPT)

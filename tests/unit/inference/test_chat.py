@@ -15,13 +15,13 @@ from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
 from shardmlx.inference import chat
-from shardmlx.inference.stdin_lines import TypedLines
+from shardmlx.inference.chat_input import PipedLines
 
 
 def conversation(model: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Type these lines, and nothing more."""
     read, write = os.pipe()
-    monkeypatch.setattr(chat, "_lines", lambda config: TypedLines(read, ends_in_silence=False))
+    monkeypatch.setattr(chat, "_lines", lambda config: PipedLines(read, ends_in_silence=False))
     os.write(write, "".join(f"{line}\n" for line in lines).encode())
     config = LINE.load(["--model", str(model), "--max-tokens", "8", "--cache-tokens", "256"])
     try:

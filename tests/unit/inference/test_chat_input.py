@@ -1,0 +1,57 @@
+"""Lines that come through a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from shardmlx.inference import chat_input
+from shardmlx.inference.chat_input import PipedLines
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """A pipe that is looked at every 10 ms."""
+    monkeypatch.setattr(chat_input, "SECONDS_BETWEEN_CALLS", 0.01)
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write):
+        yield read, write
+
+
+def test_lines_come_whole_and_in_order_and_the_end_ends_the_last(pipe: tuple[int, int]) -> None:
+    lines = PipedLines(pipe[0], ends_in_silence=False)
+    calls: list[bytes] = [b"one\r\ntwo\nthr", "ée\nlast".encode()]
+
+    def type_more() -> None:
+        if calls:
+            os.write(pipe[1], calls.pop(0))
+        else:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), pipe[1])
+
+    typed = [lines.ask(type_more) for _ in range(5)]
+    assert typed == ["one", "two", "thrée", "last", None]
+
+
+def test_on_a_pipe_silence_is_the_end(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_input, "SECONDS_OF_SILENCE", 0.05)
+    lines = PipedLines(pipe[0], ends_in_silence=True)
+    os.write(pipe[1], b"one\ntwo")
+    calls: list[None] = []
+    assert [lines.ask(lambda: calls.append(None)) for _ in range(3)] == ["one", "two", None]
+    assert calls
+
+
+def test_an_empty_line_interrupts_and_others_wait(pipe: tuple[int, int]) -> None:
+    lines = PipedLines(pipe[0], ends_in_silence=False)
+    assert not lines.interrupts()
+    os.write(pipe[1], b"\n")
+    assert lines.interrupts()
+    os.write(pipe[1], b"next\n")
+    assert not lines.interrupts()
+    os.write(pipe[1], b"\n")
+    assert lines.interrupts()
+    assert lines.ask(lambda: None) == "next"
