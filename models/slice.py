@@ -183,12 +183,11 @@ class Slice:
         """Bytes of all parameters in memory."""
         return sum(array.nbytes for array in self.parameters().values())
 
-    def load(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read the slice's tensors, and only those, from disk; ``advance`` gets their bytes."""
+    def load(self) -> None:
+        """Read the slice's tensors, and only those, from disk."""
         for name in self._slots:
             # One at a time: a tensor that is cast exists twice meanwhile.
             mx.eval(self[name])
-            advance(self[name].nbytes)
 
     def with_parameters(
         self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]

@@ -7,6 +7,7 @@ than one at a time. Files appear under their final names only once they are comp
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -49,19 +50,27 @@ SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
 }
 
 
+DTYPES: Mapping[str, mx.Dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
 class TensorSpec(NamedTuple):
-    """The name, shape and type of a tensor, known before its bytes come."""
+    """The name, shape and safetensors type of a tensor, known before its bytes come."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: mx.Dtype
+    dtype: str
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.size
-        for side in self.shape:
-            size *= side
-        return size
+        return math.prod(self.shape) * DTYPES[self.dtype].size
+
+
+def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
+    """Return names, shapes and types of arrays, which may be lazy."""
+    return [
+        TensorSpec(name, tuple(array.shape), SAFETENSORS_NAMES[array.dtype])
+        for name, array in arrays.items()
+    ]
 
 
 class SaveError(RuntimeError):
@@ -99,23 +108,16 @@ class Collector:
 
     def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
         """Return (rank, its tensors) for each rank that has some, each tensor once."""
-        mine: dict[str, TensorSpec] = {}
-        for part in self._parts:
-            for name in part.trainable if trained_only else part.parameters():
-                if not self._holds(name):
-                    continue
-                array = part[name]
-                mine[name] = TensorSpec(name, tuple(array.shape), array.dtype)
+        mine = {
+            name: part[name]
+            for part in self._parts
+            for name in (part.trainable if trained_only else part.parameters())
+            if self._holds(name)
+        }
         seen: set[str] = set()
         result = []
-        for rank, specs in enumerate(
-            self._transport.all_gather([(s.name, s.shape, str(s.dtype)) for s in mine.values()])
-        ):
-            new = [
-                TensorSpec(name, shape, getattr(mx, dtype.rpartition(".")[2]))
-                for name, shape, dtype in specs
-                if name not in seen
-            ]
+        for rank, specs in enumerate(self._transport.all_gather(specs_of(mine))):
+            new = [spec for spec in specs if spec.name not in seen]
             seen.update(spec.name for spec in new)
             if new:
                 result.append((rank, new))
@@ -134,7 +136,7 @@ class Collector:
                     handle = self._transport.send(array, 0, OBJECT_TAG)
                     self._transport.wait(handle, lambda s=spec: self._what(s, 0, "sending to"))  # type: ignore[misc]
             elif self._transport.rank == 0:
-                array = new_buffer(spec.shape, spec.dtype)
+                array = new_buffer(spec.shape, DTYPES[spec.dtype])
                 handle = self._transport.receive(array, rank, OBJECT_TAG)
                 self._transport.wait(handle, lambda s=spec: self._what(s, rank, "waiting for"))  # type: ignore[misc]
             else:
@@ -255,7 +257,7 @@ def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
     offset = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": SAFETENSORS_NAMES[spec.dtype],
+            "dtype": spec.dtype,
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
         }

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.export import SAFETENSORS_NAMES
+from shardmlx.checkpoint.export import DTYPES
 from shardmlx.checkpoint.store import Manifest, Store, name_of
-from shardmlx.distributed.byte_stream import Outgoing, incoming
+from shardmlx.common.durable_files import read_exactly
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, read_header
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,13 @@ class SoundCheckpoint:
     disks: Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The outcome of a search: the checkpoint, and by step the faults of skipped ones."""
-
-    found: SoundCheckpoint | None
-    faults: Mapping[int, str]
-
-
 def find_checkpoint(
     transport: Transport, store: Store, disks: Disks, step: int | None = None
-) -> Search:
+) -> tuple[SoundCheckpoint | None, dict[int, str]]:
     """Find the newest sound checkpoint on any disk, or that of ``step``. Collective.
 
-    Every file is read once on each disk that has it; the ranks that see a disk share the work.
+    Returns also, by step, the faults of those that were passed over. Every file is read once on
+    each disk that has it; the ranks that see a disk share the work.
     """
     newest_first = _manifests(transport, store, disks)
     faults: dict[int, str] = {}
@@ -65,10 +58,10 @@ def find_checkpoint(
             holders = [disk for disk, each in versions.items() if each == manifest]
             sound, wrong = _check(transport, store, disks, manifest, holders)
             if not wrong:
-                return Search(SoundCheckpoint(store, disks, manifest, sound), faults)
+                return SoundCheckpoint(store, disks, manifest, sound), faults
             problems += wrong
         faults[candidate] = problems[0]
-    return Search(None, faults)
+    return None, faults
 
 
 def _manifests(
@@ -163,34 +156,29 @@ class CheckpointReader:
 
     def _read_headers(self) -> dict[str, Header]:
         mine = {
-            file.name: _plain(read_header(self._directory / file.name))
+            file.name: read_header(self._directory / file.name)
             for file in self._found.manifest.files
             if self._source(file.name) == self._transport.rank
         }
         headers: dict[str, Header] = {}
         for theirs in self._transport.all_gather(mine, "reading the headers of the checkpoint"):
-            headers.update({name: Header(*parts) for name, parts in theirs.items()})
+            headers.update(theirs)
         return dict(sorted(headers.items()))
 
     def _send(self, path: Path, header: Header, name: str, peer: int) -> None:
         start, end = header.span(name)
         stream = Outgoing(self._transport, end - start, peer, OBJECT_TAG, f"reading {name}")
         with path.open("rb") as file:
-            file.seek(start)
-            left = end - start
-            while left:
-                data = file.read(min(left, 1 << 22))
-                if not data:
-                    raise OSError(f"{path} ends in the middle of {name}")
-                stream.write(memoryview(data))
-                left -= len(data)
+            for at in range(start, end, _CHUNK):
+                count = min(_CHUNK, end - at)
+                stream.write(read_exactly(file.fileno(), at, count, str(path)))
         stream.close()
 
     def _receive(self, file: str, header: Header, name: str) -> mx.array:
         array = _empty(header, name)
         buffer = buffer_of(array)
         start = 0
-        for piece in incoming(
+        for piece in Incoming(
             self._transport, len(buffer), self._source(file), OBJECT_TAG, f"reading {name}"
         ):
             buffer[start : start + len(piece)] = piece
@@ -210,9 +198,4 @@ def _read(path: Path, header: Header, name: str) -> mx.array:
 
 def _empty(header: Header, name: str) -> mx.array:
     tensor = header.tensors[name]
-    return new_buffer(tensor.shape, _DTYPES[tensor.dtype])
-
-
-def _plain(header: Header) -> tuple[Any, ...]:
-    """Return a header in a form that can be sent: mapping proxies cannot."""
-    return (dict(header.tensors), dict(header.metadata), header.data_offset, header.file_size)
+    return new_buffer(tensor.shape, DTYPES[tensor.dtype])

@@ -87,11 +87,10 @@ def prepare_resumption(
     if options.resume == "never":
         _refuse_mixture(options, transport, place)
         return Resumption(place)
-    search = find_checkpoint(transport, store, disks, step)
-    if search.found is None:
-        _refuse_to_start_anew(options, search.faults)
+    found, faults = find_checkpoint(transport, store, disks, step)
+    if found is None:
+        _refuse_to_start_anew(options, faults)
         return Resumption(place)
-    found = search.found
     where = store.path(found.manifest.step)
 
     def compare() -> None:
@@ -104,10 +103,10 @@ def prepare_resumption(
             f"{where} is of step {found.manifest.step}, beyond --iters {options.iters}",
             "raise that, or name another --checkpoint-dir",
         )
-    for text in search.faults.values():
+    for text in faults.values():
         reporter.warn(f"damaged checkpoint passed over: {text}")
     if place is not None and store is place.store:
-        _set_aside(transport, place, found.manifest.step, search.faults)
+        _set_aside(transport, place, found.manifest.step, faults)
     return Resumption(place, found)
 
 

@@ -12,7 +12,7 @@ import errno
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.export import TensorSpec, safetensors_header
+from shardmlx.checkpoint.export import safetensors_header, specs_of
 from shardmlx.checkpoint.placement import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
-from shardmlx.distributed.byte_stream import PIECE_BYTES, Outgoing, incoming
+from shardmlx.distributed.byte_stream import PIECE_BYTES, Incoming, Outgoing
 from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
@@ -55,11 +55,7 @@ class Snapshot:
         mx.eval(list(tensors.values()))
         # Parts of larger arrays are held as they are, too.
         arrays = [in_a_row(array) for array in tensors.values()]
-        specs = [
-            TensorSpec(key, tuple(array.shape), array.dtype)
-            for key, array in zip(tensors, arrays, strict=True)
-        ]
-        return cls(name, safetensors_header(specs), tuple(arrays))
+        return cls(name, safetensors_header(specs_of(tensors)), tuple(arrays))
 
     @property
     def nbytes(self) -> int:
@@ -232,45 +228,41 @@ class CheckpointWriter:
                 Outgoing(self._transport, part.nbytes, home, CHECKPOINT_TAG, f"saving {part.name}")
                 for home in away
             ]
-            digest = hashlib.sha256()
-            with ExitStack() as stack:
-                file = None
-                if rank in homes:
-                    file = stack.enter_context(self._path(step, part.name).open("wb"))
-                for piece in part.pieces():
-                    digest.update(piece)
-                    if file is not None:
-                        file.write(piece)
-                    for stream in streams:
-                        stream.write(piece)
-                if file is not None:
-                    flush_to_disk(file)
-            for stream in streams:
-                stream.close()
-            info = FileInfo(part.name, part.nbytes, digest.hexdigest())
-            for home in away:
-                self._send(info, home)
-            yield info
+            path = self._store.partial(step) / part.name if rank in homes else None
+            yield self._write_file(part.name, part.nbytes, part.pieces(), path, streams)
 
     def _write_for(self, step: int, owner: int) -> Iterator[FileInfo]:
         """Write the part of another rank, as it comes."""
         for name, nbytes in self._receive(owner):
-            digest = hashlib.sha256()
-            with self._path(step, name).open("wb") as file:
-                for piece in incoming(
-                    self._transport, nbytes, owner, CHECKPOINT_TAG, f"saving {name}"
-                ):
-                    digest.update(piece)
-                    file.write(piece)
-                flush_to_disk(file)
-            info = FileInfo(name, nbytes, digest.hexdigest())
-            if info != self._receive(owner):
-                raise OSError(f"{name} was damaged on its way from {self._transport.name(owner)}")
-            yield info
+            pieces = Incoming(self._transport, nbytes, owner, CHECKPOINT_TAG, f"saving {name}")
+            yield self._write_file(name, nbytes, pieces, self._store.partial(step) / name)
 
-    def _path(self, step: int, name: str) -> Path:
-        self._files.append(self._store.partial(step) / name)
-        return self._files[-1]
+    def _write_file(
+        self,
+        name: str,
+        nbytes: int,
+        pieces: Iterable[memoryview],
+        path: Path | None,
+        streams: Sequence[Outgoing] = (),
+    ) -> FileInfo:
+        """Write the pieces of a file to ``path``, if it is given, and to the streams."""
+        digest = hashlib.sha256()
+        with ExitStack() as stack:
+            file = None
+            if path is not None:
+                self._files.append(path)
+                file = stack.enter_context(path.open("wb"))
+            for piece in pieces:
+                digest.update(piece)
+                if file is not None:
+                    file.write(piece)
+                for stream in streams:
+                    stream.write(piece)
+            if file is not None:
+                flush_to_disk(file)
+        for stream in streams:
+            stream.close()
+        return FileInfo(name, nbytes, digest.hexdigest())
 
     def _send(self, value: Any, peer: int) -> None:
         self._transport.send_object(value, peer, "writing a checkpoint", CHECKPOINT_TAG)

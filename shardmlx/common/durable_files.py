@@ -29,6 +29,17 @@ def pieces_of(path: Path) -> Iterator[bytes]:
             yield piece
 
 
+def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
+    """Return ``count`` bytes of a file; raise ``OSError`` if it ends before."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count:  # a signal, or a network disk, may give less at a time
+        more = os.pread(descriptor, count - len(data), offset + len(data))
+        if not more:
+            raise OSError(f"{where} ends at byte {offset + len(data)}, before it should")
+        data += more
+    return data
+
+
 def flush_to_disk(file: IO[bytes]) -> None:
     """Wait until the content of a file is on the disk itself."""
     file.flush()

@@ -135,7 +135,7 @@ class Bar:
         self._progress = progress
         self._task = task
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         self._progress.update(self._task, advance=count)
 
     def show(self, done: int, total: int) -> None:

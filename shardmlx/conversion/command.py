@@ -6,6 +6,7 @@ import gc
 import time
 from pathlib import Path
 
+from shardmlx.checkpoint.export import specs_of
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
@@ -13,17 +14,16 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
 from shardmlx.conversion.lazy_model import build_lazily
-from shardmlx.conversion.output import OutputDirectory
+from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
 from shardmlx.conversion.ranks import export_on_ranks
-from shardmlx.conversion.shards import Shards, plan_shards, specs_of
+from shardmlx.conversion.shards import Shards, plan_shards
 from shardmlx.conversion.sources import Source, open_source
-from shardmlx.conversion.steps import SMALL_FILES, announce, complete, identity_of, write_files
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
+from shardmlx.conversion.writer import write_files
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
-from shardmlx.loading.adapter_files import describe_peft
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.sources import Directory
 from shardmlx.modelfiles.verify import verify
@@ -53,8 +53,6 @@ def export(options: ExportOptions, reporter: Reporter) -> None:
     output = OutputDirectory(Path(options.output_dir))
     output.check()
     trained = None if options.adapter_path is None else find_trained(options.adapter_path)
-    if trained and trained.directory and (line := describe_peft(trained.directory)) is not None:
-        reporter.say(line)
     if not output.is_complete:
         with open_source(options.model, options.revision, output.source) as source:
             _write(options, output, source, trained, reporter)
@@ -83,22 +81,12 @@ def _write(
     goes_on = output.check_same(identity)
     output.check_room(shards, [0], SMALL_FILES + source.largest)
     output.begin(identity)
-    announce(options, model, shards, reporter)
+    reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
     texts = {} if options.gguf else texts_of(model, shards, source.path, source.repository)
     source.watch(model)
     model.read.clear()
-    write_files(
-        output,
-        model,
-        shards,
-        0,
-        reporter,
-        bring=source.bring,
-        drop=source.drop_page_cache,
-        goes_on=goes_on,
-        may_stop=True,
-    )
-    complete(output, texts)
+    write_files(output, model, shards, 0, reporter, source.bring, goes_on=goes_on, may_stop=True)
+    output.complete(texts)
 
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:

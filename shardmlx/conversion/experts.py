@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from shardmlx.checkpoint.export import SAFETENSORS_NAMES
+from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
 
@@ -34,26 +34,11 @@ class OpenFile:
     """A file that stays readable until it is no longer used, even if its name is gone."""
 
     def __init__(self, path: Path) -> None:
-        self._name = path.name
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self.name = path.name
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
-
-    def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from ``start`` on. Raises ``OSError`` if the file ends
-        before."""
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], start)
-            if not count:
-                raise OSError(f"{self._name} ends at byte {start}, before it should")
-            start, buffer = start + count, buffer[count:]
-
-    def expect(self, start: int, nbytes: int) -> None:
-        """Let the system read ahead."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +49,9 @@ class Stored:
     start: int
     nbytes: int
 
-    def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the array's bytes from ``start`` on. Raises ``OSError``."""
-        self.file.read(self.start + start, buffer)
-
-    def expect(self, start: int, nbytes: int) -> None:
-        """Let the system read ahead from ``start`` on."""
-        self.file.expect(self.start + start, nbytes)
+    def read(self, start: int, count: int) -> bytes:
+        """Return some of the array's bytes, from ``start`` on. Raises ``OSError``."""
+        return read_exactly(self.file.descriptor, self.start + start, count, self.file.name)
 
 
 def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:
@@ -107,7 +88,7 @@ class _Stack:
         if not isinstance(self._parts, Stored):
             return mx.expand_dims(self._parts.pop(number), 0)
         array = new_buffer(self._sides, self._dtype)
-        self._parts.read(number * array.nbytes, buffer_of(array))
+        buffer_of(array)[:] = self._parts.read(number * array.nbytes, array.nbytes)
         return array
 
     def like(self) -> mx.array:

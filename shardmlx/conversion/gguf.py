@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.gguf import HfVocab, permute_weights, prepare_metadata, translate_weight_names
 
-from shardmlx.checkpoint.export import TensorSpec
+from shardmlx.checkpoint.export import TensorSpec, specs_of
 from shardmlx.conversion.lazy_model import LazyModel
-from shardmlx.conversion.shards import Shards, specs_of
+from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.model_files import PlacedTensor
@@ -31,7 +31,7 @@ GGUF_FILE = "ggml-model-f16.gguf"
 _ALIGNMENT = 32
 _VERSION = 3
 _UINT32, _FLOAT32, _STRING, _ARRAY = 4, 6, 8, 9
-_TENSOR_TYPES: Mapping[mx.Dtype, int] = {mx.float32: 0, mx.float16: 1}
+_TENSOR_TYPES = {"F32": 0, "F16": 1}
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 
 
@@ -121,7 +121,7 @@ class GgufFile(Shards):
         places, offset = {}, len(self.head)
         for spec in self.files[GGUF_FILE]:
             end = offset + spec.nbytes
-            places[spec.name] = PlacedTensor(GGUF_FILE, str(spec.dtype), spec.shape, offset, end)
+            places[spec.name] = PlacedTensor(GGUF_FILE, spec.dtype, spec.shape, offset, end)
             offset = _aligned(end)
         return _Manifest(key, {}, {GGUF_FILE: self.head}, {GGUF_FILE: offset}, places)
 

@@ -18,15 +18,22 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
-from shardmlx.common.durable_files import flush_directory, write_durably
+from shardmlx.common.digests import bytes_digest
+from shardmlx.common.durable_files import flush_directory, why_not_written, write_durably
 from shardmlx.common.formatting import gibibytes
+from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.sources import CONFIG_FILE
 
 WORK = "unfinished-export"
+
+SMALL_FILES = 64 << 20
+"""Bytes kept free on the disk for configuration and tokenizer."""
+
 _IDENTITY = "export.json"
 _FINISHED = "finished"
 _SOURCE = "source"
@@ -109,11 +116,21 @@ class OutputDirectory:
 
     def complete(self, texts: Mapping[str, bytes]) -> None:
         """Write all files but tensors. From now on the export is complete, whatever happens."""
-        for name, text in texts.items():
-            write_durably(self.work / name, text)
-        flush_directory(self.work)
-        write_durably(self.work / _FINISHED, json.dumps(sorted(texts)).encode())
-        flush_directory(self.work)
+        try:
+            for name, text in texts.items():
+                write_durably(self.work / name, text)
+            flush_directory(self.work)
+            write_durably(self.work / _FINISHED, json.dumps(sorted(texts)).encode())
+            flush_directory(self.work)
+        except OSError as error:
+            raise self.not_written(error, sum(map(len, texts.values()))) from None
+
+    def not_written(self, error: OSError, nbytes: int) -> UserError:
+        """Return the error for a disk that refuses ``nbytes``."""
+        return UserError(
+            f"-o {self.path}: {why_not_written(error, self.path, nbytes)}, and give the same "
+            "command again: it goes on where it was"
+        )
 
     @property
     def state(self) -> str:
@@ -167,6 +184,30 @@ class OutputDirectory:
             return ()
         except OSError as error:
             raise UserError(f"-o {self.path} cannot be read: {error.strerror or error}") from None
+
+
+def identity_of(
+    options: ExportOptions, model: str, adapters: str, shards: Shards
+) -> dict[str, str]:
+    """Return an export's identity, equal for equal bytes; ``model`` and ``adapters`` name
+    content."""
+    heads = b"".join(
+        head
+        for rank in sorted(set(shards.writers.values()))
+        for head in shards.manifest(rank, "").heads.values()
+    )
+    return {
+        "model": options.model,
+        "content of the model": model,
+        "adapters": adapters,
+        "quantize": str(options.quantize),
+        "dequantize": str(options.dequantize),
+        "dtype": str(options.dtype),
+        "gguf": str(options.gguf),
+        "layout": bytes_digest(heads),
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+    }
 
 
 _SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "mlx-lm")

@@ -11,32 +11,23 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.common.digests import DIGEST_BYTES, new_digest
+from shardmlx.checkpoint.export import TensorSpec, specs_of
 from shardmlx.common.durable_files import PARTIAL, pieces_of, replace_durably
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
 from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
-from shardmlx.conversion.output import OutputDirectory
-from shardmlx.conversion.shards import Shards, plan_shards, specs_of
-from shardmlx.conversion.steps import (
-    SMALL_FILES,
-    announce,
-    complete,
-    identity_of,
-    not_written,
-    write_files,
-)
+from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
+from shardmlx.conversion.shards import Shards, plan_shards
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
-from shardmlx.distributed.byte_stream import Outgoing, incoming
+from shardmlx.conversion.writer import write_files
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
 from shardmlx.loading.manifest import fingerprint
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel, open_on_all_ranks
 from shardmlx.modelfiles.parts import EMBEDDING, part_of
@@ -71,8 +62,12 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
         else:
             output.give_up()  # rank 0 has all of it
     transport.barrier(_WHAT)
-    if not options.gather:
-        _say_where(options, disks, transport, reporter)
+    for group in () if options.gather else disks.groups[1:]:
+        there = f"{transport.hosts[group[0]]}:{output.path.absolute()}"
+        reporter.say(
+            f"{transport.name(group[0])} keeps its files in its own {options.output_dir}: bring "
+            f"them here with rsync -a {there}/ {options.output_dir}/"
+        )
     return options.gather or len(disks.groups) == 1
 
 
@@ -106,30 +101,23 @@ def _write(
         on_all_ranks(
             transport, _WHAT, lambda: output.begin(identity) if _leads(disks, transport) else None
         )
-        announce(options, model, shards, reporter)
+        reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
         texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
         opened.weights.bring([ranges[transport.rank]], opened.shape, reporter)
         on_all_ranks(
             transport,
             "writing tensors",
+            # mpirun ends all ranks at once, so that none may stop.
             lambda: write_files(
-                output,
-                model,
-                shards,
-                transport.rank,
-                reporter,
-                bring=lambda name: None,
-                drop=opened.weights.drop_page_cache,
-                goes_on=goes_on,
-                may_stop=False,  # mpirun ends all ranks at once
+                output, model, shards, transport.rank, reporter, goes_on=goes_on, may_stop=False
             ),
         )
     if options.gather:
         _gather(output, shards, disks, transport, reporter)
     # Rank 0, which has the rest, writes the completion marker last.
     is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
-    on_all_ranks(transport, _WHAT, lambda: complete(output, {}) if is_kept else None)
-    on_rank_0(transport, _WHAT, lambda: complete(output, texts or {}))
+    on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
+    on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
 
 
 def _find_trained(
@@ -143,7 +131,7 @@ def _find_trained(
     def find() -> Trained | None:
         return None if options.adapter_path is None else find_trained(options.adapter_path)
 
-    trained = transport.broadcast(on_rank_0(transport, _WHAT, find), what=_WHAT)
+    trained = from_rank_0(transport, _WHAT, find)
     if trained is None or trained.directory is not None:
         return trained, options.adapter_path
     # Each rank looks for a checkpoint itself.
@@ -212,9 +200,7 @@ def _identity(
         own = identity_of(options, fingerprint(opened.path, files), adapters, shards)
         return {**own, "ranks": str(transport.size)}
 
-    identity: dict[str, str] = transport.broadcast(
-        on_rank_0(transport, _WHAT, identify), what=_WHAT
-    )
+    identity = from_rank_0(transport, _WHAT, identify)
     layouts = transport.all_gather(
         identity_of(options, "", "", shards)["layout"] == identity["layout"], _WHAT
     )
@@ -274,12 +260,9 @@ def _gather(
 
 def _send(transport: Transport, path: Path, size: int) -> None:
     what = f"{transport.name(transport.rank)}, gathering {path.name}"
-    outgoing = Outgoing(transport, size + DIGEST_BYTES, 0, OBJECT_TAG, what)
-    digest = new_digest()
+    outgoing = Outgoing(transport, size, 0, OBJECT_TAG, what)
     for piece in pieces_of(path):
-        digest.update(piece)
-        outgoing.write(memoryview(piece))
-    outgoing.write(memoryview(digest.digest()))
+        outgoing.write(piece)
     outgoing.close()
 
 
@@ -293,9 +276,8 @@ def _receive(
 ) -> None:
     """Write a file while it arrives; it takes its name once all of it has come unharmed."""
     what = f"{transport.name(0)}, gathering {path.name}"
-    digest, tail, left = new_digest(), b"", size
     partial_path = path.with_name(PARTIAL + path.name)
-    pieces = incoming(transport, size + DIGEST_BYTES, writer, OBJECT_TAG, what)
+    pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, what))
     failure: OSError | None = None
     try:
         path.parent.mkdir(exist_ok=True)
@@ -304,29 +286,12 @@ def _receive(
             reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar,
         ):
             for piece in pieces:
-                data, tail = piece[:left], tail + bytes(piece[left:])
-                left -= len(data)
-                digest.update(data)
-                file.write(data)
-                bar.show((size - left) // MEGABYTE, max(1, size // MEGABYTE))
+                file.write(piece)
+                bar.advance(len(piece) / MEGABYTE)
     except OSError as error:
         failure = error
     for _ in pieces:  # the rest must be received anyway
         pass
     if failure is not None:
-        raise not_written(output, failure, size)
-    if tail != digest.digest():
-        raise UserError(f"{path.name} came damaged from {transport.name(writer)}", "try again")
+        raise output.not_written(failure, size)
     replace_durably(partial_path, path)
-
-
-def _say_where(
-    options: ExportOptions, disks: Disks, transport: Transport, reporter: Reporter
-) -> None:
-    """Print which machines have the files, if not all are here."""
-    for group in disks.groups[1:]:
-        there = f"{transport.hosts[group[0]]}:{Path(options.output_dir).absolute()}"
-        reporter.say(
-            f"{transport.name(group[0])} keeps its files in its own {options.output_dir}: bring "
-            f"them here with rsync -a {there}/ {options.output_dir}/"
-        )

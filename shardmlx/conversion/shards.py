@@ -8,15 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from shardmlx.checkpoint.export import TensorSpec, safetensors_header
 from shardmlx.loading.manifest import ModelManifest
-
-
-def specs_of(weights: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """Return names, shapes and types of lazy arrays."""
-    return [TensorSpec(name, tuple(a.shape), a.dtype) for name, a in weights.items()]
 
 
 def divide(specs: Iterable[TensorSpec], most: int) -> list[list[TensorSpec]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -13,78 +12,50 @@ from shardmlx.compat import sources_of
 from shardmlx.conversion.experts import part_name
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.errors import UserError
-from shardmlx.loading.discovery import fetch_small_files, manifest_of
 from shardmlx.loading.hub_download import (
-    FILES_TO_DOWNLOAD,
     download,
     download_whole,
+    fetch_small_files,
     find_model,
+    manifest_of,
     open_repository,
     whole_snapshot,
 )
 from shardmlx.loading.manifest import ModelManifest, fingerprint
-from shardmlx.loading.page_cache import drop_files
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import NoRanges, Repository
-from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_model_files
+from shardmlx.modelfiles.safetensors_header import check_model_files
 
 
-class Source(Protocol):
-    """A model to build from ``path``, which ``has_files`` with all of its tensors, or only those
-    brought so far. ``identity`` names its content, ``repository`` its name on the hub; ``largest``
-    is the most disk space that it takes meanwhile."""
-
-    path: Path
-    has_files: bool
-    identity: str
-    repository: str | None
-    largest: int
-
-    def watch(self, model: LazyModel) -> None:
-        """Learn from which tensors each weight of the model is computed."""
-        ...
-
-    def bring(self, name: str) -> None:
-        """Wait until all inputs of a weight, or an expert, can be read. Raises ``UserError``."""
-        ...
-
-    def drop_page_cache(self) -> None:
-        """Drop the model's files from the page cache."""
-        ...
-
-
-class InDirectory:
-    """A model that is here."""
+class Source:
+    """A model to build from the directory ``path``. ``identity`` names its content, ``repository``
+    its name on the hub."""
 
     has_files = True
-    largest = 0
+    """False if only those tensors are in ``path`` that were brought so far."""
 
-    def __init__(self, path: Path, repository: str | None = None) -> None:
-        files = sorted({file.name for file in check_model_files(path).values()})
+    largest = 0
+    """Limit of the bytes of disk space that the model takes meanwhile."""
+
+    def __init__(self, path: Path, identity: str, repository: str | None = None) -> None:
         self.path = path
-        self.identity = fingerprint(path, files)
+        self.identity = identity
         self.repository = repository
 
     def watch(self, model: LazyModel) -> None:
-        """Do nothing: all of it can be read."""
+        """Learn from which tensors each weight of the model is computed."""
 
     def bring(self, name: str) -> None:
-        """Do nothing: all of it can be read."""
-
-    def drop_page_cache(self) -> None:
-        """Drop the model's files from the page cache."""
-        drop_files(self.path.glob(MODEL_FILES))
+        """Wait until all inputs of a weight, or an expert, can be read. Raises ``UserError``."""
 
 
-class OnHub:
+class OnHub(Source):
     """A model with one tensor at a time on the disk, in files that are otherwise holes."""
 
     has_files = False
 
     def __init__(self, repository: Repository, manifest: ModelManifest, path: Path) -> None:
-        self.path = path
-        self.identity = manifest.key
-        self.repository: str | None = repository.name
+        super().__init__(path, manifest.key, repository.name)
         self._hub = repository
         self._tensors = manifest.tensors()
         self.largest = max((place.nbytes for place in self._tensors.values()), default=0)
@@ -112,10 +83,6 @@ class OnHub:
             mx.eval(array)
             self._copy.empty()
 
-    def drop_page_cache(self) -> None:
-        """Drop the current tensor from the page cache."""
-        self._copy.drop_page_cache()
-
     def close(self) -> None:
         """Close the files."""
         self._copy.close()
@@ -141,16 +108,21 @@ def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source
         raise UserError(f"{model} is a file", "name the directory that holds config.json")
     repository = None if path.exists() else open_repository(model, revision)
     if repository is None:
-        yield InDirectory(find_model(str(path) if path.exists() else model, revision))
+        yield _in_directory(find_model(model, revision))
         return
-    snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
+    snapshot = whole_snapshot(model, repository.revision)
     if snapshot is None:
         try:
             manifest = manifest_of(repository)
         except NoRanges:
-            snapshot = download_whole(repository, FILES_TO_DOWNLOAD)
+            snapshot = download_whole(repository)
         else:
             with closing(OnHub(repository, manifest, room)) as source:
                 yield source
             return
-    yield InDirectory(snapshot, repository.name)
+    yield _in_directory(snapshot, repository.name)
+
+
+def _in_directory(path: Path, repository: str | None = None) -> Source:
+    files = sorted({file.name for file in check_model_files(path).values()})
+    return Source(path, fingerprint(path, files), repository)

@@ -3,104 +3,102 @@
 from __future__ import annotations
 
 import signal
-import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import closing, contextmanager, nullcontext
+from hashlib import blake2b
 
 import mlx.core as mx
-import numpy as np
 
 from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.common.digests import Digest
+from shardmlx.common.digests import new_digest
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.conversion.experts import part_name
 from shardmlx.conversion.lazy_model import LazyModel
+from shardmlx.conversion.output import OutputDirectory
+from shardmlx.conversion.shards import Shards
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.signals import Signals
 from shardmlx.errors import Stopped
-from shardmlx.loading.page_cache import PageCache
 from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
-_AHEAD = 8 * _PIECE
-"""Bytes of a tensor that the system reads ahead, and that may wait to be written."""
+_WAITING = 8 * _PIECE
+"""Bytes of an unchanged tensor that may wait to be written."""
 
 
-class Crc32:
-    """A CRC-32 as a digest for the record. It finds half written or damaged tensors in a quarter of
-    SHA-256's time: copying a model takes little more than its digests."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def digest(self) -> bytes:
-        return self._value.to_bytes(4)
-
-
-def write_tensors(
+def write_files(
+    output: OutputDirectory,
     model: LazyModel,
-    files: Mapping[str, Sequence[TensorSpec]],
-    done: Collection[str],
+    shards: Shards,
+    rank: int,
+    reporter: Reporter,
+    bring: Callable[[str], None] = lambda name: None,
+    *,
+    goes_on: bool,
+    may_stop: bool,
+) -> None:
+    """Write the files of a rank; ``model`` is used up.
+
+    ``bring`` is called before a tensor, or an expert, is computed; it ``goes_on`` with existing
+    files. Raises ``UserError``, or ``Stopped`` after Ctrl-C if it ``may_stop``.
+    """
+    specs = [spec for each in shards.of(rank).values() for spec in each]
+    manifest = shards.manifest(rank, "")
+    with closing(PartialCopy(output.rank(rank), manifest, kept=True, option="-o")) as copy:
+        names = {spec.name for spec in specs}
+        done = copy.sound(names) if goes_on else set()
+        if done:
+            reporter.say(f"going on: {len(done)} of {plural(len(names), 'tensor')} are written")
+        for name in model.weights.keys() - (names - done):
+            del model.weights[name]  # other ranks' tensors, or written ones
+        try:
+            _write_tensors(model, specs, copy.nbytes(done), copy, reporter, bring, may_stop)
+        except OSError as error:
+            raise output.not_written(error, sum(manifest.sizes.values())) from None
+
+
+def _write_tensors(
+    model: LazyModel,
+    specs: Sequence[TensorSpec],
+    written: int,
     copy: PartialCopy,
     reporter: Reporter,
     bring: Callable[[str], None],
-    drop_source: Callable[[], None],
-    *,
     may_stop: bool,
 ) -> None:
-    """Write the tensors of ``files`` that are not ``done``; ``model`` is used up.
-
-    ``bring`` is called before a tensor, or an expert of it, is computed; ``drop_source`` to clear
-    the source from the page cache. Raises ``Stopped`` after Ctrl-C, if it ``may_stop``; `OSError`
-    if the disk refuses a tensor.
-    """
-    specs = {spec.name: spec for spec in chain.from_iterable(files.values())}
-    total = max(1, sum(spec.nbytes for spec in specs.values()) // MEGABYTE)
-    written = sum(spec.nbytes for spec in specs.values() if spec.name in done)
-
-    def drop() -> None:
-        drop_source()
-        copy.drop_page_cache()
-
-    page_cache = PageCache(drop)
-    for name in model.weights.keys() - (specs.keys() - set(done)):
-        del model.weights[name]  # other ranks' tensors, or written ones
-    most = max((_step_bytes(model, spec) for spec in specs.values()), default=0)
+    """Write the tensors that are left in ``model``, besides ``written`` bytes."""
+    total = max(1, sum(spec.nbytes for spec in specs) // MEGABYTE)
+    most = max((_step_bytes(model, spec) for spec in specs), default=0)
     with (
-        _stops(may_stop) as stop,
+        closing(Signals()) if may_stop else nullcontext() as signals,
         _behind(copy) as behind,
         reporter.bar("export, MB", total, written // MEGABYTE) as bar,
     ):
 
         def begin(nbytes: int, room: int = most) -> None:
             """Wait until so many bytes may be computed, and fit beside those that wait."""
-            if signals := stop():
+            asked = [] if signals is None else signals.wait(0.0)
+            if stops := [each for each in asked if each != signal.SIGCONT]:
                 behind.finish()
                 copy.flush()
                 raise Stopped(
-                    signals[0],
+                    stops[0],
                     f"stopped after {written // MEGABYTE} of {total} MB: the same command goes on",
                 )
             behind.make_room(nbytes, room)
 
-        for spec in specs.values():
+        for spec in specs:
             for name, data in _computed(model, spec, bring, begin):
                 behind.put(name, data)
                 written += len(data)
-                page_cache.count(2 * len(data))
                 del data  # no two steps in memory here
                 bar.show(written // MEGABYTE, total)
         behind.finish()
     copy.flush()
-    page_cache.clear()
 
 
 def _computed(
@@ -116,14 +114,10 @@ def _computed(
     if (stored := model.stored.get(spec.name)) is not None:
         del array
         bring(spec.name)
-        stored.expect(0, _AHEAD)
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
-            begin(count, _AHEAD)
-            stored.expect(start + _AHEAD, step)
-            data = np.empty(count, np.uint8).data
-            stored.read(start, data)
-            yield spec.name, data
+            begin(count, _WAITING)
+            yield spec.name, memoryview(stored.read(start, count))
     elif (experts := model.experts.get(spec.name)) is not None:
         names = {spec.name, *(n for n in model.weights if model.experts.get(n) is experts)}
         for name in names:
@@ -158,17 +152,16 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 
 class _Behind:
-    """Three threads beside the computation: one writes tensors, one computes their digests, and one
-    records written tensors, and waits for the disk now and then."""
+    """Two threads beside the computation: one computes tensors' digests, and one writes tensors,
+    records written ones, and waits for the disk now and then."""
 
     def __init__(self, copy: PartialCopy) -> None:
         self._copy = copy
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._nbytes = 0
-        self._begun: dict[str, _Begun] = {}
-        self._recorded: deque[Future[None]] = deque()
+        self._begun: dict[str, tuple[blake2b, int]] = {}
+        """The digest and the size of what was put of a tensor."""
         self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.recorder = ThreadPoolExecutor(1)
 
     def make_room(self, nbytes: int, room: int) -> None:
         """Wait until so many bytes fit into ``room`` with those that wait to be written, or none
@@ -178,11 +171,10 @@ class _Behind:
 
     def put(self, name: str, data: memoryview) -> None:
         """Write the next bytes of a tensor soon; record it once all are written."""
-        begun = self._begun.setdefault(name, _Begun(Crc32()))
-        hashed = self.hasher.submit(begun.digest.update, data)
-        start, begun.size = begun.size, begun.size + len(data)
-        is_last = begun.size >= self._copy.place(name).nbytes
-        written = self.writer.submit(self._write, name, start, data, hashed, is_last)
+        digest, start = self._begun.get(name) or (new_digest(), 0)
+        self._begun[name] = digest, start + len(data)
+        hashed = self.hasher.submit(digest.update, data)
+        written = self.writer.submit(self._write, name, start, data, digest, hashed)
         self._waiting.append((len(data), written))
         self._nbytes += len(data)
 
@@ -190,57 +182,30 @@ class _Behind:
         """Wait until all is written and recorded. Raises a write's error."""
         while self._waiting:
             self._wait()
-        while self._recorded:
-            self._recorded.popleft().result()
 
     def _wait(self) -> None:
-        while self._recorded and self._recorded[0].done():
-            self._recorded.popleft().result()
         nbytes, written = self._waiting.popleft()
         written.result()
         self._nbytes -= nbytes
 
     def _write(
-        self, name: str, start: int, data: memoryview, hashed: Future[None], is_last: bool
+        self, name: str, start: int, data: memoryview, digest: blake2b, hashed: Future[None]
     ) -> None:
         place = self._copy.place(name)
         for offset in range(0, len(data), _PIECE):
             piece = data[offset : offset + _PIECE]
             self._copy.write(place.file, place.start + start + offset, piece)
         hashed.result()
-        if is_last:
-            digest = self._begun.pop(name).digest.digest()
-            self._recorded.append(self.recorder.submit(self._copy.add, name, digest))
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A tensor with ``size`` bytes put so far."""
-
-    digest: Digest
-    size: int = 0
+        if start + len(data) >= place.nbytes:
+            self._copy.add(name, digest.digest())
 
 
 @contextmanager
 def _behind(copy: PartialCopy) -> Iterator[_Behind]:
     behind = _Behind(copy)
-    with behind.recorder, behind.hasher, behind.writer:
+    with behind.hasher, behind.writer:
         try:
             yield behind
         except BaseException:
             behind.writer.shutdown(cancel_futures=True)
-            behind.recorder.shutdown(cancel_futures=True)
             raise
-
-
-@contextmanager
-def _stops(may_stop: bool) -> Iterator[Callable[[], list[int]]]:
-    """Give out a function that returns the signals which asked this process to stop."""
-    if not may_stop:
-        yield list
-        return
-    signals = Signals()
-    try:
-        yield lambda: [each for each in signals.wait(0.0) if each != signal.SIGCONT]
-    finally:
-        signals.close()

@@ -41,3 +41,12 @@ def on_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T | Non
     All ranks must call it.
     """
     return on_all_ranks(transport, what, lambda: work() if transport.rank == 0 else None)
+
+
+def from_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T:
+    """Do ``work()`` on rank 0; return its result on all ranks. Errors reach all.
+
+    All ranks must call it.
+    """
+    result: T = transport.broadcast(on_rank_0(transport, what, work), what=what)
+    return result

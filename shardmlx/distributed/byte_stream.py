@@ -1,4 +1,7 @@
-"""Send long runs of bytes from rank to rank in pieces: neither side holds more than three."""
+"""Send long runs of bytes from rank to rank in pieces: neither side holds more than three.
+
+A digest follows the bytes, by which the receiving rank finds damage.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shardmlx.common.digests import DIGEST_BYTES, new_digest
 from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.distributed.transport import Transport
 
@@ -14,7 +18,7 @@ PIECE_BYTES = 16 << 20
 
 
 class Outgoing:
-    """A stream of ``nbytes`` to ``peer``, which iterates over ``incoming``. Must be closed."""
+    """A stream of ``nbytes`` to ``peer``, which iterates over ``Incoming``. Must be closed."""
 
     def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
         self._transport = transport
@@ -24,9 +28,12 @@ class Outgoing:
         self._sent: deque[Handle] = deque()
         self._piece = self._new_piece()
         self._filled = 0
+        self._digest = new_digest()
 
-    def write(self, data: memoryview) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send the next bytes; they are copied, so that ``data`` may change afterwards."""
+        self._digest.update(data)
+        data = memoryview(data)
         while len(data):
             count = min(len(data), len(self._piece) - self._filled)
             if not count:
@@ -35,41 +42,65 @@ class Outgoing:
             self._filled += count
             data = data[count:]
             if self._filled == len(self._piece):
-                self._send()
+                self._send(self._piece)
+                self._left -= len(self._piece)
+                self._piece, self._filled = self._new_piece(), 0
 
     def close(self) -> None:
         """Return once the peer has everything."""
         if self._left:
             missing = self._left - self._filled
             raise ValueError(f"{self._what}: {missing} bytes fewer than were announced")
+        self._send(np.frombuffer(self._digest.digest(), np.uint8))
         while self._sent:
             self._transport.wait(self._sent.popleft(), lambda: self._what)
 
     def _new_piece(self) -> np.ndarray:
         return np.empty(min(PIECE_BYTES, self._left), np.uint8)
 
-    def _send(self) -> None:
-        self._sent.append(self._transport.send(self._piece, self._peer, self._tag))
-        self._left -= len(self._piece)
+    def _send(self, piece: np.ndarray) -> None:
+        self._sent.append(self._transport.send(piece, self._peer, self._tag))
         if len(self._sent) > 1:
             self._transport.wait(self._sent.popleft(), lambda: self._what)
-        self._piece, self._filled = self._new_piece(), 0
 
 
-def incoming(
-    transport: Transport, nbytes: int, peer: int, tag: int, what: str
-) -> Iterator[memoryview]:
-    """Yield the bytes of an ``Outgoing`` of ``peer`` in pieces, each good until the next."""
+class Incoming:
+    """The ``nbytes`` of an ``Outgoing`` of ``peer``, in pieces, each good until the next.
 
-    def receive(left: int) -> tuple[np.ndarray, Handle]:
-        piece = np.empty(min(PIECE_BYTES, left), np.uint8)
-        return piece, transport.receive(piece, peer, tag)
+    Raises ``RuntimeError`` after the last piece if the bytes have changed on their way; otherwise
+    ``digest`` is then theirs.
+    """
 
-    left = nbytes
-    due = receive(left) if left else None
-    while due is not None:
-        piece, handle = due
-        left -= len(piece)
-        due = receive(left) if left else None
-        transport.wait(handle, lambda: f"{what}, waiting for {transport.name(peer)}")
-        yield buffer_of(piece)
+    def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
+        self._transport = transport
+        self._left = nbytes
+        self._peer, self._tag = peer, tag
+        self._what = what
+        self.digest = b""
+
+    def __iter__(self) -> Iterator[memoryview]:
+        digest = new_digest()
+        due = self._receive()
+        while self._left:
+            piece, handle = due
+            self._left -= len(piece)
+            due = self._receive()
+            self._wait(handle)
+            digest.update(buffer_of(piece))
+            yield buffer_of(piece)
+        expected, handle = due
+        self._wait(handle)
+        self.digest = digest.digest()
+        if bytes(expected) != self.digest:
+            raise RuntimeError(
+                f"{self._what}: it came damaged from {self._transport.name(self._peer)}"
+            )
+
+    def _receive(self) -> tuple[np.ndarray, Handle]:
+        """Post the receive of the next piece, or of the digest after the last one."""
+        piece = np.empty(min(PIECE_BYTES, self._left) or DIGEST_BYTES, np.uint8)
+        return piece, self._transport.receive(piece, self._peer, self._tag)
+
+    def _wait(self, handle: Handle) -> None:
+        what = f"{self._what}, waiting for {self._transport.name(self._peer)}"
+        self._transport.wait(handle, lambda: what)

@@ -27,7 +27,7 @@ from shardmlx.hosts.host_facts import HostFacts, collect, interface_to
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.reachability import addresses_of
 from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
-from shardmlx.loading.allocator import working_set
+from shardmlx.loading.rank_setup import working_set
 
 SECONDS_FOR_FACTS = 120.0
 """Seconds for all tools that ask a machine for its facts."""

@@ -38,13 +38,13 @@ from shardmlx.inference.sampler import random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
-from shardmlx.loading.allocator import limit_memory
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
     compare_plans,
     gather_plan_inputs,
+    limit_memory,
     open_on_all_ranks,
 )
 from shardmlx.modelfiles.model_files import open_model

@@ -70,19 +70,6 @@ def check_adapter_file(file: Path) -> None:
     raise UserError(f"there is no {file}")
 
 
-def describe_peft(directory: Path) -> str | None:
-    """Return a line about converted adapters of PEFT; None for others."""
-    try:
-        config = read_adapter_config(directory)
-    except UserError:
-        return None  # the reader of the file reports its fault
-    if PEFT_TYPE not in config:
-        return None
-    kind = "rsLoRA" if config.get("use_rslora") else "LoRA"
-    how = f"r {config['r']}, alpha {config['lora_alpha']:g}"
-    return f"{directory}: {kind} of PEFT, converted ({how})"
-
-
 def _check_own(config: Mapping[str, Any]) -> None:
     kind = config.get("fine_tune_type", "lora")
     if kind not in FINE_TUNE_TYPES:

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.adapter_files import adapter_file, describe_peft
+from shardmlx.loading.adapter_files import adapter_file
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
-    FILES_TO_DOWNLOAD,
     download_whole,
+    fetch_small_files,
     find_model,
+    manifest_of,
     open_repository,
     whole_snapshot,
 )
-from shardmlx.loading.manifest import TEXTS, ModelManifest, fingerprint, read_model_manifest
+from shardmlx.loading.manifest import ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
 from shardmlx.modelfiles.hub import NoRanges, Repository
-from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
 
 _LOOKING = "looking for the model"
-_NOT_ASKED = "--weights rank0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +49,6 @@ class _Found:
     manifest: ModelManifest | None = None
     files: Sequence[str] = ()
     why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The part of ``_Found`` that all ranks are told."""
-
-    holding: Holding
-    identity: str
-    why: str
 
 
 def find_weights(
@@ -102,13 +90,12 @@ def _find_model(
         # Every rank downloads the whole repository, as mlx-lm does.
         found_here = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
         return Bundle(transport, found_here)
-    first = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
-    identity, commit = transport.broadcast(first and (first.identity, first.commit), what=_LOOKING)
-    found = first
-    if found is None and mode == "rank0":
-        found = _Found(Holding.LACKS, why=_NOT_ASKED)
+    found = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
+    identity, commit = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
     if found is None:
-        found = _look(model, revision, is_here, identity, commit)
+        found = _Found(Holding.LACKS)
+        if mode != "rank0":
+            found = _look(model, revision, is_here, identity, commit)
     return _settle(transport, reporter, found, f"--model {model}", mode, cache)
 
 
@@ -124,11 +111,11 @@ def _look_first(model: str, revision: str | None) -> _Found:
     repository = None if Path(model).exists() else _open(model, revision)
     if repository is None:
         return _whole(find_model(model, revision))
-    snapshot = whole_snapshot(model, repository.revision, FILES_TO_DOWNLOAD)
+    snapshot = whole_snapshot(model, repository.revision)
     try:
         manifest = manifest_of(repository)
     except NoRanges:
-        return _whole(snapshot or download_whole(repository, FILES_TO_DOWNLOAD))
+        return _whole(snapshot or download_whole(repository))
     return _Found(
         Holding.HUB if snapshot is None else Holding.WHOLE,
         manifest.key,
@@ -167,18 +154,16 @@ def _look(
     try:
         if is_directory:
             return _look_here(Path(model), _weight_files(Path(model)), identity)
-        snapshot = whole_snapshot(model, commit or revision, FILES_TO_DOWNLOAD)
-        if commit is None:
-            if snapshot is None:
-                return _Found(Holding.LACKS, why="the hub does not give it")
+        snapshot = whole_snapshot(model, commit or revision)
+        if commit is None and snapshot is not None:
             return _look_here(snapshot, _weight_files(snapshot), identity)
         if snapshot is not None:
             return _Found(Holding.WHOLE, identity, snapshot, commit)
-        repository = open_repository(model, commit)
+        repository = None if commit is None else open_repository(model, commit)
     except (UserError, OSError) as error:
         return _Found(Holding.LACKS, why=one_line(error))
     if repository is None:
-        return _Found(Holding.LACKS, why="the hub does not answer")
+        return _Found(Holding.LACKS)
     return _Found(Holding.HUB, identity, None, commit, repository)
 
 
@@ -197,8 +182,6 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
     directory = path.parent if is_file else path
     files = [path.name if is_file else adapter_file(path)]
     here = Bundle(transport, path)
-    if transport.rank == 0 and (line := describe_peft(directory)) is not None:
-        reporter.say(line)
     if transport.size == 1:
         return here
     what = "looking for the adapters"
@@ -213,15 +196,15 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
     identity = transport.broadcast(found and found.identity, what=what)
     if identity is None:
         return here
-    if transport.rank != 0:
-        found = _Found(Holding.LACKS, why=_NOT_ASKED)
-        if mode != "rank0":
-            try:
+    if found is None:
+        found = _Found(Holding.LACKS)
+        try:
+            if mode != "rank0":
                 there = [file for file in files if (directory / file).is_file()]
                 found = _look_here(directory, there, identity)
-            except (UserError, OSError) as error:
-                found = _Found(Holding.LACKS, why=one_line(error))
-    bundle = _settle(transport, reporter, found or _Found(Holding.LACKS), name, mode, None)
+        except (UserError, OSError) as error:
+            found = _Found(Holding.LACKS, why=one_line(error))
+    bundle = _settle(transport, reporter, found, name, mode, None)
     if is_file:
         bundle.path /= path.name
     return bundle
@@ -236,50 +219,30 @@ def _settle(
     cache: str | None,
 ) -> Bundle:
     """Agree on the parts that each rank has, and make the copies. All ranks must call it."""
-    everyone: list[_Answer] = transport.all_gather(
-        _Answer(found.holding, found.identity, found.why), _LOOKING
-    )
-    if mode == "local":
-        _check_all_have_it(transport, everyone, name)
-    if found.path is not None and all(each.holding is Holding.WHOLE for each in everyone):
-        return Bundle(transport, found.path)
-    _warn_of_other_content(transport, reporter, everyone, name)
-    manifest = transport.broadcast(
-        on_rank_0(transport, _LOOKING, lambda: _manifest(found)), what=_LOOKING
-    )
-    base, kept = _base(found.holding, cache)
-    disks = find_disks(transport, base, make=kept)
-    holdings = tuple(each.holding for each in everyone)
-    weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
-    _check_disks(transport, weight_map, disks, name)
-    return _make_copies(transport, found, weight_map, base, kept)
-
-
-def _check_all_have_it(transport: Transport, everyone: Sequence[_Answer], name: str) -> None:
-    for rank, answer in enumerate(everyone):
-        if answer.holding is Holding.LACKS:
+    everyone = transport.all_gather((found.holding, found.identity, found.why), _LOOKING)
+    holdings = tuple(holding for holding, _, _ in everyone)
+    for rank, (holding, identity, why) in enumerate(everyone):
+        if holding is Holding.LACKS and mode == "local":
             raise AgreedError(
-                f"{transport.name(rank)} lacks {name}: {answer.why}",
+                f"{transport.name(rank)} lacks {name}: {why}",
                 "copy it there, or let the rank have it from rank 0 with --weights auto",
             )
-
-
-def _warn_of_other_content(
-    transport: Transport, reporter: Reporter, everyone: Sequence[_Answer], name: str
-) -> None:
-    for rank, answer in enumerate(everyone):
-        if answer.holding is Holding.LACKS and answer.identity:
-            reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {answer.why}")
-
-
-def _check_disks(transport: Transport, weight_map: WeightMap, disks: Disks, name: str) -> None:
+        if holding is Holding.LACKS and identity:
+            reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {why}")
+    if found.path is not None and set(holdings) == {Holding.WHOLE}:
+        return Bundle(transport, found.path)
+    manifest = from_rank_0(transport, _LOOKING, lambda: _manifest(found))
+    base, kept = _base(found.holding, cache)
+    disks = find_disks(transport, base, make=kept)
+    weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
     for rank in sorted(set(weight_map.keepers)):
         problem = disks.problems[rank]
-        if problem is not None and weight_map.holdings[rank] is not Holding.WHOLE:
+        if problem is not None and holdings[rank] is not Holding.WHOLE:
             raise AgreedError(
                 f"{transport.name(rank)} cannot keep its part of {name}: {problem}",
                 "name a directory that it may write to with --weight-cache",
             )
+    return _make_copies(transport, found, weight_map, base, kept)
 
 
 def _make_copies(
@@ -295,7 +258,9 @@ def _make_copies(
             manifest = weight_map.manifest
             directory = base / manifest.key if kept else _new_directory(base)
             copy = PartialCopy(directory, manifest, kept=kept)
-            on_failure.callback(_discard, copy, kept)
+            if not kept:
+                on_failure.callback(shutil.rmtree, directory, ignore_errors=True)
+            on_failure.callback(copy.close)
             if transport.rank == 0 and found.repository is not None:
                 fetch_small_files(found.repository, directory)
             return copy
@@ -312,12 +277,6 @@ def _make_copies(
         )
         on_failure.pop_all()
     return bundle
-
-
-def _discard(copy: PartialCopy, kept: bool) -> None:
-    copy.close()
-    if not kept:
-        shutil.rmtree(copy.directory, ignore_errors=True)
 
 
 def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
@@ -361,25 +320,3 @@ def _manifest(found: _Found) -> ModelManifest:
 
 def _weight_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob(MODEL_FILES))
-
-
-def manifest_of(repository: Repository) -> ModelManifest:
-    """Return the beginning of a copy of a repository. Raises ``UserError`` or ``NoRanges``."""
-    files = read_model(repository)
-    if files.faults:
-        raise UserError(files.faults[0])
-    heads = {file: repository.head(file, header) for file, header in files.headers.items()}
-    digest = hashlib.sha256(f"{repository.name}@{repository.revision}".encode())
-    for file in sorted(heads):
-        digest.update(f" {file} {files.checksums.get(file)} ".encode() + heads[file])
-    texts = {name: repository.read(name) for name in TEXTS if name in repository.files}
-    sizes = {file: header.file_size for file, header in files.headers.items()}
-    return ModelManifest(digest.hexdigest(), texts, heads, sizes)
-
-
-def fetch_small_files(repository: Repository, directory: Path) -> None:
-    """Fetch the tokenizer, and all other files but weights."""
-    for file in repository.files:
-        is_wanted = any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
-        if is_wanted and "/" not in file and not file.endswith(SUFFIX):
-            (directory / file).write_bytes(repository.read(file))

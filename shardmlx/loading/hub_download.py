@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from shardmlx.errors import UserError
+from shardmlx.loading.manifest import TEXTS, ModelManifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import (
     Repository,
@@ -19,7 +21,7 @@ from shardmlx.modelfiles.hub import (
     no_directory,
 )
 from shardmlx.modelfiles.model_files import PlacedTensor, read_model
-from shardmlx.modelfiles.sources import Directory
+from shardmlx.modelfiles.sources import SUFFIX, Directory
 
 FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 """Patterns of the files of a repository that a model needs."""
@@ -29,8 +31,7 @@ _RUN_BYTES = 1 << 26
 """Tensors that lie side by side come in one request up to this size; larger ones alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Tensors that lie side by side in a file."""
 
     file: str
@@ -39,22 +40,21 @@ class Run:
     names: tuple[str, ...]
 
 
-def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> Iterator[Run]:
-    """Yield the fewest requests that bring exactly these tensors."""
-    in_order = sorted(names, key=lambda name: (tensors[name].file, tensors[name].start))
-    run: list[str] = []
-    for name in in_order:
+def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> list[Run]:
+    """Return the fewest requests that bring exactly these tensors."""
+    found: list[Run] = []
+    for name in sorted(names, key=lambda name: (tensors[name].file, tensors[name].start)):
         here = tensors[name]
-        if run:
-            first, last = tensors[run[0]], tensors[run[-1]]
-            is_next = (here.file, here.start) == (last.file, last.end)
-            if not is_next or here.end - first.start > _RUN_BYTES:
-                yield Run(first.file, first.start, last.end, tuple(run))
-                run = []
-        run.append(name)
-    if run:
-        first, last = tensors[run[0]], tensors[run[-1]]
-        yield Run(first.file, first.start, last.end, tuple(run))
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.file, last.end) == (here.file, here.start)
+            and here.end - last.start <= _RUN_BYTES
+        ):
+            found[-1] = last._replace(end=here.end, names=(*last.names, name))
+        else:
+            found.append(Run(here.file, here.start, here.end, (name,)))
+    return found
 
 
 def download(
@@ -120,14 +120,14 @@ def open_repository(name: str, revision: str | None = None) -> Repository | None
     return source if isinstance(source, Repository) else None
 
 
-def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> Path | None:
+def whole_snapshot(name: str, commit: str | None) -> Path | None:
     """Return huggingface-hub's snapshot of a commit, if it has all of the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         path = snapshot_download(
-            name, revision=commit, allow_patterns=list(patterns), local_files_only=True
+            name, revision=commit, allow_patterns=list(FILES_TO_DOWNLOAD), local_files_only=True
         )
         files = read_model(Directory(Path(path)))
     except (LocalEntryNotFoundError, ValueError, OSError):
@@ -135,13 +135,38 @@ def whole_snapshot(name: str, commit: str | None, patterns: Collection[str]) -> 
     return Path(path) if files.tensors and files.config and not files.faults else None
 
 
-def download_whole(repository: Repository, patterns: Collection[str]) -> Path:
-    """Fetch all files that match, from a hub that gives no ranges; return their directory."""
-    paths = [
-        repository.fetch(file)
-        for file in repository.files
-        if "/" not in file and any(fnmatchcase(file, pattern) for pattern in patterns)
-    ]
+def download_whole(repository: Repository) -> Path:
+    """Fetch a model from a hub that gives no ranges; return its directory."""
+    paths = [repository.fetch(file) for file in _wanted(repository)]
     if not paths:
         raise UserError(f"{repository.name} has no model", "name a repository with weights")
     return paths[0].parent
+
+
+def fetch_small_files(repository: Repository, directory: Path) -> None:
+    """Fetch the tokenizer, and all other files but weights."""
+    for file in _wanted(repository):
+        if not file.endswith(SUFFIX):
+            (directory / file).write_bytes(repository.read(file))
+
+
+def _wanted(repository: Repository) -> list[str]:
+    return [
+        file
+        for file in repository.files
+        if "/" not in file and any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
+    ]
+
+
+def manifest_of(repository: Repository) -> ModelManifest:
+    """Return the beginning of a copy of a repository. Raises ``UserError`` or ``NoRanges``."""
+    files = read_model(repository)
+    if files.faults:
+        raise UserError(files.faults[0])
+    heads = {file: repository.head(file, header) for file, header in files.headers.items()}
+    digest = hashlib.sha256(f"{repository.name}@{repository.revision}".encode())
+    for file in sorted(heads):
+        digest.update(f" {file} {files.checksums.get(file)} ".encode() + heads[file])
+    texts = {name: repository.read(name) for name in TEXTS if name in repository.files}
+    sizes = {file: header.file_size for file, header in files.headers.items()}
+    return ModelManifest(digest.hexdigest(), texts, heads, sizes)

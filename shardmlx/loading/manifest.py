@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     LENGTH_BYTES,
-    Header,
     find_tensors,
     parse_header,
     read_header,
@@ -53,28 +53,20 @@ class ModelManifest:
     heads: Mapping[str, bytes]
     sizes: Mapping[str, int]
 
-    def headers(self) -> dict[str, Header]:
-        """Return the header of each weight file."""
-        return {
+    def tensors(self) -> dict[str, PlacedTensor]:
+        """Return the place of each tensor; raise ``UserError`` for one that two files have."""
+        headers = {
             file: parse_header(head[LENGTH_BYTES:], self.sizes[file], file)
             for file, head in self.heads.items()
         }
-
-    def tensors(self) -> dict[str, PlacedTensor]:
-        """Return the place of each tensor."""
-        return place_tensors(self.headers())
-
-
-def place_tensors(headers: Mapping[str, Header]) -> dict[str, PlacedTensor]:
-    """Return the place of each tensor; raise ``UserError`` for one that two files have."""
-    _, faults = find_tensors(headers, {}, "the model")
-    if faults:
-        raise UserError(faults[0])
-    return {
-        name: PlacedTensor(file, info.dtype, info.shape, *header.span(name))
-        for file, header in headers.items()
-        for name, info in header.tensors.items()
-    }
+        _, faults = find_tensors(headers, {}, "the model")
+        if faults:
+            raise UserError(faults[0])
+        return {
+            name: PlacedTensor(file, info.dtype, info.shape, *header.span(name))
+            for file, header in headers.items()
+            for name, info in header.tensors.items()
+        }
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
@@ -86,7 +78,10 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
         if (directory / name).is_file():
-            digest.update(_canonical((directory / name).read_bytes()))
+            text = (directory / name).read_bytes()
+            with suppress(ValueError):
+                text = canonical_json(json.loads(text))
+            digest.update(text)
     for file in sorted(files):
         header = read_header(directory / file)
         with (directory / file).open("rb", buffering=0) as content:
@@ -120,14 +115,6 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
         name: (directory / name).read_bytes() for name in TEXTS if (directory / name).is_file()
     }
     return ModelManifest(digest.hexdigest(), texts, heads, sizes)
-
-
-def _canonical(text: bytes) -> bytes:
-    """Return JSON in a canonical form."""
-    try:
-        return canonical_json(json.loads(text))
-    except ValueError:
-        return text
 
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:

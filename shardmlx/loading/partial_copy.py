@@ -11,16 +11,20 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardmlx.common.digests import Digest, new_digest
-from shardmlx.common.durable_files import flush_descriptor, flush_directory, flush_to_disk
+from shardmlx.common.digests import new_digest
+from shardmlx.common.durable_files import (
+    flush_descriptor,
+    flush_directory,
+    flush_to_disk,
+    read_exactly,
+)
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
-from shardmlx.loading.page_cache import drop
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.modelfiles.sources import RECORD
 
@@ -33,7 +37,6 @@ _THREADS = 4
 
 class PartialCopy:
     """The copy in ``directory``, which is made if it is not there; ``option`` names another.
-    ``new_digest`` makes the digests of the record.
 
     ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
     any other may read what is complete. Raises ``UserError`` if the disk refuses it.
@@ -46,10 +49,8 @@ class PartialCopy:
         *,
         kept: bool,
         option: str = "--weight-cache",
-        new_digest: Callable[[], Digest] = new_digest,
     ) -> None:
         self.directory = directory
-        self._new_digest = new_digest
         self._option = option
         self._manifest = manifest
         self._tensors = manifest.tensors()
@@ -147,10 +148,6 @@ class PartialCopy:
                 flush_to_disk(record)
         self._pending, self._pending_bytes = [], 0
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise ``RuntimeError`` for a tensor that is not there: its place is a hole."""
-        check_present(names, self._complete, self._tensors, self.directory)
-
     def empty(self) -> None:
         """Return the tensors' space to the disk: their places are holes again."""
         for file, descriptor in self._files.items():
@@ -158,11 +155,6 @@ class PartialCopy:
             os.ftruncate(descriptor, self._manifest.sizes[file])
             os.pwrite(descriptor, self._manifest.heads[file], 0)
         self._complete, self._pending, self._pending_bytes = {}, [], 0
-
-    def drop_page_cache(self) -> None:
-        """Drop the files from the page cache."""
-        for descriptor in self._files.values():
-            drop(descriptor)
 
     def close(self) -> None:
         """Close the files; ranks that have opened them may read on."""
@@ -188,7 +180,7 @@ class PartialCopy:
 
     def _digest(self, name: str) -> bytes:
         place = self._tensors[name]
-        digest = self._new_digest()
+        digest = new_digest()
         for start in range(place.start, place.end, _CHUNK):
             count = min(_CHUNK, place.end - start)
             digest.update(read_exactly(self._files[place.file], start, count, place.file))
@@ -205,32 +197,6 @@ class PartialCopy:
             ) from None
         except OSError:
             pass  # a network disk that knows no locks
-
-
-def check_present(
-    names: Iterable[str],
-    present: Collection[str],
-    tensors: Mapping[str, PlacedTensor],
-    directory: Path,
-) -> None:
-    """Raise ``RuntimeError`` for a tensor that is a hole in the copy in ``directory``."""
-    for name in names:
-        if name not in present:
-            raise RuntimeError(
-                f"tensor {name} of {directory / tensors[name].file} was never brought here: its "
-                "place in this copy is empty"
-            )
-
-
-def read_exactly(descriptor: int, offset: int, count: int, where: str) -> bytes:
-    """Return ``count`` bytes of a file; raise ``OSError`` if it ends before."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count:  # a signal, or a network disk, may give less at a time
-        more = os.pread(descriptor, count - len(data), offset + len(data))
-        if not more:
-            raise OSError(f"{where} ends at byte {offset + len(data)}, before it should")
-        data += more
-    return data
 
 
 def _write_anew(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Set up a run on every rank before it loads: open the model, look at the machines, agree."""
+"""Set up a run on every rank before it loads: open the model, see the machines, limit memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ import mlx.core as mx
 import psutil
 
 from shardmlx.common.digests import json_digest
+from shardmlx.common.process_memory import memory_bounds, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
-from shardmlx.costmodel.memory_limits import MemoryBudget, within
+from shardmlx.costmodel.memory_limits import (
+    MemoryBudget,
+    MemoryLimits,
+    PlannedMemory,
+    ProcessMemory,
+    budgets_of,
+    memory_limits,
+    unwired,
+    within,
+)
 from shardmlx.costmodel.profile_file import Profile
 from shardmlx.costmodel.workload import ModelSizes, Workload
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
-from shardmlx.loading.allocator import find_budgets
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
@@ -34,6 +43,10 @@ from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0
 """Seconds that ranks wait for one that downloads a large model, or tokenises much data."""
+
+GROWTH = 8 << 20
+"""Bytes that a process takes outside MLX after its setup: buffers of MPI and BLAS, late imports.
+Measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +141,11 @@ def gather_plan_inputs(
     if isinstance(sizes, Workload):
         # Find a profile of other work or other machines before anything is loaded.
         on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
-    given = _read_given_map(transport, stage_map)
+    given = from_rank_0(
+        transport,
+        "reading the stage map",
+        lambda: None if stage_map is None else read_stage_map(stage_map),
+    )
     return PlanInputs(sizes, within(cluster, budgets), budgets, given, cluster)
 
 
@@ -153,14 +170,12 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 
     All ranks must call it. Raises ``AgreedError``.
     """
-    known, profile = transport.broadcast(
-        on_rank_0(
-            transport,
-            "reading what the machines have",
-            partial(_read_machines, hosts_file, profiles),
-        ),
-        what="machines",
-    )
+
+    def read_files() -> tuple[tuple[Machine, ...], Profile | None]:
+        machines = () if hosts_file is None else read_hostfile(hosts_file)
+        return machines, None if profiles is None else read_profiles(profiles)
+
+    known, profile = from_rank_0(transport, "reading what the machines have", read_files)
     everyone = transport.all_gather(psutil.virtual_memory().total, "comparing machines")
     hosts = transport.hosts
     return Cluster(
@@ -176,25 +191,6 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 def this_backend() -> str:
     """Return the name of MLX's backend here."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
-
-
-def _read_machines(
-    hosts_file: str | None, profiles: str | None
-) -> tuple[tuple[Machine, ...], Profile | None]:
-    machines = () if hosts_file is None else read_hostfile(hosts_file)
-    return machines, None if profiles is None else read_profiles(profiles)
-
-
-def _read_given_map(transport: Transport, path: str | None) -> StageMap | None:
-    """Return the stage map in rank 0's file, if there is one.
-
-    All ranks must call it. Raises ``AgreedError``.
-    """
-    given = on_rank_0(
-        transport, "reading the stage map", lambda: None if path is None else read_stage_map(path)
-    )
-    stage_map: StageMap | None = transport.broadcast(given, what="stage map")
-    return stage_map
 
 
 def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
@@ -220,3 +216,57 @@ def compare_plans(transport: Transport, digest: str) -> None:
                 f"{transport.name(rank)}, unlike {transport.name(0)}, plans another run",
                 "give all ranks the same model config.json",
             )
+
+
+def find_budgets(
+    transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
+) -> tuple[MemoryBudget, ...]:
+    """Return the memory budget of each rank, within the user's ``limit``; the same on all ranks.
+    ``later`` are this rank's bytes for requests, outside MLX.
+
+    All ranks must call it, when they have everything but their weights.
+    """
+    mine = working_set(), process_memory(later)
+    sets, processes = zip(*transport.all_gather(mine, "comparing memory"), strict=True)
+    return budgets_of(cluster, limit, sets, processes)
+
+
+def process_memory(later: int = 0) -> ProcessMemory:
+    """Return this process's limits, and its bytes beside MLX's arrays, with ``later`` ones."""
+    outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
+    return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds())
+
+
+def working_set() -> int | None:
+    """Return the bytes that macOS lets the GPU wire, of all processes; None if nothing is wired."""
+    size = mx.device_info().get("max_recommended_working_set_size")
+    return None if size is None else int(size)
+
+
+def limit_memory(
+    rank: int,
+    budgets: Sequence[MemoryBudget],
+    planned: Sequence[PlannedMemory],
+    backend: str,
+    reporter: Reporter,
+) -> tuple[MemoryLimits, ...]:
+    """Limit this process to the plan of its ``rank``; return the limits of all ranks.
+
+    Must be called before weights are loaded, so that they are wired first. Warns if macOS would not
+    keep the whole plan in memory.
+    """
+    for warning in unwired(budgets, planned):
+        reporter.warn(warning)
+    limits = tuple(
+        memory_limits(budget, each, backend) for budget, each in zip(budgets, planned, strict=True)
+    )
+    set_limits(limits[rank])
+    return limits
+
+
+def set_limits(limits: MemoryLimits) -> None:
+    """Set the limits of this process, from now on."""
+    mx.set_memory_limit(limits.memory)
+    mx.set_cache_limit(limits.cache)
+    if limits.wired is not None:
+        mx.set_wired_limit(limits.wired)

@@ -10,26 +10,34 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from shardmlx.common.durable_files import read_exactly
 from shardmlx.common.formatting import gibibytes
-from shardmlx.common.reporter import Bar, Reporter
+from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
+from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import on_all_ranks
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
+from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
-from shardmlx.loading.chains import Read, send_tensors
 from shardmlx.loading.hub_download import download
-from shardmlx.loading.manifest import ModelManifest, is_needed, plan_transfers
-from shardmlx.loading.page_cache import PageCache, drop_files
-from shardmlx.loading.partial_copy import PartialCopy, check_present, read_exactly
+from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
+from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
+
+Read = Callable[[str, int, int], bytes]
+"""Function that returns so many bytes of a weight file from an offset on."""
+
+Advance = Callable[[int], None]
+"""Function that is told how many more bytes have come."""
 
 
 class Holding(Enum):
@@ -65,20 +73,6 @@ class WeightMap:
         return wanted
 
 
-@dataclass(slots=True)
-class Moved:
-    """Bytes that a rank has got, by source."""
-
-    received: int = 0
-    downloaded: int = 0
-    kept: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all bytes that the rank has got."""
-        return self.received + self.downloaded + self.kept
-
-
 class Bundle:
     """The files of a model, or of adapters, as this rank sees them.
 
@@ -104,20 +98,11 @@ class Bundle:
         self._copy = copy
         self._repository = repository
         self._temporary = temporary
-        self._present: set[str] = set()
 
     @property
     def read(self) -> Read | None:
         """Function that reads a partly present file; None if all are whole."""
         return None if self._repository is None else self._repository.part
-
-    def check(self, start: int, stop: int, shape: ModelShape) -> None:
-        """Raise ``RuntimeError`` unless all tensors that a stage reads are here."""
-        if self._map is None or self._holding is Holding.WHOLE:
-            return
-        tensors = self._map.manifest.tensors()
-        needed = [name for name in tensors if is_needed(name, shape, start, stop)]
-        check_present(needed, self._present, tensors, self._directory)
 
     def fill(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
@@ -131,34 +116,34 @@ class Bundle:
         started = time.monotonic()
         tensors = self._map.manifest.tensors()
         mine: set[str] = set()
-        if self._holding is not Holding.WHOLE:
+        if self._map.holdings[self._transport.rank] is not Holding.WHOLE:
             mine = {
                 name
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
         moved = self._bring(self._map, tensors, mine, reporter, what)
-        self._present = mine
-        self._say(moved, time.monotonic() - started, reporter, what)
-
-    def drop_page_cache(self) -> None:
-        """Drop the files from the page cache."""
-        if self._copy is not None:
-            self._copy.drop_page_cache()
-        elif self._directory.is_dir():
-            drop_files(self._directory.glob("*.safetensors"))
+        everyone = self._transport.gather(moved, what=f"loading {what}")
+        if everyone is None or not any(map(sum, everyone)):
+            return
+        sums = map(sum, zip(*everyone, strict=True))
+        ways = zip(("over MPI", "from the hub", "from caches"), sums, strict=True)
+        parts = [f"{gibibytes(nbytes)} {way}" for way, nbytes in ways if nbytes]
+        ranks = [
+            f"{self._transport.name(rank)} {gibibytes(sum(each))}"
+            for rank, each in enumerate(everyone)
+            if any(each)
+        ]
+        seconds = time.monotonic() - started
+        reporter.say(f"{what}: {', '.join(parts)} in {seconds:.1f} s ({', '.join(ranks)})")
 
     def close(self) -> None:
         """Remove temporary files, even after loading failed. May be called again."""
-        self._unname()
+        self._unlink()
         if self._copy is not None:
             self._copy.close()
 
-    @property
-    def _holding(self) -> Holding:
-        return Holding.WHOLE if self._map is None else self._map.holdings[self._transport.rank]
-
-    def _unname(self) -> None:
+    def _unlink(self) -> None:
         """Unlink temporary files, so that they vanish with this process, however it ends.
 
         Open files stay: MLX reads them, and the copy is written.
@@ -173,60 +158,56 @@ class Bundle:
         mine: set[str],
         reporter: Reporter,
         what: str,
-    ) -> Moved:
-        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order."""
+    ) -> tuple[int, int, int]:
+        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order.
+
+        Returns the bytes that came over MPI, from the hub, and from caches.
+        """
         transport, me, loading = self._transport, self._transport.rank, f"loading {what}"
         wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
-        self._unname()  # all ranks have built their models
+        self._unlink()  # all ranks have built their models
 
-        there, missing = on_all_ranks(transport, loading, lambda: self._compare(wanted))
-        moved = Moved(kept=_nbytes(there, tensors))
+        def compare() -> tuple[set[str], set[str]]:
+            """Return (present, missing) of this keeper; ``UserError`` without room for it."""
+            if self._copy is None:
+                return set(), set()
+            sound = self._copy.sound(wanted)
+            self._copy.check_room(wanted - sound)
+            return sound, wanted - sound
 
-        on_all_ranks(transport, loading, lambda: self._download(missing, tensors, reporter, what))
+        def download_missing() -> int:
+            if self._repository is None or self._copy is None or not missing:
+                return 0
+            nbytes = _nbytes(missing, tensors)
+            with _progress(reporter, what, nbytes) as advance:
+                download(self._repository, self._copy, missing, tensors, advance)
+            return nbytes
+
+        present, missing = on_all_ranks(transport, loading, compare)
+        kept = _nbytes(present, tensors)
+        downloaded = on_all_ranks(transport, loading, download_missing)
         if self._repository is not None:
-            moved.downloaded = _nbytes(missing, tensors)
-            there, missing = there | missing, set()
-
-        everyone = transport.all_gather((there, missing), loading)
+            present, missing = present | missing, set()
+        everyone = transport.all_gather((present, missing), loading)
         transfers = plan_transfers(
             tensors,
             [rank for rank, held in enumerate(weight_map.holdings) if held is Holding.WHOLE],
             {rank: has for rank, (has, _) in enumerate(everyone) if has},
             {rank: lacks for rank, (_, lacks) in enumerate(everyone) if lacks},
         )
-        through_me = [transfer.name for transfer in transfers if me in transfer.chain]
+        through_me = [transfer for transfer in transfers if me in transfer.chain]
+        nbytes = _nbytes([transfer.name for transfer in through_me], tensors)
+        received = 0
         with ExitStack() as stack:
-            bar = stack.enter_context(_bar(reporter, what, _nbytes(through_me, tensors)))
-            advance = _Progress(bar, PageCache(self.drop_page_cache))
-            moved.received = send_tensors(
-                transport, transfers, tensors, self._reader(stack), self._copy, advance
-            )
+            read = self._reader(stack)
+            advance = stack.enter_context(_progress(reporter, what, nbytes))
+            for transfer in through_me:
+                received += _pass_on(transport, transfer, tensors, read, self._copy, advance)
         if self._copy is not None:
             self._copy.flush()
         # A rank that reads another rank's copy waits for it.
         transport.barrier(loading)
-        return moved
-
-    def _compare(self, wanted: set[str]) -> tuple[set[str], set[str]]:
-        """Return (there, missing) of this keeper; ``UserError`` if there is no room for it."""
-        if self._copy is None:
-            return set(), set()
-        sound = self._copy.sound(wanted)
-        self._copy.check_room(wanted - sound)
-        return sound, wanted - sound
-
-    def _download(
-        self,
-        missing: set[str],
-        tensors: Mapping[str, PlacedTensor],
-        reporter: Reporter,
-        what: str,
-    ) -> None:
-        if self._repository is None or self._copy is None or not missing:
-            return
-        with _bar(reporter, what, _nbytes(missing, tensors)) as bar:
-            advance = _Progress(bar, PageCache(self.drop_page_cache))
-            download(self._repository, self._copy, missing, tensors, advance)
+        return received, downloaded, kept
 
     def _reader(self, stack: ExitStack) -> Read:
         """Return the reader of this rank's own files, which opens each once."""
@@ -242,50 +223,64 @@ class Bundle:
 
         return read
 
-    def _say(self, moved: Moved, seconds: float, reporter: Reporter, what: str) -> None:
-        everyone = self._transport.gather(moved, what=f"loading {what}")
-        if everyone is None:
-            return
-        ways = {
-            "over MPI": sum(each.received for each in everyone),
-            "from the hub": sum(each.downloaded for each in everyone),
-            "from caches": sum(each.kept for each in everyone),
-        }
-        parts = [f"{gibibytes(nbytes)} {way}" for way, nbytes in ways.items() if nbytes]
-        who = [
-            f"{self._transport.name(rank)} {gibibytes(m.total)}"
-            for rank, m in enumerate(everyone)
-            if m != Moved()
-        ]
-        if parts:
-            reporter.say(f"{what}: {', '.join(parts)} in {seconds:.1f} s ({', '.join(who)})")
-
 
 def _nbytes(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> int:
     return sum(tensors[name].nbytes for name in names)
 
 
-def _bar(reporter: Reporter, what: str, nbytes: int) -> AbstractContextManager[Bar | None]:
-    """Return a progress bar in megabytes; none if this rank has nothing to do."""
+@contextmanager
+def _progress(reporter: Reporter, what: str, nbytes: int) -> Iterator[Advance]:
+    """Show a progress bar in megabytes, unless this rank has nothing to do."""
     if not nbytes:
-        return nullcontext()
-    return reporter.bar(f"{what}, MB", max(1, nbytes // MEGABYTE))
+        yield lambda count: None
+        return
+    with reporter.bar(f"{what}, MB", max(1, nbytes // MEGABYTE)) as bar:
+        yield lambda count: bar.advance(count / MEGABYTE)
 
 
-class _Progress:
-    """A function of received bytes that advances a bar in megabytes, and the page cache."""
+def _pass_on(
+    transport: Transport,
+    transfer: Transfer,
+    tensors: Mapping[str, PlacedTensor],
+    read: Read,
+    copy: PartialCopy | None,
+    advance: Advance,
+) -> int:
+    """Play this rank's part in a transfer; return the bytes that it has received.
 
-    def __init__(self, bar: Bar | None, page_cache: PageCache) -> None:
-        self._bar = bar
-        self._page_cache = page_cache
-        self._nbytes = 0
+    The first rank of the chain reads the tensor; each other one writes it to ``copy`` while it
+    arrives. Raises ``RuntimeError`` if it comes damaged.
+    """
+    place = tensors[transfer.name]
+    what = f"{transport.name(transport.rank)}, loading {transfer.name}"
+    position = transfer.chain.index(transport.rank)
+    pieces: Iterable[bytes | memoryview] = _pieces(place, read)
+    if position:
+        peer = transfer.chain[position - 1]
+        pieces = Incoming(transport, place.nbytes, peer, OBJECT_TAG, what)
+    following = [
+        Outgoing(transport, place.nbytes, peer, OBJECT_TAG, what)
+        for peer in transfer.chain[position + 1 : position + 2]
+    ]
+    offset = place.start
+    for piece in pieces:
+        for stream in following:
+            stream.write(piece)
+        if position and copy is not None:
+            copy.write(place.file, offset, piece)
+        offset += len(piece)
+        advance(len(piece))
+    for stream in following:
+        stream.close()
+    if isinstance(pieces, Incoming) and copy is not None:
+        copy.add(transfer.name, pieces.digest)
+    return place.nbytes if position else 0
 
-    def __call__(self, nbytes: int) -> None:
-        before = self._nbytes // MEGABYTE
-        self._nbytes += nbytes
-        self._page_cache.count(nbytes)
-        if self._bar is not None and self._nbytes // MEGABYTE > before:
-            self._bar.advance(self._nbytes // MEGABYTE - before)
+
+def _pieces(place: PlacedTensor, read: Read) -> Iterator[bytes]:
+    step = byte_stream.PIECE_BYTES
+    for start in range(place.start, place.end, step):
+        yield read(place.file, start, min(step, place.end - start))
 
 
 class Weights:
@@ -307,27 +302,13 @@ class Weights:
         """
         for what, bundle in self._bundles.items():
             bundle.fill(stages, shape, reporter, what)
-        for start, stop in stages:
-            for bundle in self._bundles.values():
-                bundle.check(start, stop, shape)
 
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
-        """Read this rank's slices, once their tensors are here. All ranks must call it.
-
-        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
-        afterwards.
-        """
+        """Bring and read this rank's slices, as ``bring``. All ranks must call it."""
         self.bring([(part.start, part.stop) for part in parts], shape, reporter)
-        page_cache = PageCache(self.drop_page_cache)
         for part in parts:
-            part.load(page_cache.count)
-        page_cache.clear()
+            part.load()
         self.close()
-
-    def drop_page_cache(self) -> None:
-        """Drop the files from the page cache."""
-        for bundle in self._bundles.values():
-            bundle.drop_page_cache()
 
     def close(self) -> None:
         """Close model and adapters. May be called again."""

@@ -130,7 +130,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in content.items()}
     data_offset = LENGTH_BYTES + len(text)
     _check_layout(where, tensors, file_size - data_offset)
-    return Header(MappingProxyType(tensors), MappingProxyType(metadata), data_offset, file_size)
+    return Header(tensors, metadata, data_offset, file_size)
 
 
 def parse_index(text: bytes, where: str | Path) -> Index:

@@ -33,13 +33,13 @@ from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
-from shardmlx.loading.allocator import limit_memory
 from shardmlx.loading.build import build_model, count_parameters
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
     compare_plans,
     gather_plan_inputs,
+    limit_memory,
     measure_again,
     open_on_all_ranks,
 )

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.checkpoint.placement import Storage, choose_storage
-from shardmlx.checkpoint.reader import CheckpointReader, Search, find_checkpoint
+from shardmlx.checkpoint.reader import CheckpointReader, SoundCheckpoint, find_checkpoint
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably
@@ -185,6 +185,9 @@ def save(
     on_ranks(directories, work)
 
 
+Search = tuple[SoundCheckpoint | None, dict[int, str]]
+
+
 def search(directories: Sequence[Path], step: int | None = None) -> Search:
     """Return what ranks find that see these directories, which is the same on all."""
 
@@ -192,14 +195,9 @@ def search(directories: Sequence[Path], step: int | None = None) -> Search:
         return find_checkpoint(transport, store, find_disks(transport, store.directory), step)
 
     everyone: list[Search] = on_ranks(directories, work)
-    first, *others = everyone
-    for other in others:
-        assert (other.found is None) == (first.found is None)
-        assert other.faults == first.faults
-        if first.found is not None and other.found is not None:
-            assert other.found.manifest == first.found.manifest
-            assert other.found.disks == first.found.disks
-    return first
+    known = [(found and (found.manifest, found.disks), faults) for found, faults in everyone]
+    assert known == [known[0]] * len(known)
+    return everyone[0]
 
 
 def load(directories: Sequence[Path], step: int | None = None) -> Bytes:
@@ -207,7 +205,7 @@ def load(directories: Sequence[Path], step: int | None = None) -> Bytes:
 
     def work(transport: LocalTransport, store: Store) -> Bytes:
         disks = find_disks(transport, store.directory)
-        found = find_checkpoint(transport, store, disks, step).found
+        found, _ = find_checkpoint(transport, store, disks, step)
         assert found is not None
         reader = CheckpointReader(transport, found)
         names = sorted(reader.names("weights") + reader.names("optimizer"))

@@ -95,24 +95,16 @@ def pipeline_metrics(lab: Lab) -> Path:
     return lab.home("mac1") / "metrics"
 
 
-def test_two_hosts_train_and_generate(
-    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup], pipeline_metrics: Path
-) -> None:
+def test_two_hosts_train_and_generate(lab: Lab, weights: int, pipeline_metrics: Path) -> None:
     first, last = (event["loss"] for event in events(pipeline_metrics, "train"))
     assert first != last
     (summary,) = events(pipeline_metrics, "summary")
-    for limits, rank, cgroup in zip(
-        summary["memory_limits"], summary["ranks"], cgroups.values(), strict=True
-    ):
+    for limits, rank in zip(summary["memory_limits"], summary["ranks"], strict=True):
         planned = limits["planned_process_bytes"]
         assert planned <= SHARE * weights
         # A busy machine computes less far behind the thread that allocates, and keeps less of what
         # is freed: the plan is an upper bound.
         assert 0.85 * planned <= rank["process_peak_bytes"] <= 1.03 * planned
-        # The kernel counts mpirun's daemon too, nothing of what was read of the weights, and pages
-        # of libraries only if no other process has brought them in before.
-        assert 0.85 * planned <= cgroup.peak <= 1.05 * planned
-        assert cgroup.peak <= SHARE * weights
     job = mpirun(
         2,
         command=lab.mpirun(
@@ -125,7 +117,7 @@ def test_two_hosts_train_and_generate(
 
 
 def test_two_replicas_divide_the_weights_that_neither_can_hold(
-    lab: Lab, weights: int, cgroups: dict[str, MemoryCgroup], pipeline_metrics: Path
+    lab: Lab, pipeline_metrics: Path
 ) -> None:
     """The run chooses that, since nothing else fits; its losses are those of the pipeline."""
     flags = ("--pipeline-stages", "1", "--adapter-path", "other", "--metrics-file", "divided")
@@ -137,7 +129,6 @@ def test_two_replicas_divide_the_weights_that_neither_can_hold(
         for metrics in (lab.home("mac1") / "divided", pipeline_metrics)
     )
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert max(cgroup.peak for cgroup in cgroups.values()) <= SHARE * weights
 
 
 def test_one_host_exports_in_a_quarter_of_the_memory(lab: Lab, weights: int) -> None:

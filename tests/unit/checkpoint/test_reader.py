@@ -35,10 +35,10 @@ def test_every_disk_may_be_lost_where_neighbours_have_copies(tmp_path: Path, see
 
 def test_without_two_disks_what_they_alone_had_is_named(tmp_path: Path) -> None:
     save(hosts(tmp_path, "abcd"), "neighbour", 4)
-    found = search(hosts(tmp_path, "ad"))
-    assert found.found is None
+    found, faults = search(hosts(tmp_path, "ad"))
+    assert found is None
     path = Store(tmp_path / "a/checkpoints").path(1) / "optimizer-01.safetensors"
-    assert found.faults == {1: f"{path} is missing (rank 0 on localhost)"}
+    assert faults == {1: f"{path} is missing (rank 0 on localhost)"}
 
 
 @pytest.mark.parametrize("left", ["abd", "dba"])
@@ -48,7 +48,7 @@ def test_where_one_copy_is_lost_and_one_damaged_the_damaged_one_is_named(
     save(hosts(tmp_path, "abcd"), "neighbour", 4)
     path = Store(tmp_path / "b/checkpoints").path(1) / SECOND_FILE
     flip(path)
-    faults = search(hosts(tmp_path, left)).faults
+    _, faults = search(hosts(tmp_path, left))
     assert f"{path}: its sha256 is " in faults[1]
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_copy_is_not_read_where_there_is_a_sound_one(tmp_path: Path, n
     save(directories, "neighbour", 2)
     for damaged in (0, 1):
         flip(Store(directories[damaged]).path(1) / name)
-        found = search(directories).found
+        found, _ = search(directories)
         assert found is not None
         assert found.disks[name] == (1 - damaged,)
         assert load(directories) == whole(2)
@@ -70,7 +70,7 @@ def test_a_disk_with_a_damaged_manifest_counts_as_lost(tmp_path: Path, name: str
     directories = hosts(tmp_path, "ab")
     save(directories, "neighbour", 2)
     flip(Store(directories[0]).path(1) / name, 3)
-    found = search(directories).found
+    found, _ = search(directories)
     assert found is not None
     assert set(found.disks.values()) == {(1,)}
     assert load(directories) == whole(2)
@@ -99,7 +99,7 @@ def test_every_file_is_checked_once_on_each_disk(
         return fault(store, step, file)
 
     monkeypatch.setattr(Store, "fault", spy)
-    assert search(directories).found is None
+    assert search(directories)[0] is None
     assert sorted(checked) == sorted(tmp_path.glob("*/checkpoints/*/*.safetensors"))
 
 
@@ -110,13 +110,13 @@ def test_the_newest_sound_one_is_taken_and_the_others_faults_are_told(tmp_path: 
     flip(store.path(5) / SECOND_FILE)
     flip(store.path(4) / MARKER)
     (store.path(3) / MARKER).unlink()  # so it never was complete
-    found = search(directories)
-    assert found.found is not None
-    assert found.found.manifest.step == 2
-    assert sorted(found.faults) == [4, 5]
-    assert f"{store.path(5) / SECOND_FILE}: its sha256 is" in found.faults[5]
-    assert found.faults[5].endswith("(rank 1 on localhost)")  # it checked that one
-    assert f"{store.path(4) / MANIFEST}: its sha256 is" in found.faults[4]
+    found, faults = search(directories)
+    assert found is not None
+    assert found.manifest.step == 2
+    assert sorted(faults) == [4, 5]
+    assert f"{store.path(5) / SECOND_FILE}: its sha256 is" in faults[5]
+    assert faults[5].endswith("(rank 1 on localhost)")  # it checked that one
+    assert f"{store.path(4) / MANIFEST}: its sha256 is" in faults[4]
     assert load(directories) == whole(2, seed=2)
 
 
@@ -124,11 +124,11 @@ def test_the_step_that_is_asked_for_or_none(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "a")
     save(directories, "shared", 1, {1: 1, 2: 2})
     assert load(directories, step=1) == whole(1, seed=1)
-    assert search(directories, step=3).found is None
+    assert search(directories, step=3)[0] is None
     flip(Store(directories[0]).path(1) / "weights-00.safetensors")
-    found = search(directories, step=1)
-    assert found.found is None
-    assert list(found.faults) == [1]
+    found, faults = search(directories, step=1)
+    assert found is None
+    assert list(faults) == [1]
 
 
 @pytest.mark.parametrize("stale", "abc")

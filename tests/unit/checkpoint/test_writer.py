@@ -99,7 +99,7 @@ def test_ranks_that_see_no_checkpoint_get_it_from_one_that_does(
     if "a" in readers:
         assert load(hosts(tmp_path, readers)) == whole(2)
     else:
-        assert search(hosts(tmp_path, readers)).found is None
+        assert search(hosts(tmp_path, readers))[0] is None
 
 
 def test_the_parts_lie_where_they_belong(tmp_path: Path) -> None:

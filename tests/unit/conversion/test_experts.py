@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_no_more_than_three_experts_are_in_memory(
         monkeypatch.setattr("shardmlx.conversion.gguf.prepare_metadata", lambda *args: {})
         monkeypatch.setattr("shardmlx.conversion.gguf.HfVocab.load", lambda path: None)
     adapters = write_adapters(tmp_path / "adapters")
+    gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -135,7 +135,7 @@ def test_ranks_go_on_after_any_end(
         def fail(*args: Any, **kwargs: Any) -> None:
             raise UserError("killed")
 
-        patch.setattr(ranks, place, fail)
+        patch.setattr(OutputDirectory if place == "complete" else ranks, place, fail)
         if place != "_gather" or gather:
             with pytest.raises(UserError, match="killed"):
                 on_ranks(model, outs, gather=gather)
@@ -175,8 +175,8 @@ def test_a_disk_that_is_full_only_when_a_file_is_closed_is_noticed_and_the_file_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "partial-a").symlink_to("/dev/full")
-    pieces = iter([memoryview(b"content"), memoryview(bytes(16))])
-    monkeypatch.setattr(ranks, "incoming", lambda *args: pieces)
+    pieces = iter([memoryview(b"con"), memoryview(b"tent")])
+    monkeypatch.setattr(ranks, "Incoming", lambda *args: pieces)
     open_files = {path.name for path in Path("/proc/self/fd").iterdir()}
 
     def work(transport: LocalTransport) -> None:

@@ -37,8 +37,8 @@ from shardmlx.costmodel.predict import planned_memory, predict_memory
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
-from shardmlx.loading import allocator
-from shardmlx.loading.allocator import find_budgets, set_limits, working_set
+from shardmlx.loading import rank_setup
+from shardmlx.loading.rank_setup import find_budgets, set_limits, working_set
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.mesh import Mesh
@@ -402,7 +402,7 @@ def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
 def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GIB})
     assert working_set() == 11 * GIB
-    monkeypatch.setattr(allocator, "process_memory", ProcessMemory)
+    monkeypatch.setattr(rank_setup, "process_memory", ProcessMemory)
     found = LocalNetwork(2).run(lambda transport: find_budgets(transport, ONE_MAC, None))
     assert found == [budgets_of(ONE_MAC, None, (11 * GIB, 11 * GIB))] * 2
     found = LocalNetwork(2).run(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardmlx.distributed import byte_stream
-from shardmlx.distributed.byte_stream import Outgoing, incoming
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 
 PIECE = 16
@@ -34,7 +34,7 @@ def stream(data: bytes, written: Sequence[int]) -> list[bytes]:
 
     def work(transport: LocalTransport) -> list[bytes]:
         if transport.rank == 1:
-            return [bytes(piece) for piece in incoming(transport, len(data), 0, TAG, "loading")]
+            return [bytes(piece) for piece in Incoming(transport, len(data), 0, TAG, "loading")]
         out = Outgoing(transport, len(data), 1, TAG, "saving")
         start = 0
         for size in written:
@@ -73,7 +73,7 @@ def test_streams_to_several_ranks_are_apart() -> None:
     def work(transport: LocalTransport) -> bytes:
         if transport.rank:
             nbytes = (50, 33)[transport.rank - 1]
-            return b"".join(bytes(p) for p in incoming(transport, nbytes, 0, TAG, "loading"))
+            return b"".join(bytes(p) for p in Incoming(transport, nbytes, 0, TAG, "loading"))
         one = Outgoing(transport, 50, 1, TAG, "saving")
         two = Outgoing(transport, 33, 2, TAG, "saving")
         for start in range(0, 50, 7):
@@ -97,7 +97,9 @@ def test_no_side_holds_more_than_three_pieces(monkeypatch: pytest.MonkeyPatch) -
         most[me] = max(most[me], sum(each() is not None for each in held[me]))
         return array
 
-    monkeypatch.setattr(byte_stream, "np", SimpleNamespace(empty=empty, uint8=np.uint8))
+    monkeypatch.setattr(
+        byte_stream, "np", SimpleNamespace(empty=empty, frombuffer=np.frombuffer, uint8=np.uint8)
+    )
     assert b"".join(stream(data_of(50 * PIECE), [50 * PIECE])) == data_of(50 * PIECE)
     assert set(most) == {"rank-0", "rank-1"}
     assert max(most.values()) <= 3
@@ -107,7 +109,7 @@ def test_no_side_holds_more_than_three_pieces(monkeypatch: pytest.MonkeyPatch) -
 def test_more_bytes_than_announced_are_refused(nbytes: int) -> None:
     def work(transport: LocalTransport) -> None:
         if transport.rank == 1:
-            list(incoming(transport, nbytes, 0, TAG, "loading"))
+            list(Incoming(transport, nbytes, 0, TAG, "loading"))
             return
         out = Outgoing(transport, nbytes, 1, TAG, "saving x")
         out.write(memoryview(bytes(nbytes)))
@@ -124,7 +126,7 @@ def test_more_bytes_than_announced_are_refused(nbytes: int) -> None:
 def test_fewer_bytes_than_announced_are_refused(nbytes: int, written: int) -> None:
     def work(transport: LocalTransport) -> None:
         if transport.rank == 1:
-            pieces = incoming(transport, nbytes, 0, TAG, "loading")
+            pieces = iter(Incoming(transport, nbytes, 0, TAG, "loading"))
             for _ in range(written // PIECE):
                 next(pieces)
             return
@@ -139,9 +141,21 @@ def test_fewer_bytes_than_announced_are_refused(nbytes: int, written: int) -> No
 def test_who_waits_for_a_piece_says_for_whom() -> None:
     def work(transport: LocalTransport) -> None:
         if transport.rank == 1:
-            next(incoming(transport, 1, 0, TAG, "reading weights"))
+            next(iter(Incoming(transport, 1, 0, TAG, "reading weights")))
 
     with pytest.raises(
         RuntimeError, match=r"^reading weights, waiting for rank 0 on localhost: nothing came"
     ):
         LocalNetwork(2, timeout=0.05).run(work)
+
+
+def test_bytes_that_change_on_their_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Outgoing._send
+
+    def spoiling(out: Outgoing, piece: np.ndarray) -> None:
+        send(out, piece ^ np.uint8(1) if len(piece) == 5 else piece)
+
+    monkeypatch.setattr(Outgoing, "_send", spoiling)
+    assert b"".join(stream(data_of(PIECE), [PIECE])) == data_of(PIECE)
+    with pytest.raises(RuntimeError, match=r"^loading: .* damaged from rank 0 on localhost$"):
+        stream(data_of(PIECE + 5), [PIECE + 5])

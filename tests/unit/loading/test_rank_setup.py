@@ -18,7 +18,7 @@ from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.loading import allocator
+from shardmlx.loading import rank_setup
 from shardmlx.loading.rank_setup import PlanInputs, gather_plan_inputs, open_on_all_ranks
 from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -77,7 +77,7 @@ def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process holds what other tests left in it.
-    monkeypatch.setattr(allocator, "resident_bytes", lambda: GIB // 2)
+    monkeypatch.setattr(rank_setup, "resident_bytes", lambda: GIB // 2)
     (tmp_path / "hosts").write_text("localhost slots=2 # memory=8GiB\n")
     (tmp_path / "map.yaml").write_text("stages:\n- {num_layers: 1}\n- {num_layers: 1}\n")
     first, second = on_two_ranks(
@@ -93,7 +93,7 @@ def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
     assert [budget.most for budget in first.budgets] == [4 * GIB] * 2
     assert [budget.process for budget in first.budgets] == [2 * GIB] * 2
     for rank, budget in enumerate(first.budgets):
-        assert 0 < budget.outside <= GIB // 2 + allocator.GROWTH
+        assert 0 < budget.outside <= GIB // 2 + rank_setup.GROWTH
         assert first.cluster.capacity(rank) == 2 * GIB - budget.outside
     assert first.stage_map.partition.sizes == (1, 1)
     assert first.sizes.shape.num_layers == 2

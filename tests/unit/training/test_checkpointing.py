@@ -13,7 +13,7 @@ import pytest
 from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
-from shardmlx.loading import allocator
+from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
 
@@ -36,7 +36,7 @@ ACCUMULATED: dict[str, Any] = {"grad_accumulation_steps": 2, "checkpoint_every":
 @pytest.fixture(autouse=True)
 def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(allocator, "set_limits", lambda limits: None)
+    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
     monkeypatch.setattr(Store, "lock", lambda store: None)
 
 

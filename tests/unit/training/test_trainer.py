@@ -16,7 +16,7 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure
-from shardmlx.loading import allocator
+from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 
@@ -28,7 +28,7 @@ TOO_SMALL: dict[str, Any] = {"learning_rate": 1e-30}
 @pytest.fixture(autouse=True)
 def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(allocator, "set_limits", lambda limits: None)
+    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
     monkeypatch.setattr(Store, "lock", lambda store: None)
 
 
