@@ -12,12 +12,15 @@ A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserEr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import wraps
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import Any
 
+from shardmlx.errors import UserError, one_line
 from shardmlx.partitioners.evenest import balanced, uniform
 from shardmlx.partitioners.hetero import hetero, step_cost
 from shardmlx.partitioners.memory import DoesNotFitError, memory
-from shardmlx.partitioners.plugins import load_plugin, plugin_names
 from shardmlx.partitioners.problem import LayerCosts, Partitioner, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
@@ -26,24 +29,63 @@ PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
 )
 """Partitioners of shardmlx; a plug-in of the same name is ignored."""
 
-_INSTEAD = {"profiled": "balanced, with --profile FILE", "parameters": "balanced or memory"}
+_GROUP = "shardmlx.partitioners"
 
 
 def partitioner_names() -> tuple[str, ...]:
     """Return the names of ours, then of other packages', without importing any."""
-    return *PARTITIONERS, *(name for name in plugin_names() if name not in PARTITIONERS)
-
-
-def check_name(name: str) -> str:
-    """Return the name of a partitioner; ``ValueError`` says what to give in place of a former."""
-    if name in _INSTEAD and name not in plugin_names():
-        raise ValueError(f"give {_INSTEAD[name]}")
-    return name
+    others = sorted(entry_points(group=_GROUP).names - PARTITIONERS.keys())
+    return *PARTITIONERS, *others
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """Return the partitioner of that name; ``UserError`` lists the names, or names the fault."""
-    return PARTITIONERS[name] if name in PARTITIONERS else load_plugin(name, partitioner_names())
+    """Return the partitioner of that name; the answers of another package's are checked.
+
+    Raises ``UserError`` if no package or more than one provides it, or if it cannot be imported.
+    """
+    if name in PARTITIONERS:
+        return PARTITIONERS[name]
+    found = tuple(entry_points(group=_GROUP, name=name))
+    if not found:
+        known = ", ".join(partitioner_names())
+        raise UserError(f"unknown partitioner {name!r}", f"use one of {known}")
+    if len(found) > 1:
+        packages = " and ".join(sorted(_package(each) for each in found))
+        raise UserError(f"partitioner {name!r} is in {packages}", "uninstall all but one of them")
+    (entry,) = found
+    where = f"partitioner {name!r} of {_package(entry)} ({entry.value})"
+    try:
+        partitioner = entry.load()
+    except Exception as error:  # another package may raise anything at its import
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where} cannot be imported: {reason}", "mend or uninstall it") from error
+    if not callable(partitioner):
+        raise UserError(f"{where} is {partitioner!r}, no function", "mend or uninstall it")
+
+    @wraps(partitioner)
+    def checked(problem: Problem) -> StageMap:
+        return _checked(partitioner(problem), problem, where)
+
+    return checked
+
+
+def _checked(answer: Any, problem: Problem, where: str) -> StageMap:
+    if not isinstance(answer, StageMap):
+        raise UserError(f"{where} returned {answer!r}, no StageMap", "mend or uninstall it")
+    ours = (problem.num_layers, problem.num_stages, problem.pp)
+    theirs = (answer.partition.num_layers, answer.num_stages, answer.pp)
+    if theirs != ours:
+        layers, stages, ranks = theirs
+        raise UserError(
+            f"{where} divided {layers} layers into {stages} stages on {ranks} ranks, not "
+            f"{ours[0]} into {ours[1]} on {ours[2]}",
+            "mend or uninstall it",
+        )
+    return answer
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist else "an unknown package"
 
 
 __all__ = [
@@ -55,7 +97,6 @@ __all__ = [
     "Problem",
     "StageMap",
     "balanced",
-    "check_name",
     "get_partitioner",
     "hetero",
     "memory",

@@ -10,16 +10,14 @@ from itertools import accumulate, pairwise
 from shardmlx.partitioners.problem import LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
-Load = Callable[[int, int, int], float]
-"""Weight of a stage with layers start to stop, (stage, start, stop) -> load; more layers are never
-lighter."""
+StageLoad = Callable[[int, int, int], float]
+"""Load of a stage with layers start to stop, by (stage, start, stop); it grows with the layers."""
 
 
 def uniform(problem: Problem) -> StageMap:
     """Make numbers of layers as even as possible; earlier stages take the remainder."""
-    size, left_over = divmod(problem.num_layers, problem.num_stages)
-    sizes = (size + (stage < left_over) for stage in range(problem.num_stages))
-    return problem.stage_map(Partition.from_sizes(sizes))
+    even = evenest(problem.num_layers, problem.num_stages, lambda stage, start, stop: stop - start)
+    return problem.stage_map(even)
 
 
 def balanced(problem: Problem) -> StageMap:
@@ -32,7 +30,7 @@ def balanced(problem: Problem) -> StageMap:
     return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))
 
 
-def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
+def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
     """Minimise, exactly, the largest ``load`` of a stage.
 
     Among equal partitions the one with the least sum of squared loads wins, so that the other
@@ -62,7 +60,7 @@ def evenest(num_layers: int, num_stages: int, load: Load) -> Partition:
     return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
 
 
-def _bottleneck(num_layers: int, num_stages: int, load: Load) -> float:
+def _bottleneck(num_layers: int, num_stages: int, load: StageLoad) -> float:
     """Return the least possible load of the heaviest stage."""
     best: dict[int, float] = {0: -math.inf}  # for layers < stop in the stages so far
     for stage in range(num_stages):
@@ -86,7 +84,7 @@ def _stops(num_layers: int, num_stages: int, stage: int) -> range:
     return range(num_layers if last else stage + 1, num_layers - (num_stages - 1 - stage) + 1)
 
 
-def exact_load(costs: Sequence[LayerCosts]) -> Load:
+def exact_load(costs: Sequence[LayerCosts]) -> StageLoad:
     """Return the load of stages whose layers add up; ``costs[stage]`` are those on its rank.
 
     Floats are fractions of powers of two: scaled to integers, their exact sums make equal stages

@@ -10,18 +10,21 @@ from itertools import pairwise
 import numpy as np
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full, fullest
-from shardmlx.partitioners.orders import Orders, kinds_of, orders_to_try
+from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
 from shardmlx.partitioners.problem import Problem
-from shardmlx.partitioners.shortest import Path, Tables, shortest
+from shardmlx.partitioners.shortest import Kinds, Orders, Path, Tables, shortest
 from shardmlx.pipeline.stage_map import Partition, StageMap
+
+MAX_PLACINGS = 10_240
+"""Limit of nodes times kinds for a search of all orders: 10 different machines, 24 machines of four
+kinds, or 140 of two."""
 
 _ROUNDING = 1e-12
 """Relative difference below which sums are equal."""
 
 
 def step_cost(problem: Problem, stage_map: StageMap) -> float:
-    """Return the predicted time of one step, in ``problem.unit``.
+    """Return the predicted time of one step, in the unit of ``problem.costs``.
 
     One micro-batch passes through every stage, and its messages there and back; the others
     follow at the pace of the slowest rank: sum + transfers + (m - 1) max.
@@ -29,11 +32,7 @@ def step_cost(problem: Problem, stage_map: StageMap) -> float:
     busy = [0.0] * problem.pp
     for rank, (start, stop) in zip(stage_map.placement, stage_map.partition.ranges, strict=True):
         busy[rank] += problem.costs[rank].total(start, stop)
-    links = [
-        problem.transfer[a][b] + problem.transfer[b][a]
-        for a, b in pairwise(stage_map.placement)
-        if a != b
-    ]
+    links = [problem.round_trip(a, b) for a, b in pairwise(stage_map.placement) if a != b]
     return math.fsum((*busy, *links, (problem.microbatches - 1) * max(busy)))
 
 
@@ -42,7 +41,7 @@ def hetero(problem: Problem) -> StageMap:
 
     Every machine runs one stage, whose peak fits its memory (without ``problem.peak``, its
     parameters). Among equal orders the given one wins. With more kinds of machines than
-    ``orders.MAX_PLACINGS`` allows, only some orders are tried, each solved exactly.
+    ``MAX_PLACINGS`` allows, only the given order is tried.
 
     The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
     layers x machines; the maximum itself is searched by branch and bound. Raises ``UserError`` if
@@ -95,14 +94,37 @@ def _search(
     return best
 
 
+def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
+    """Return the given order, then all orders unless there are too many."""
+    given = Orders.fixed(problem.placement, kinds)
+    nodes = math.prod(len(ranks) + 1 for ranks in kinds)
+    if len(kinds) == 1 or len(kinds) * nodes > MAX_PLACINGS:
+        return (given,)
+    return given, Orders.every(kinds)
+
+
+def kinds_of(problem: Problem) -> Kinds:
+    """Return the ranks by kind, in the given order: two of a kind are interchangeable."""
+    kinds: list[list[int]] = []
+    for rank in problem.placement:
+        known = next((ranks for ranks in kinds if _are_alike(problem, ranks[0], rank)), None)
+        if known is None:
+            kinds.append([rank])
+        else:
+            known.append(rank)
+    return tuple(map(tuple, kinds))
+
+
+def _are_alike(problem: Problem, a: int, b: int) -> bool:
+    if problem.costs[a] != problem.costs[b] or problem.capacity[a] != problem.capacity[b]:
+        return False
+    others = set(range(problem.pp)) - {a, b}
+    return all(problem.round_trip(a, each) == problem.round_trip(b, each) for each in others)
+
+
 def _does_not_fit(problem: Problem) -> DoesNotFitError:
-    """Return the error for the order, given or by memory, closest to fitting."""
-    largest_first = sorted(problem.placement, key=lambda rank: -problem.capacity[rank])
-    tried = []
-    for placement in (problem.placement, tuple(largest_first)):
-        placed = replace(problem, placement=placement)
-        partition = evenly_full(placed)
-        rank, held = fullest(placed, partition)
-        tried.append((held / problem.capacity[rank], placed, partition))
-    _, placed, partition = min(tried, key=lambda each: each[0])
-    return does_not_fit(placed, partition)
+    """Return the error for the order, given or by memory, that lacks the least."""
+    largest_first = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
+    placed = [replace(problem, placement=order) for order in (problem.placement, largest_first)]
+    errors = [does_not_fit(each, evenly_full(each)) for each in placed]
+    return min(errors, key=lambda error: error.shortage)

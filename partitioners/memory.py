@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.errors import UserError
 from shardmlx.partitioners.evenest import evenest
 from shardmlx.partitioners.problem import Problem
@@ -24,8 +24,7 @@ def memory(problem: Problem) -> StageMap:
         if math.isinf(capacity):
             raise UserError(
                 f"the partitioner memory is not told what {problem.name_of(rank)} has",
-                "write "
-                "memory=64GiB, or what it is, into its line of the hostfile, and use "
+                "write memory=64GiB, or what it is, into its line of the hostfile, and use "
                 "shardmlx plan --hostfile HOSTFILE",
             )
     partition = evenly_full(problem)
@@ -85,25 +84,14 @@ def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
     """Return the error for the fullest machine of the best partition."""
     rank, held = fullest(problem, partition)
     has = problem.capacity[rank]
-    ranges = [partition.ranges[stage] for stage in problem.stages_of(rank)]
     where = " and ".join(
-        f"stage {stage} ({_layers(start, stop)})"
-        for stage, (start, stop) in zip(problem.stages_of(rank), ranges, strict=True)
+        f"stage {stage} (layers {numbers_of(*partition.ranges[stage])})"
+        for stage in problem.stages_of(rank)
     )
-    more = "a machine with more memory" if _is_least(ranges) else "more machines"
     return DoesNotFitError(
         f"the model does not fit: at best {problem.name_of(rank)} would hold {gibibytes(held)} of "
         f"its {gibibytes(has)} for {where}, {gibibytes(held - has)} too much",
         rank,
         held - has,
-        f"quantise the model, use fewer tokens a micro-batch, or {more}",
+        "quantise the model, use fewer tokens a micro-batch, or more memory",
     )
-
-
-def _layers(start: int, stop: int) -> str:
-    return f"layer {start}" if stop == start + 1 else f"layers {start}-{stop - 1}"
-
-
-def _is_least(ranges: list[tuple[int, int]]) -> bool:
-    """Return whether no stage can give away a layer."""
-    return all(stop == start + 1 for start, stop in ranges)

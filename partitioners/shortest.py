@@ -2,7 +2,7 @@
 
 Dynamic programming, stage by stage, over states of three numbers:
 
-- node: which machines the stages so far have taken, as a count of each kind (``orders.Orders``);
+- node: which machines the stages so far have taken, as a count of each kind;
 - kind: the kind of the last of them, since the link to the next machine depends on it;
 - stop: the layers that those stages hold, 0 to stop.
 
@@ -14,6 +14,7 @@ of layers that it may hold, to a state before the next stage.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,10 +22,75 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmlx.partitioners.memory import peak_of
-from shardmlx.partitioners.orders import Kinds, Orders
 from shardmlx.partitioners.problem import Problem
 
 Array = NDArray[np.float64]
+
+Kinds = tuple[tuple[int, ...], ...]
+"""The ranks of each kind of machine, in the order in which they are taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placing:
+    """A stage on a machine of one kind, which leads from nodes ``sources`` to nodes ``targets``."""
+
+    kind: int
+    sources: NDArray[np.intp]
+    targets: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Orders:
+    """A set of orders of machines, as the paths through a graph.
+
+    ``nodes[s]`` is the number of nodes before stage s, and ``placings[s]`` leads on from them. All
+    paths end in one node.
+    """
+
+    kinds: Kinds
+    nodes: tuple[int, ...]
+    placings: tuple[tuple[Placing, ...], ...]
+
+    @classmethod
+    def fixed(cls, placement: Sequence[int], kinds: Kinds) -> Self:
+        """Return one order alone: a machine of the kind of ``placement[s]`` runs stage s."""
+        kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
+        return cls._of([[kind_of[rank]] for rank in placement], kinds)
+
+    @classmethod
+    def every(cls, kinds: Kinds) -> Self:
+        """Return all orders of all machines; machines of one kind are interchangeable."""
+        return cls._of([range(len(kinds))] * sum(map(len, kinds)), kinds)
+
+    @classmethod
+    def _of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
+        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``."""
+        nodes = [tuple(0 for _ in kinds)]
+        counts, placings = [], []
+        for kinds_here in allowed:
+            following: dict[tuple[int, ...], int] = {}
+            ways: dict[int, list[tuple[int, int]]] = {kind: [] for kind in kinds_here}
+            for source, node in enumerate(nodes):
+                for kind in kinds_here:
+                    if node[kind] < len(kinds[kind]):
+                        target = (*node[:kind], node[kind] + 1, *node[kind + 1 :])
+                        number = following.setdefault(target, len(following))
+                        ways[kind].append((source, number))
+            counts.append(len(nodes))
+            placings.append(
+                tuple(
+                    Placing(kind, *np.array(pairs, np.intp).T)
+                    for kind, pairs in ways.items()
+                    if pairs
+                )
+            )
+            nodes = list(following)
+        return cls(kinds, tuple(counts), tuple(placings))
+
+    def placement(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Return the rank of each stage from its kind; a kind's ranks come in their order."""
+        left = [iter(ranks) for ranks in self.kinds]
+        return tuple(next(left[kind]) for kind in path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +121,6 @@ class Tables:
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
         return cls(time, links, _peaks(problem), np.array(problem.capacity)[ranks])
 
-    @property
-    def num_layers(self) -> int:
-        return int(self.time.shape[-1]) - 1
-
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
         """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
         allowed = self.time[kind] <= limit
@@ -72,22 +134,16 @@ class Tables:
 
 
 def _peaks(problem: Problem) -> Array | None:
-    """Return bytes by [stage, width, stop]; inf if they fit nowhere, or leave others no layers.
-
-    None if memory is unknown.
-    """
+    """Return bytes by [stage, width, stop], inf for stages that leave others no layers; None if
+    memory is unknown."""
     if all(map(math.isinf, problem.capacity)):
         return None
-    peak = peak_of(problem)
-    layers, stages = problem.num_layers, problem.num_stages
-    largest = max(problem.capacity)
+    peak, layers, stages = peak_of(problem), problem.num_layers, problem.num_stages
     table = np.full((stages, layers + 1, layers + 1), math.inf)
     for stage in range(stages):
         for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
             for start in range(stop - 1, stage - 1, -1):
-                held = peak(stage, start, stop)
-                if held <= largest:
-                    table[stage, stop - start, stop] = held
+                table[stage, stop - start, stop] = peak(stage, start, stop)
     return table
 
 
@@ -103,10 +159,8 @@ class Path:
 
 def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
     """Return the path of least sum whose stages take ``limit`` at most each; None without one."""
-    layers = tables.num_layers
-    least = [
-        np.full((nodes, len(orders.kinds), layers + 1), math.inf) for nodes in (*orders.nodes, 1)
-    ]
+    states = (len(orders.kinds), tables.time.shape[-1])
+    least = [np.full((nodes, *states), math.inf) for nodes in (*orders.nodes, 1)]
     least[0][:, :, 0] = 0.0
     for stage, placings in enumerate(orders.placings):
         for placing in placings:
@@ -116,9 +170,7 @@ def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
             least[stage + 1][placing.targets, placing.kind] = _extended(
                 reached.min(axis=1), stage_time
             )
-        if np.isinf(least[stage + 1]).all():
-            return None
-    if np.isinf(least[-1][0, :, layers]).all():
+    if np.isinf(least[-1][0, :, -1]).all():
         return None
     return _traced_back(tables, orders, limit, least)
 
@@ -137,7 +189,7 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
 
     Going back from the last state, each stage finds the state before it, which gives the same sum.
     """
-    node, stop = 0, tables.num_layers
+    node, stop = 0, tables.time.shape[-1] - 1
     kind = int(least[-1][node, :, stop].argmin())
     total = float(least[-1][node, kind, stop])
     kinds, bounds, times = [], [stop], []

@@ -52,7 +52,6 @@ def divide(kinds: int) -> None:
             sizes=LayerCosts((1.0,) * LAYERS),
             capacity=tuple(3 * speeds[i % kinds] + 8 for i in range(MACHINES)),
             microbatches=32,
-            unit="seconds",
         )
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmlx.common.units import parse_bytes
 from shardmlx.config.options import REQUIRED, option
-from shardmlx.partitioners import check_name, partitioner_names
+from shardmlx.partitioners import partitioner_names
 
 WEIGHTS = ("auto", "local", "rank0")
 """The ranks that read the model: each one that can, all of them, or rank 0 for all."""
@@ -138,7 +138,6 @@ def partitioner_option(group: str) -> Any:
         AUTO,
         f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
         choices=(AUTO, *partitioner_names()),
-        parse=check_name,
         group=group,
     )
 

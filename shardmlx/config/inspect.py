@@ -12,7 +12,6 @@ from shardmlx.config.common_options import (
     stage_map_option,
 )
 from shardmlx.config.options import OptionError, check_options, option
-from shardmlx.partitioners import check_name
 
 DEFAULT_PARTITIONER = "balanced"
 
@@ -42,7 +41,6 @@ class InspectOptions:
         "how --pipeline-stages divides",
         metavar="NAME",
         unset=DEFAULT_PARTITIONER,
-        parse=check_name,
         group=_SPLIT,
     )
     stage_map: str | None = stage_map_option(_SPLIT)

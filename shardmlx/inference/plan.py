@@ -240,7 +240,6 @@ def _divided(
         sizes=sizes.held_sizes,
         peak=lambda _, start, stop: float(memory.total(start, stop)),
         capacity=tuple(map(cluster.capacity, range(mesh.pp))),
-        unit="seconds" if is_timed else "FLOPs",
         hosts=tuple(machine.host for machine in cluster.machines),
     )
     return get_partitioner(partitioner)(problem)

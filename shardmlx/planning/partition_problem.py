@@ -106,7 +106,6 @@ def make_problem(
         capacity=capacity,
         transfer=between_ranks(mesh, transfer),
         microbatches=way.microbatches,
-        unit=cluster.unit,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
 

@@ -103,7 +103,6 @@ def divide(
         capacity=tuple(
             math.inf if machine.memory is None else float(machine.memory) for machine in machines
         ),
-        unit="seconds" if is_timed else "FLOPs",
         hosts=tuple(machine.host for machine in machines),
     )
     return get_partitioner(partitioner)(problem)

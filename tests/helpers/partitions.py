@@ -101,7 +101,6 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
             tuple(random.choice(links) * (a != b) for b in range(machines)) for a in range(machines)
         ),
         microbatches=random.choice([1, 2, 4, 16]),
-        unit="seconds",
     )
 
 

@@ -291,10 +291,6 @@ def test_adjacent_tensors_are_one_range(tiny: str) -> None:
         ),
         (["--partitioner", "uniform"], "--partitioner needs a split: give --pipeline-stages"),
         (["--pipeline-stages", "2", "--partitioner", "best"], "unknown partitioner 'best'"),
-        (
-            ["--pipeline-stages", "2", "--partitioner", "profiled"],
-            "--partitioner is 'profiled': give balanced, with --profile FILE",
-        ),
         (["--pipeline-stages", "2", "--context", "0"], "--context is 0: give 1 or more"),
         (["--context", "9"], "--context needs a split: give --pipeline-stages"),
         (["--stage-map", "nowhere.yaml"], "cannot read nowhere.yaml"),

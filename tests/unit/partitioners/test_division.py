@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners import (
-    PARTITIONERS,
-    LayerCosts,
-    Problem,
-    balanced,
-    get_partitioner,
-    uniform,
-)
+from shardmlx.partitioners import LayerCosts, Problem, balanced, uniform
 from shardmlx.pipeline.stage_map import StageMap
 from tests.helpers.partitions import every_answer, stage_costs
 
@@ -89,7 +82,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(placement=tuple(placement), costs=tuple(machines), sizes=draw(costs))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_balanced_is_the_best_of_all_partitions(problem: Problem) -> None:
     def order(answer: StageMap) -> tuple[Fraction, Fraction, tuple[int, ...]]:
@@ -100,40 +93,15 @@ def test_balanced_is_the_best_of_all_partitions(problem: Problem) -> None:
     assert balanced(problem) == min(every_answer(problem), key=order)
 
 
-# What a partitioner is told
-
-
-def test_there_is_no_partition_without_a_layer_for_every_stage() -> None:
+def test_a_problem_checks_itself() -> None:
     costs = LayerCosts((1.0,) * 4)
-    with pytest.raises(UserError, match="5 stages, but the model has 4 layers: use at most 4"):
-        in_order(costs, 5)
-    with pytest.raises(UserError, match="0 pipeline stages: give 1 or more"):
-        in_order(costs, 0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"placement": (0, 2)}, "ranks .0, 2.: 0 to 2 without holes"),
-        ({"costs": (LayerCosts((1.0,) * 4),)}, "1 costs for 2 pipeline ranks"),
-        ({"costs": (LayerCosts((1.0,) * 3),) * 2}, "costs of 3 layers, not 4"),
-        ({"capacity": (1.0,)}, "1 capacities for 2 pipeline ranks"),
-        ({"capacity": (1.0, 0.0)}, "more than 0 bytes"),
-        ({"capacity": (1.0, math.nan)}, "more than 0 bytes"),
-        ({"transfer": ((0.0, 0.0),)}, "1 rows of transfer for 2 pipeline ranks"),
-        ({"transfer": ((0.0, 0.0), (0.0,))}, "1 transfers from rank 1 for 2 pipeline ranks"),
-        ({"transfer": ((0.0, -1.0), (0.0, 0.0))}, "a transfer takes from 0 seconds up"),
-        ({"transfer": ((0.0, 1.0), (0.0, 0.0))}, "transfers are in seconds, but costs are in FL"),
-        ({"hosts": ("a",)}, "1 hosts for 2 pipeline ranks"),
-        ({"microbatches": 0}, "0 micro-batches"),
-        ({"unit": "hours"}, "costs in hours: FLOPs or seconds"),
-    ],
-)
-def test_a_problem_checks_itself(changed: dict[str, Any], message: str) -> None:
-    costs = LayerCosts((1.0,) * 4)
-    fields: dict[str, Any] = {"placement": (0, 1), "costs": (costs, costs), "sizes": costs}
-    with pytest.raises(ValueError, match=message):
-        Problem(**fields | changed)
+    for stages in (0, 5):
+        with pytest.raises(UserError, match=f"{stages} "):
+            in_order(costs, stages)
+    for missing in ({"costs": (costs,)}, {"capacity": (1.0,)}, {"hosts": ("a",)}):
+        fields: dict[str, Any] = {"placement": (0, 1), "costs": (costs, costs), "sizes": costs}
+        with pytest.raises(ValueError, match="for 2 pipeline ranks"):
+            Problem(**fields | missing)
 
 
 def test_what_is_not_said_is_not_known_and_does_not_count() -> None:
@@ -149,16 +117,6 @@ def test_answers_name_the_hosts() -> None:
         placement=(1, 0, 1), costs=(costs, costs), sizes=costs, hosts=("mini", "studio")
     )
     assert uniform(problem).hosts == ("studio", "mini", "studio")
-
-
-def test_partitioners_are_found_by_name() -> None:
-    assert [get_partitioner(name).__name__ for name in PARTITIONERS] == list(PARTITIONERS)
-    assert get_partitioner("balanced") is balanced
-    with pytest.raises(
-        UserError,
-        match="unknown partitioner 'even': use one of balanced, uniform, memory, hetero",
-    ):
-        get_partitioner("even")
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])

@@ -1,5 +1,6 @@
 """The fastest step on unequal machines, against all partitions in all orders."""
 
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -7,7 +8,7 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners import LayerCosts, Problem, hetero, step_cost
-from shardmlx.partitioners.orders import kinds_of, orders_to_try
+from shardmlx.partitioners.hetero import kinds_of, orders_to_try
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from tests.helpers.partitions import (
@@ -24,31 +25,23 @@ ROUNDING = 1 + 1e-9
 def machines(*seconds: float, layers: int = 6, **fields: object) -> Problem:
     """Machines that take so long for each layer."""
     costs = tuple(LayerCosts((each,) * layers) for each in seconds)
-    problem = Problem(
-        placement=tuple(range(len(seconds))), costs=costs, sizes=costs[0], unit="seconds"
-    )
+    problem = Problem(placement=tuple(range(len(seconds))), costs=costs, sizes=costs[0])
     return replace(problem, **fields)  # type: ignore[arg-type]
 
 
 def test_a_step_is_one_micro_batch_through_all_and_the_rest_behind_the_slowest() -> None:
-    links = ((0.0, 0.25), (0.5, 0.0))
+    links = ((9.0, 0.25), (0.5, 0.0))
     problem = machines(1.0, 2.0, transfer=links, microbatches=5)
     answer = StageMap(Partition.from_sizes([4, 2]), (0, 1))
     assert step_cost(problem, answer) == (4 + 4) + (0.25 + 0.5) + 4 * 4
-
-
-def test_stages_of_one_rank_add_up_and_send_each_other_nothing() -> None:
-    links = ((9.0, 0.25), (0.5, 0.0))
+    # Stages of one rank add up, and send each other nothing.
     problem = machines(1.0, 1.0, transfer=links, microbatches=2)
     answer = StageMap(Partition.from_sizes([1, 1, 1, 3]), (0, 0, 1, 0))
     assert step_cost(problem, answer) == 6 + 2 * 0.75 + 5
 
 
-def test_one_micro_batch_wants_little_on_the_slow_machine() -> None:
+def test_one_micro_batch_wants_little_on_the_slow_machine_many_want_all_busy_alike() -> None:
     assert hetero(machines(1.0, 2.0)).partition.sizes == (5, 1)
-
-
-def test_many_micro_batches_want_machines_to_be_busy_alike() -> None:
     assert hetero(machines(1.0, 2.0, microbatches=100)).partition.sizes == (4, 2)
 
 
@@ -97,7 +90,7 @@ def test_hetero_is_the_best_of_all_partitions_in_all_orders() -> None:
 def test_with_too_many_kinds_of_machines_the_given_order_is_solved_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardmlx.partitioners.orders.MAX_PLACINGS", 0)
+    monkeypatch.setattr(sys.modules["shardmlx.partitioners.hetero"], "MAX_PLACINGS", 0)
     random = Random(4)
     for _ in range(200):
         layers = random.randint(2, 8)
@@ -115,13 +108,13 @@ def test_orders_are_searched_by_kinds_of_machines() -> None:
     alike = machines(*[1.0] * 16, layers=16)
     assert len(orders_to_try(alike, kinds_of(alike))) == 1
     all_different = machines(*map(float, range(1, 17)), layers=16)
-    tried = orders_to_try(all_different, kinds_of(all_different))
-    assert [orders.nodes for orders in tried] == [(1,) * 16] * 3
+    (tried,) = orders_to_try(all_different, kinds_of(all_different))
+    assert tried.nodes == (1,) * 16
 
 
 def test_several_stages_a_rank_are_refused() -> None:
     costs = LayerCosts((1.0,) * 8)
-    with pytest.raises(UserError, match=r"one stage on each rank, not 4 stages on 2: use a sched"):
+    with pytest.raises(UserError, match="4 stages on 2"):
         hetero(Problem.homogeneous(costs, get_schedule("zb-v").placement(2, 2)))
 
 
@@ -130,10 +123,5 @@ def test_what_fits_in_no_order_is_said_for_the_order_that_lacks_least() -> None:
         return (stop - start) * (10 if stage == 0 else 1) * 2.0**30
 
     problem = machines(1.0, 1.0, peak=peak, capacity=(2.0 * 2**30, 20.0 * 2**30))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"rank 0 would hold 10.00 GiB of its 2.00 GiB"):
         hetero(problem)
-    assert str(caught.value) == (
-        "the model does not fit: at best rank 1 would hold 30.00 GiB of its 20.00 GiB for stage 0 "
-        "(layers 0-2), 10.00 GiB too much: quantise the model, use fewer tokens a micro-batch, or "
-        "more machines"
-    )

@@ -47,42 +47,32 @@ def test_a_stage_that_begins_lower_may_hold_less() -> None:
 
 
 def test_what_does_not_fit_is_said_with_how_much_is_lacking() -> None:
-    with pytest.raises(UserError) as caught:
+    lacking = r"rank 1 \(studio.local\) would hold 5.00 GiB of its 4.00 GiB .* 1.00 GiB too much"
+    with pytest.raises(UserError, match=lacking):
         memory(machines(3.0, 4.0, hosts=("mini.local", "studio.local")))
-    assert str(caught.value) == (
-        "the model does not fit: at best rank 1 (studio.local) would hold 5.00 GiB of its "
-        "4.00 GiB for stage 1 (layers 3-7), 1.00 GiB too much: quantise the model, use fewer "
-        "tokens a micro-batch, or more machines"
-    )
 
 
 @pytest.mark.parametrize("partitioner", [memory, hetero])
 def test_a_machine_smaller_than_one_layer_is_named(partitioner: Partitioner) -> None:
-    problem = machines(64.0, 64.0, 0.75)
-    with pytest.raises(UserError) as caught:
-        partitioner(problem)
-    assert str(caught.value) == (
-        "the model does not fit: at best rank 2 would hold 1.00 GiB of its 0.75 GiB for stage 2 "
-        "(layer 7), 0.25 GiB too much: quantise the model, use fewer tokens a micro-batch, or a "
-        "machine with more memory"
-    )
+    with pytest.raises(UserError, match=r"rank 2 would hold 1.00 GiB of its 0.75 GiB"):
+        partitioner(machines(64.0, 64.0, 0.75))
 
 
 def test_memory_must_be_told_what_machines_have() -> None:
-    with pytest.raises(UserError, match=r"memory is not told what rank 1 has: .*hostfile"):
+    with pytest.raises(UserError, match="rank 1"):
         memory(machines(8.0, math.inf))
 
 
 def test_the_stages_of_a_rank_share_its_memory() -> None:
     problem = replace(Problem.homogeneous(LAYER, (0, 1, 1, 0)), capacity=(12 * GIB, 4 * GIB))
     assert memory(problem).partition.sizes == (3, 1, 1, 3)
-    with pytest.raises(UserError, match=r"for stage 1 \(layer \d\) and stage 2 \(layer \d\)"):
+    with pytest.raises(UserError, match=r"stage 1 .* and stage 2 "):
         memory(replace(problem, capacity=(12 * GIB, GIB)))
 
 
 def test_memory_is_the_best_of_all_partitions() -> None:
     random = Random(2)
-    for _ in range(400):
+    for _ in range(200):
         layers = random.randint(1, 9)
         problem = random_problem(random, layers, random.randint(1, min(4, layers)))
         best = min(max(shares(problem, answer)) for answer in every_answer(problem))

@@ -54,7 +54,7 @@ def test_a_package_brings_a_partitioner(site: Path) -> None:
     assert get_partitioner("last")(PROBLEM).partition.sizes == (1, 1, 6)
     assert get_partitioner("last").__doc__ == "The last machine takes all that it can."
     assert partitioner_names()[-1] == "last"
-    with pytest.raises(UserError, match=r"unknown partitioner 'first': use one of .*, last$"):
+    with pytest.raises(UserError, match=r"first.*last"):
         get_partitioner("first")
 
 
@@ -65,52 +65,28 @@ def test_ours_keep_their_names(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "fault"),
     [
-        (
-            "broken_one:mine",
-            "partitioner 'bad' of package lean (broken_one:mine) cannot be imported: "
-            "OSError: no licence: mend or uninstall it",
-        ),
-        (
-            "no_such_module:mine",
-            "partitioner 'bad' of package lean (no_such_module:mine) cannot be imported: "
-            "ModuleNotFoundError: No module named 'no_such_module': mend or uninstall it",
-        ),
-        (
-            "lean_on_last:number",
-            "partitioner 'bad' of package lean (lean_on_last:number) is 3, no function: "
-            "mend or uninstall it",
-        ),
+        ("broken_one:mine", "OSError: no licence"),
+        ("no_such_module:mine", "No module named 'no_such_module'"),
+        ("lean_on_last:number", "is 3"),
+        ("lean_on_last:nothing", "returned None"),
+        ("lean_on_last:few", "7 layers into 1 stages on 1 ranks, not 8 into 3 on 3"),
     ],
 )
-def test_what_cannot_be_imported_is_named(site: Path, value: str, message: str) -> None:
+def test_a_bad_partitioner_is_named(site: Path, value: str, fault: str) -> None:
     install(site, "lean", bad=value)
     with pytest.raises(UserError) as caught:
-        get_partitioner("bad")
-    assert str(caught.value) == message
-    assert get_partitioner("balanced") is balanced
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing", r"\(lean_on_last:nothing\) returned None, no StageMap: mend or uninstall it"),
-        ("few", r"divided 7 layers into 1 stages on 1 ranks, not 8 into 3 on 3: mend or"),
-    ],
-)
-def test_wrong_answers_are_refused(site: Path, name: str, message: str) -> None:
-    install(site, "lean", bad=f"lean_on_last:{name}")
-    with pytest.raises(UserError, match=message):
         get_partitioner("bad")(PROBLEM)
+    assert f"'bad' of package lean ({value})" in caught.value.problem
+    assert fault in caught.value.problem
+    assert get_partitioner("balanced") is balanced
 
 
 def test_two_packages_may_not_bring_the_same_name(site: Path) -> None:
     install(site, "lean", last="lean_on_last:mine")
     install(site, "more", last="lean_on_last:mine")
-    with pytest.raises(
-        UserError, match="'last' is in package lean and package more: uninstall all but one"
-    ):
+    with pytest.raises(UserError, match="package lean and package more"):
         get_partitioner("last")
 
 
