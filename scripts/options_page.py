@@ -1,6 +1,6 @@
 """Write the pages of options out of what the commands declare.
 
-``python scripts/options_page.py`` writes them; a test compares them with what this would write.
+``python scripts/docs.py`` writes them, with all else that docs print of the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGES = {
 """The commands of each page."""
 
 _MADE = """\
-This page is made from the code, as `--help` is: `python scripts/options_page.py` writes it anew."""
+This page is made from the code, as `--help` is: `python scripts/docs.py` writes it anew."""
 
 _HEADS = {
     "options.md": f"""\

@@ -30,7 +30,7 @@ OPTIONS = [(command.name, each) for command in COMMANDS for each in declared(com
 def test_the_pages_are_up_to_date(script: ModuleType) -> None:
     for name in script.PAGES:
         written = (ROOT / "docs" / name).read_text()
-        assert written == script.page(name), "run python scripts/options_page.py"
+        assert written == script.page(name), "run python scripts/docs.py"
     on_pages = [command for commands in script.PAGES.values() for command in commands]
     assert sorted(on_pages) == sorted(command.name for command in COMMANDS)
 

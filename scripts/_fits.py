@@ -1,0 +1,227 @@
+"""The tables of what fits on which Macs, from the shapes of well-known models' config.json.
+
+Nothing is run, and nothing is downloaded. MLX may use 74% of a Mac's memory, which is what macOS
+wires on one with 16 GB. Each table can be made of one model ``only``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from shardmlx.config.common_options import AUTO, OFF
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
+from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import inspect_files
+from shardmlx.models.shape import ModelShape
+from shardmlx.planning.training_plan import plan_training
+
+GIB = 2**30
+
+
+WIRED = 0.74
+"""Part of a Mac's memory that its GPU may use: macOS wires no more below 36 GB."""
+
+MACS = ((1, 16), (2, 16), (1, 32), (2, 32), (4, 32), (2, 64))
+"""How many Macs, and GB of each."""
+
+
+def shape(
+    family: str, layers: int, hidden: int, inner: int, heads: str, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """Return a config.json; ``heads`` are attention / key-value heads."""
+    attention, kv = map(int, heads.split("/"))
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": attention,
+        "num_key_value_heads": kv,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+MODELS = {
+    "SmolLM2-1.7B": shape("llama", 24, 2048, 8192, "32/32", 49152, tie_word_embeddings=True),
+    "Qwen3-4B": shape(
+        "qwen3", 36, 2560, 9728, "32/8", 151936, head_dim=128, tie_word_embeddings=True
+    ),
+    "Mistral-7B": shape("mistral", 32, 4096, 14336, "32/8", 32768),
+    "Llama-3.1-8B": shape("llama", 32, 4096, 14336, "32/8", 128256),
+    "Mistral-Nemo 12B": shape("mistral", 40, 5120, 14336, "32/8", 131072, head_dim=128),
+    "Mistral-Small 22B": shape("mistral", 56, 6144, 16384, "48/8", 32768, head_dim=128),
+    "Mixtral-8x7B": shape(
+        "mixtral", 32, 4096, 14336, "32/8", 32000, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "Llama-3.3-70B": shape("llama", 80, 8192, 28672, "64/8", 128256),
+}
+
+BITS = {"16 bits": {}, "4 bits": {"quantization": {"group_size": 64, "bits": 4}}}
+
+
+LONG_MODELS = {
+    "SmolLM2-135M": shape("llama", 30, 576, 1536, "9/3", 49152, tie_word_embeddings=True),
+    "Mistral-7B": MODELS["Mistral-7B"],
+    "Mistral-Large 123B": shape("mistral", 88, 12288, 28672, "96/8", 32768, head_dim=128),
+}
+
+LONG_MACS = ((1, 16), (2, 16), (2, 32), (2, 64), (4, 64))
+
+LARGE_MACS = ((2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (2, 512), (4, 512))
+
+LENGTHS = [2**power for power in range(9, 18)]
+"""512 tokens to 128k."""
+
+
+def _machines(count: int, gigabytes: int) -> list[Machine]:
+    """Return Macs that are alike."""
+    return [
+        Machine(host=f"mac{i}", wired=round(WIRED * gigabytes * GIB), flops=5e12, link=2e9)
+        for i in range(count)
+    ]
+
+
+def common(only: str | None = None) -> str:
+    """Return the peak GiB of the fullest Mac: LoRA of rank 8 on the last 16 layers, batches of 4
+    sequences of 1024 tokens. A star is where whole layers are recomputed, a plus where their cheap
+    parts are; x N are replicas."""
+
+    def cell(directory: str, machines: list[Machine]) -> str:
+        config = TrainConfig(model=directory, batch_size=4, max_seq_length=1024)
+        chosen = plan_training(config, machines)
+        peak = max(rank.peak for rank in chosen.prediction.ranks)
+        replicas = chosen.prediction.plan.mesh.dp
+        recomputed = {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.choice.run.batch.recomputed]
+        return f"{peak / GIB:.1f}{recomputed}" + (f" x {replicas}" if replicas > 1 else "")
+
+    return _by_bits(_some(MODELS, only), MACS, cell)
+
+
+def lengths(only: str | None = None) -> str:
+    """Return the longest sequences that fit, for LoRA on all layers and batches of one; in brackets
+    without attention and loss in pieces."""
+
+    def cell(directory: str, machines: list[Machine]) -> str:
+        with_pieces, without = (_longest(directory, machines, chunk) for chunk in (AUTO, OFF))
+        return f"{with_pieces} ({without})"
+
+    return _by_bits(_some(LONG_MODELS, only), LONG_MACS, cell)
+
+
+def large(only: str | None = None) -> str:
+    """Return the peak GiB of the fullest Mac for the largest models: weights in 4 bits, LoRA on the
+    last 4 layers, one pipeline, all chosen for the least memory."""
+
+    def cell(directory: str, machines: list[Machine]) -> str:
+        config = TrainConfig(
+            model=directory,
+            batch_size=4,
+            max_seq_length=1024,
+            num_layers=4,
+            partitioner="memory",
+            schedule="1f1b",
+            micro_batch_size=1,
+            data_parallel=1,
+            pack=False,
+        )
+        peaks = [rank.peak for rank in plan_training(config, machines).prediction.ranks]
+        return f"{max(peaks) / GIB:.0f}"
+
+    rows = []
+    models = json.loads(Path(__file__).with_name("_large_models.json").read_text())
+    for name, config in _some(models, only).items():
+        config = {"torch_dtype": "bfloat16", **config, **BITS["4 bits"]}
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(config))
+            nbytes = inspect_files(open_model(directory)).whole.nbytes
+            shape = ModelShape.from_config(config)
+            facts = (
+                f"{shape.parameters() / 1e9:.1f}B",
+                f"{shape.active_parameters() / 1e9:.1f}B",
+                f"{nbytes / GIB:.1f} GiB",
+            )
+            rows.append((name, *facts, *_cells(directory, LARGE_MACS, cell)))
+    heads = ("model", "parameters", "a token uses", "weights in 4 bits")
+    return _table((*heads, *_names(LARGE_MACS)), rows)
+
+
+def _some(models: dict[str, dict[str, Any]], only: str | None) -> dict[str, dict[str, Any]]:
+    return models if only is None else {only: models[only]}
+
+
+def _by_bits(
+    models: dict[str, dict[str, Any]],
+    macs: tuple[tuple[int, int], ...],
+    cell: Callable[[str, list[Machine]], str],
+) -> str:
+    """Return a table with two rows a model, of 16 and 4 bits."""
+    rows = []
+    for name, config in models.items():
+        for bits, quantization in BITS.items():
+            with tempfile.TemporaryDirectory() as directory:
+                Path(directory, "config.json").write_text(json.dumps(config | quantization))
+                first = "" if quantization else name
+                rows.append((first, bits, *_cells(directory, macs, cell)))
+    return _table(("model", "", *_names(macs)), rows)
+
+
+def _cells(
+    directory: str, macs: tuple[tuple[int, int], ...], cell: Callable[[str, list[Machine]], str]
+) -> list[str]:
+    """Return a cell for each group of Macs; a dash where the model does not fit."""
+    found = []
+    for count, gigabytes in macs:
+        try:
+            found.append(cell(directory, _machines(count, gigabytes)))
+        except UserError:
+            found.append("-")
+    return found
+
+
+def _longest(directory: str, machines: list[Machine], chunk: str) -> str:
+    """Return the longest of ``LENGTHS`` that fits, in thousands from 1024 on."""
+
+    def is_too_long(length: int) -> bool:
+        config = TrainConfig(
+            model=directory,
+            batch_size=1,
+            max_seq_length=length,
+            data_parallel=1,
+            num_layers=-1,
+            attention_chunk=chunk,
+            loss_chunk=chunk,
+        )
+        try:
+            plan_training(config, machines)
+        except UserError:
+            return True
+        return False
+
+    fitting = bisect_left(LENGTHS, True, key=is_too_long)
+    if not fitting:
+        return "-"
+    length = LENGTHS[fitting - 1]
+    return f"{length // 1024}k" if length >= 1024 else str(length)
+
+
+def _names(macs: tuple[tuple[int, int], ...]) -> list[str]:
+    return [f"{count} x {size} GB" for count, size in macs]
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    lines = ["| " + " | ".join(each) + " |" for each in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:], ""])

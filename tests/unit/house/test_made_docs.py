@@ -1,0 +1,44 @@
+"""What pages print of the program is what the program prints now."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+ADVICE = "run python scripts/docs.py"
+
+
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    return importlib.import_module("docs")
+
+
+def test_printed_outputs_are_those_of_the_commands(docs: ModuleType) -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    assert sum(len(docs.PART.findall(text)) for text in texts.values()) > 8
+    differing = [name for name, text in texts.items() if docs.made(text, tables=False) != text]
+    assert differing == [], ADVICE
+
+
+@pytest.mark.parametrize(
+    ("page", "table", "model"),
+    [
+        ("what-fits.md", "fits", "Llama-3.1-8B"),
+        ("what-fits.md", "large", "gpt-oss-120b"),
+        ("long-texts.md", "lengths", "Mistral-7B"),
+    ],
+)
+def test_rows_of_tables_are_those_of_the_planner(
+    docs: ModuleType, page: str, table: str, model: str
+) -> None:
+    """One model of each table, since all of them take minutes."""
+    rows = docs.TABLES[table](model)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [row for row in rows.splitlines() if row not in text.splitlines()] == [], ADVICE
