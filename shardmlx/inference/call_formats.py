@@ -30,8 +30,7 @@ class ArgumentFormat:
 
     ``strips``: space around a text is lost. ``has_null``: the text "null" is no text.
     ``reads_json``: a text may be written as JSON where it might as well be of another type.
-    ``holds``: what arrays and objects are: "json", written like the arguments themselves ("same"),
-    or not possible ("").
+    Arrays and objects are JSON too; where texts have a ``quote``, they have no place.
     """
 
     before: str
@@ -43,7 +42,6 @@ class ArgumentFormat:
     strips: bool = False
     has_null: bool = False
     reads_json: bool = False
-    holds: str = "json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +220,6 @@ _FUNCTION_GEMMA = CallFormat(
         names=_WORD,
         quote="<escape>",
         ends=("<escape>", "}", "<end_function_call>"),
-        holds="",
     ),
 )
 
@@ -238,7 +235,6 @@ _GEMMA = CallFormat(
         names=_WORD,
         quote='<|"|>',
         ends=('<|"|>', "<tool_call|>"),
-        holds="same",
     ),
 )
 

@@ -5,53 +5,40 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
+from shardmlx.server.answer_parts import Call, MoreArguments, Part, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.replies import Body, Reply, TokenText
 from shardmlx.server.request_queue import Piece
 
-Body = dict[str, Any]
 
+class MessageReply(Reply):
+    """The reply to one request to /v1/messages."""
 
-class MessageReply:
-    """The reply to one request to /v1/messages, whole or as events."""
+    sign_of_life = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    done: ClassVar[bytes] = b""
-    sign_of_life: ClassVar[bytes] = b'event: ping\ndata: {"type": "ping"}\n\n'
-
-    def __init__(self, request: ApiRequest, model: str) -> None:
-        self.request = request
+    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(request, model, token_text)
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._model = model
-        self._parts = AnswerParser.of(request.requests[0])
         self._content: list[Body] = []
         self._arguments = ""
         self._reason: str | None = None
         self._stop: str | None = None
-        self._generated = self._cached = 0
 
-    @staticmethod
-    def event(body: Body) -> bytes:
-        """Return an event as it is sent."""
+    def event(self, body: Body) -> bytes:
         return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
-    @staticmethod
-    def failure(error: ApiError) -> Body:
-        """Return the body of an error."""
+    def failure(self, error: ApiError) -> Body:
         return error.anthropics
 
     def opening(self) -> Iterator[Body]:
-        """Yield the events that come before all others."""
         yield {"type": "message_start", "message": self.whole}
 
-    def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of the answer, and yield the events to send of it."""
-        self._generated, self._cached = piece.generated, piece.cached
-        is_last = piece.finish_reason is not None
-        for part in self._parts.take(piece.text, is_last=is_last):
+    def _add(self, index: int, piece: Piece, parser: AnswerParser) -> Iterator[Body]:
+        for part in parser.take(piece.text, is_last=piece.finish_reason is not None):
             yield from self._take(part)
         if piece.finish_reason is not None:
             yield from self._end_block()
@@ -63,17 +50,15 @@ class MessageReply:
             }
 
     def closing(self) -> Iterator[Body]:
-        """Yield the events that come after all others."""
         yield {"type": "message_stop"}
 
     @property
     def whole(self) -> Body:
-        """The message, as far as it has come."""
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": list(self._content),
             "stop_reason": self._reason,
             "stop_sequence": self._stop,
@@ -82,12 +67,12 @@ class MessageReply:
 
     @property
     def _usage(self) -> Body:
-        (request,) = self.request.requests
+        (cached,), (generated,) = self.cached, self.generated
         return {
-            "input_tokens": len(request.tokens) - self._cached,
-            "cache_read_input_tokens": self._cached,
+            "input_tokens": self.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": self._generated,
+            "output_tokens": generated,
         }
 
     def _take(self, part: Part) -> Iterator[Body]:
@@ -103,14 +88,15 @@ class MessageReply:
             delta = {"type": "input_json_delta", "partial_json": text}
             yield self._block("delta", delta=delta)
             return
-        kind, field = ("thinking", "thinking") if isinstance(part, Thought) else ("text", "text")
+        kind = "thinking" if isinstance(part, Thought) else "text"
         if not self._content or self._content[-1]["type"] != kind:
             yield from self._end_block()
-            block = {"type": kind, field: "", **({} if isinstance(part, Said) else _UNSIGNED)}
+            # Nobody signs the thoughts of a model of one's own.
+            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
             self._content.append(dict(block))
             yield self._block("start", content_block=block)
-        self._content[-1][field] += part.text
-        yield self._block("delta", delta={"type": f"{kind}_delta", field: part.text})
+        self._content[-1][kind] += part.text
+        yield self._block("delta", delta={"type": f"{kind}_delta", kind: part.text})
 
     def _end_block(self) -> Iterator[Body]:
         if not self._content:
@@ -132,7 +118,3 @@ class MessageReply:
         if any(block["type"] == "tool_use" for block in self._content):
             return "tool_use", None
         return ("end_turn" if piece.stop is None else "stop_sequence"), piece.stop
-
-
-_UNSIGNED: Body = {"signature": ""}
-"""Nobody signs the thoughts of a model of one's own."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_requests import read_message
@@ -38,8 +38,9 @@ from shardmlx.server.openai_requests import (
     read_chat,
     read_completion,
 )
-from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
+from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.page_files import PAGE_PARTS, PageFiles
+from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import (
     Answer,
     QueueFull,
@@ -48,7 +49,7 @@ from shardmlx.server.request_queue import (
 )
 from shardmlx.server.response_api_replies import ResponseReply
 from shardmlx.server.response_api_requests import read_response
-from shardmlx.server.streaming import AnswerResponse, AnyReply, ended
+from shardmlx.server.streaming import AnswerResponse, ended
 from shardmlx.server.tokenizing import counted, detokenized, tokenized
 
 MOST_BODY_BYTES = 4 << 20
@@ -64,7 +65,24 @@ SECONDS_TO_RETRY = 2
 """Seconds after which a client shall ask again when the queue is full (``Retry-After``)."""
 
 
-_Read = TypeVar("_Read")
+_T = TypeVar("_T")
+Read = Callable[[bytes, Reader, ServedModel], _T]
+"""A reader of the body of a request. Raises ``ApiError``."""
+
+ANSWERED: Mapping[str, Read[dict[str, Any]]] = {
+    "/v1/messages/count_tokens": counted,
+    "/tokenize": tokenized,
+    "/detokenize": detokenized,
+}
+"""Paths to which nothing is generated."""
+
+GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
+    "/v1/chat/completions": (read_chat, ChatReply),
+    "/v1/completions": (read_completion, CompletionReply),
+    "/v1/responses": (read_response, ResponseReply),
+    "/v1/messages": (read_message, MessageReply),
+}
+"""Paths of all APIs, each with the reader of a request and the form of its reply."""
 
 
 def make_app(
@@ -101,7 +119,7 @@ def make_app(
         complaint=complaint,
     )
     api = Api(queue, reader, served, max_body_bytes, memory, trouble)
-    endpoints = [route.path for route in api.routes]
+    endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
         Middleware(Guard, api_key=api_key, hosts=hosts),
@@ -146,7 +164,7 @@ class Api:
         trouble: Callable[[], str | None],
     ) -> None:
         self.metrics = Metrics(queue, memory, trouble)
-        self._page = PageFiles()
+        self._page_files = PageFiles()
         self._trouble = trouble
         self._queue = queue
         self._reader = reader
@@ -159,75 +177,39 @@ class Api:
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
 
     @property
-    def routes(self) -> list[Route]:
-        """The paths, each with the method below that answers it."""
+    def routes(self) -> list[BaseRoute]:
+        """The paths, each with what answers it."""
+        answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
+            **{path: partial(self._answer, answer) for path, answer in ANSWERED.items()},
+            "/v1/embeddings": self._no_embeddings,
+        }
         return [
-            Route("/", self._page.answer),
-            Route(PAGE_PARTS + "{name}", self._page.answer),
-            Route("/health", self.health),
-            Route("/metrics", self.exposition),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completion, methods=["POST"]),
-            Route("/v1/responses", self.response, methods=["POST"]),
-            Route("/v1/messages", self.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/", self._page),
+            Mount(PAGE_PARTS, self._page_files),
+            Route("/health", self._health),
+            Route("/metrics", self._exposition),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            *(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
         ]
 
-    async def chat(self, request: Request) -> Response:
-        """Generate the next message of a chat."""
-        return await self._generate(request, read_chat, self._reply(ChatReply))
+    async def _page(self, request: Request) -> Response:
+        return await self._page_files.get_response("chat.html", request.scope)
 
-    async def completion(self, request: Request) -> Response:
-        """Generate what follows a prompt, or several prompts."""
-        return await self._generate(request, read_completion, self._reply(CompletionReply))
-
-    async def response(self, request: Request) -> Response:
-        """Generate the next message of a chat, as OpenAI's Responses API has it."""
-        name = self._served.names.first
-        return await self._generate(
-            request, read_response, lambda asked: ResponseReply(asked, name)
-        )
-
-    async def messages(self, request: Request) -> Response:
-        """Generate the next message of a chat, as Anthropic's API has it."""
-        name = self._served.names.first
-        return await self._generate(request, read_message, lambda asked: MessageReply(asked, name))
-
-    async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of a chat, as Anthropic's API has it."""
-        return await self._answer(request, counted)
-
-    async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a prompt or a chat."""
-        return await self._answer(request, tokenized)
-
-    async def detokenize(self, request: Request) -> Response:
-        """Return the text of tokens."""
-        return await self._answer(request, detokenized)
-
-    async def embeddings(self, request: Request) -> Response:
-        """Refuse: hidden states of a model that generates text are no embeddings, and of one that
-        was trained to give some nobody here knows how it pools them."""
+    async def _no_embeddings(self, request: Request) -> Response:
+        # Hidden states of a model that generates text are no embeddings.
         raise refused(
             "this server generates text and gives no embeddings: ask one for embedding models",
             "model",
             "unsupported_endpoint",
         )
 
-    async def _answer(
-        self, request: Request, answer: Callable[[bytes, Reader, ServedModel], dict[str, Any]]
-    ) -> Response:
+    async def _answer(self, answer: Read[dict[str, Any]], request: Request) -> Response:
         """Answer a request for which nothing is generated."""
         return JSONResponse(await self._read(request, answer))
 
-    async def _read(
-        self, request: Request, read: Callable[[bytes, Reader, ServedModel], _Read]
-    ) -> _Read:
+    async def _read(self, request: Request, read: Read[_T]) -> _T:
         """Return what ``read`` makes of the body, on a thread of its own."""
         body = await read_body(request, self._max_body_bytes)
         if self._held_bytes + len(body) > MOST_BODIES * self._max_body_bytes:
@@ -239,20 +221,16 @@ class Api:
         finally:
             self._held_bytes -= len(body)
 
-    def _reply(self, kind: type[Reply]) -> Callable[[ApiRequest], Reply]:
-        return lambda asked: kind(asked, self._served.names.first, self._token_text)
-
     async def _generate(
-        self,
-        request: Request,
-        read: Callable[[bytes, Reader, ServedModel], ApiRequest],
-        reply: Callable[[ApiRequest], AnyReply],
+        self, read: Read[ApiRequest], kind: type[Reply], request: Request
     ) -> Response:
+        """Answer a request with what is generated."""
         self._check_ready()
         api_request = await self._read(request, read)
         answers = self._submit(api_request)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
-        return AnswerResponse(reply(api_request), answers, meters)
+        reply = kind(api_request, self._served.names.first, self._token_text)
+        return AnswerResponse(reply, answers, meters)
 
     def _check_ready(self) -> None:
         """Raise ``ApiError`` while no requests are taken."""
@@ -274,12 +252,12 @@ class Api:
             raise _not_taken(error) from None
         return answers
 
-    async def models(self, request: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         """List the one model, under each of its names."""
         listed = [self._model(name) for name in self._served.names.listed]
         return JSONResponse({"object": "list", "data": listed})
 
-    async def model(self, request: Request) -> Response:
+    async def _one_model(self, request: Request) -> Response:
         """Describe the model, if it is asked for by one of its names."""
         name, names = request.path_params["name"], self._served.names
         names.check(name)
@@ -295,7 +273,7 @@ class Api:
             "tools": self._reader.answer_format.way,
         }
 
-    async def health(self, request: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         """Tell whether requests are taken."""
         if (reason := self._queue.ended) is not None:
             return JSONResponse({"status": "ended", "reason": reason}, 503)
@@ -303,7 +281,7 @@ class Api:
             return JSONResponse({"status": "waiting", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def exposition(self, request: Request) -> Response:
+    async def _exposition(self, request: Request) -> Response:
         """Return the metrics for Prometheus."""
         return Response(
             self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"

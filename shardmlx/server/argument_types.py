@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
 
 DEEPEST = 16
 """Levels of references and choices that are followed."""
-
-MOST_LOOKED_AT = 100_000
-"""Parts of a schema that are looked at to find out whether it has values."""
 
 _JSON_TYPES: Mapping[type, str] = {
     str: "string",
@@ -58,56 +55,6 @@ def referred(schema: Schema, root: Schema) -> dict[str, Any]:
         at = at.get(step) if isinstance(at, dict) else None
     here = {name: each for name, each in schema.items() if name != "$ref"}
     return {**at, **here} if isinstance(at, dict) else here
-
-
-def has_value(root: Schema) -> bool:
-    """Return whether a schema has a value that ends: none does where each has to hold another of
-    its own kind."""
-    left = iter(range(MOST_LOOKED_AT))
-    ending: set[str] = set()  # of all references, those to schemas that have a value
-    try:
-        waiting = {*_references(root, left)}
-        while more := {
-            each for each in waiting if _ends(referred({"$ref": each}, root), ending, left)
-        }:
-            ending |= more
-            waiting -= more
-        return _ends(root, ending, left)
-    except RecursionError:
-        return True  # nothing is known
-
-
-def _references(schema: Any, left: Iterator[int]) -> Iterator[str]:
-    waiting = [schema]
-    while waiting and next(left, None) is not None:
-        at = waiting.pop()
-        if isinstance(at, dict) and isinstance(at.get("$ref"), str):
-            yield at["$ref"]
-        waiting += at.values() if isinstance(at, dict) else at if isinstance(at, list) else ()
-
-
-def _ends(schema: Any, ending: Set[str], left: Iterator[int]) -> bool:
-    """Return whether a schema has a value that ends, if these references lead to such."""
-    if not isinstance(schema, dict) or next(left, None) is None:
-        return True
-    if "$ref" in schema and str(schema["$ref"]) not in ending:
-        return False
-
-    def some(key: str) -> list[Any]:
-        found = schema.get(key)
-        return found if isinstance(found, list) else []
-
-    for key in ("anyOf", "oneOf"):
-        if some(key) and not any(_ends(each, ending, left) for each in some(key)):
-            return False
-    inner = some("allOf")
-    if schema.get("type") == "object":
-        properties = properties_of(schema)
-        inner = [*inner, *(properties.get(str(name)) for name in some("required"))]
-    elif schema.get("type") == "array" and isinstance(schema.get("minItems"), int):
-        items = [*some("prefixItems"), schema.get("items")]
-        inner = [*inner, *items[: schema["minItems"]]]
-    return all(_ends(each, ending, left) for each in inner)
 
 
 def string_branches(schema: Schema, root: Schema, depth: int = DEEPEST) -> list[Schema]:

@@ -6,8 +6,8 @@ import json
 import math
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,12 +16,8 @@ from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.replies import Body, Reply, TokenText
 from shardmlx.server.request_queue import FinishReason, Piece
-
-Body = dict[str, Any]
-"""A JSON object."""
-
-TokenText = Callable[[int], str]
 
 
 @dataclass(slots=True)
@@ -32,97 +28,68 @@ class GeneratedText:
     thought: str = ""
     calls: list[Call] = field(default_factory=list)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    generated: int = 0
-    cached: int = 0
     finish_reason: FinishReason | None = None
 
 
-@dataclass(slots=True)
-class Reply(ABC):
-    """The reply to one request of the API, whole or in chunks; one choice for each answer."""
+class ChoicesReply(Reply):
+    """The reply to one request of OpenAI's older APIs, with a choice for each answer."""
 
-    request: ApiRequest
-    model: str
-    token_text: TokenText
-    texts: list[GeneratedText] = field(init=False)
-    parsers: list[AnswerParser] = field(init=False)
-    head: Body = field(init=False)
-
-    done: ClassVar[bytes] = b"data: [DONE]\n\n"
-    sign_of_life: ClassVar[bytes] = b": still here\n\n"
+    done = b"data: [DONE]\n\n"
+    sign_of_life = b": still here\n\n"
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        self.texts = [GeneratedText() for _ in self.request.requests]
-        self.parsers = list(map(AnswerParser.of, self.request.requests))
-        self.head = {
+    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(request, model, token_text)
+        self.texts = [GeneratedText() for _ in request.requests]
+        self.head: Body = {
             "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": self.model,
+            "model": model,
         }
 
-    @staticmethod
-    def event(body: Body) -> bytes:
-        """Return an event as it is sent."""
+    def event(self, body: Body) -> bytes:
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    @staticmethod
-    def failure(error: ApiError) -> Body:
-        """Return the body of an error."""
+    def failure(self, error: ApiError) -> Body:
         return error.body
 
-    def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of answer ``index``, and yield the chunks to send of it."""
+    def _add(self, index: int, piece: Piece, parser: AnswerParser) -> Iterator[Body]:
         text = self.texts[index]
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = self._logprobs(piece, len(text.text))
             for name, values in logprobs.items():
                 text.logprobs.setdefault(name, []).extend(values)
-        is_last = piece.finish_reason is not None
-        parts = list(self.parsers[index].take(piece.text, is_last=is_last))
+        parts = list(parser.take(piece.text, is_last=piece.finish_reason is not None))
         if logprobs is not None and piece.sampled and not parts:
             parts = [Said("")]
         for place, part in enumerate(parts):
             yield self._chunk(self._part(index, part, logprobs if place == 0 else None))
-        text.generated = piece.generated
-        text.cached = piece.cached
         text.finish_reason = piece.finish_reason
         if piece.finish_reason is not None:
             yield self._chunk(self._end(index, piece.finish_reason))
 
     def opening(self) -> Iterator[Body]:
-        """Yield the chunks that come before all others."""
         yield from ()
 
     def closing(self) -> Iterator[Body]:
-        """Yield the chunks that come after all answers."""
         if self.request.include_usage:
             yield {**self._chunk(), "usage": self.usage}
 
     @property
     def whole(self) -> Body:
-        """The whole reply, once all answers have ended."""
         choices = [self._choice(index, text) for index, text in enumerate(self.texts)]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
     @property
     def usage(self) -> Body:
-        """The numbers of tokens.
-
-        A prompt counts once, however many answers it has. Its cached tokens are those that came
-        from the prefix cache for all of these answers.
-        """
-        n = self.request.n
-        prompt = sum(len(request.tokens) for request in self.request.requests[::n])
-        cached = sum(
-            min(text.cached for text in self.texts[start : start + n])
-            for start in range(0, len(self.texts), n)
-        )
-        generated = sum(text.generated for text in self.texts)
+        """The numbers of tokens. Cached are those of a prompt that came from the prefix cache for
+        all of its answers."""
+        n, prompt, generated = self.request.n, self.prompt_tokens, sum(self.generated)
+        cached = sum(min(self.cached[at : at + n]) for at in range(0, len(self.cached), n))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -151,8 +118,7 @@ class Reply(ABC):
         """Return the log-probabilities of a piece, before which ``length`` characters came."""
 
 
-@dataclass(slots=True)
-class ChatReply(Reply):
+class ChatReply(ChoicesReply):
     """The reply to a request to /v1/chat/completions."""
 
     PREFIX = "chatcmpl"
@@ -225,8 +191,7 @@ class ChatReply(Reply):
         return {"token": text, "logprob": _finite(logprob), "bytes": characters}
 
 
-@dataclass(slots=True)
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     """The reply to a request to /v1/completions."""
 
     PREFIX = "cmpl"

@@ -7,33 +7,29 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
 from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.replies import Body, Reply, TokenText
 from shardmlx.server.request_queue import Piece
-
-Body = dict[str, Any]
 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
-class ResponseReply:
-    """The reply to one request to /v1/responses, whole or as events."""
+class ResponseReply(Reply):
+    """The reply to one request to /v1/responses."""
 
-    done: ClassVar[bytes] = b""
-
-    def __init__(self, request: ApiRequest, model: str) -> None:
-        self.request = request
-        self._parts = AnswerParser.of(request.requests[0])
+    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(request, model, token_text)
         self._items: list[Body] = []
         self._status = "in_progress"
         self._pending: tuple[ClientTool, Call] | None = None
         self._events = 0
-        self._generated = self._cached = self._thought = 0
+        self._thought = 0
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -42,35 +38,30 @@ class ResponseReply:
         }
 
     def event(self, body: Body) -> bytes:
-        """Return an event as it is sent."""
         numbered = {"sequence_number": self._events, **body}
         self._events += 1
         return f"event: {body['type']}\ndata: {json.dumps(numbered)}\n\n".encode()
 
     @property
     def sign_of_life(self) -> bytes:
-        """An event that tells nothing new: Codex counts no comments, and some clients refuse events
-        that they do not know."""
+        # An event that tells nothing new: Codex counts no comments, and some clients refuse events
+        # that they do not know.
         return self.event(
             {"type": "response.in_progress", "response": {**self.whole, "output": []}}
         )
 
     def failure(self, error: ApiError) -> Body:
-        """Return the body of an error: an event, if the reply is a stream."""
         if not self.request.stream:
             return error.body
         return {"type": "error", "code": error.code, "message": str(error), "param": error.param}
 
     def opening(self) -> Iterator[Body]:
-        """Yield the events that come before all others."""
         yield {"type": "response.created", "response": self.whole}
         yield {"type": "response.in_progress", "response": self.whole}
 
-    def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of the answer, and yield the events to send of it."""
-        self._generated, self._cached = piece.generated, piece.cached
+    def _add(self, index: int, piece: Piece, parser: AnswerParser) -> Iterator[Body]:
         is_last = piece.finish_reason is not None
-        for part in self._parts.take(piece.text, is_last=is_last):
+        for part in parser.take(piece.text, is_last=is_last):
             if isinstance(part, Thought):
                 self._thought = piece.generated
             yield from self._take(part)
@@ -79,12 +70,10 @@ class ResponseReply:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
 
     def closing(self) -> Iterator[Body]:
-        """Yield the events that come after all others."""
         yield {"type": f"response.{self._status}", "response": self.whole}
 
     @property
     def whole(self) -> Body:
-        """The response, as far as it has come."""
         is_cut = self._status == "incomplete"
         return {
             **self._head,
@@ -99,13 +88,13 @@ class ResponseReply:
 
     @property
     def _usage(self) -> Body:
-        (request,) = self.request.requests
+        (cached,), (generated,) = self.cached, self.generated
         return {
-            "input_tokens": len(request.tokens),
-            "input_tokens_details": {"cached_tokens": self._cached},
-            "output_tokens": self._generated,
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": self._thought},
-            "total_tokens": len(request.tokens) + self._generated,
+            "total_tokens": self.prompt_tokens + generated,
         }
 
     def _take(self, part: Part) -> Iterator[Body]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import ClassVar, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from shardmlx.server.metrics import RequestMeter
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ApiRequest
-from shardmlx.server.openai_responses import Body
+from shardmlx.server.replies import Body, Reply
 from shardmlx.server.request_queue import Answer, Piece, ServiceEnded
 
 SECONDS_OF_SILENCE = 15.0
@@ -23,44 +21,11 @@ SECONDS_TO_RESTART = 10
 """Seconds after which a client may ask again (``Retry-After``): ``launch`` restarts a server."""
 
 
-class AnyReply(Protocol):
-    """The reply to one request of an API: ``openai_responses.Reply`` or Anthropic's."""
-
-    done: ClassVar[bytes]
-
-    @property
-    def sign_of_life(self) -> bytes:
-        """The bytes that a stream sends in silence, which clients of the API count as life."""
-
-    @property
-    def request(self) -> ApiRequest:
-        """The request that is answered."""
-
-    def opening(self) -> Iterator[Body]:
-        """Yield the events that come before all others."""
-
-    def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of answer ``index``, and yield the events to send of it."""
-
-    def closing(self) -> Iterator[Body]:
-        """Yield the events that come after all answers."""
-
-    @property
-    def whole(self) -> Body:
-        """The whole reply, once all answers have ended."""
-
-    def event(self, body: Body) -> bytes:
-        """Return an event as it is sent."""
-
-    def failure(self, error: ApiError) -> Body:
-        """Return the body of an error."""
-
-
 class AnswerResponse(Response):
     """The HTTP response to one request of the API, made from its answers."""
 
     def __init__(
-        self, reply: AnyReply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
+        self, reply: Reply, answers: Sequence[Answer], meters: Sequence[RequestMeter]
     ) -> None:
         super().__init__()
         self._reply = reply

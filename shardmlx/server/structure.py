@@ -16,8 +16,7 @@ from pydantic import Field
 
 from shardmlx.errors import UserError
 from shardmlx.server.accepted_fields import Body, Listed
-from shardmlx.server.argument_types import has_value
-from shardmlx.server.openai_errors import ApiError, refused
+from shardmlx.server.openai_errors import refused
 
 LONGEST_GRAMMAR = 100_000
 """Characters of a grammar. All answers wait while one is made ready, and the time grows with the
@@ -119,16 +118,7 @@ def _body(kind: str, value: Any, param: str) -> str:
         raise refused(f"{param} is no JSON schema: it is no JSON", param) from None
     if not isinstance(schema, dict):
         raise refused(f"{param} is no JSON schema: it is no object", param)
-    if not has_value(schema):
-        raise endless(param)
     return json_term(closed(schema))
-
-
-def endless(param: str) -> ApiError:
-    """Return the error for a schema without a value that ends."""
-    return refused(
-        f"{param}: no value of the schema ends: each has to hold another of its kind", param
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.openai_requests import ApiRequest
-from shardmlx.server.openai_responses import ChatReply, CompletionReply, Reply
+from shardmlx.server.openai_responses import ChatReply, ChoicesReply, CompletionReply
 from shardmlx.server.request_queue import GenerationRequest, Piece
 
 WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
@@ -39,7 +39,7 @@ def completion(**options: Any) -> CompletionReply:
     return CompletionReply(order(**options), "ours", WORDS.__getitem__)
 
 
-def chunks(reply: Reply, *pieces: tuple[int, Piece]) -> list[dict[str, Any]]:
+def chunks(reply: ChoicesReply, *pieces: tuple[int, Piece]) -> list[dict[str, Any]]:
     """All of a stream, without what is the same in all."""
     sent = [*reply.opening()]
     for index, piece in pieces:
