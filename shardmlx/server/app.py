@@ -98,7 +98,7 @@ def make_app(
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
     memory: MemoryCollector | None = None,
-    trouble: Callable[[], str | None] = lambda: None,
+    unavailable_reason: Callable[[], str | None] = lambda: None,
     complaint: Callable[[str], str] | None = None,
 ) -> Starlette:
     """Return the application over a queue.
@@ -107,7 +107,7 @@ def make_app(
     answer have at most ``most_tokens``. With ``api_key`` all but the page and /health need it.
     ``hosts`` are the names that a request's ``Host`` may have, None for any; ``origins`` are other
     sites whose pages may use the API, "*" for any. ``memory`` is shown at /metrics.
-    While ``trouble`` returns a reason, no requests are taken. ``complaint`` is that of
+    While ``unavailable_reason`` returns a reason, no requests are taken. ``complaint`` is that of
     ``ServedModel``.
     """
     served = ServedModel(
@@ -118,7 +118,7 @@ def make_app(
         defaults=defaults or Defaults(),
         complaint=complaint,
     )
-    api = Api(queue, reader, served, max_body_bytes, memory, trouble)
+    api = Api(queue, reader, served, max_body_bytes, memory, unavailable_reason)
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
@@ -161,11 +161,11 @@ class Api:
         served: ServedModel,
         max_body_bytes: int,
         memory: MemoryCollector | None,
-        trouble: Callable[[], str | None],
+        unavailable_reason: Callable[[], str | None],
     ) -> None:
-        self.metrics = Metrics(queue, memory, trouble)
+        self.metrics = Metrics(queue, memory, unavailable_reason)
         self._page_files = PageFiles()
-        self._trouble = trouble
+        self._unavailable_reason = unavailable_reason
         self._queue = queue
         self._reader = reader
         self._served = served
@@ -236,7 +236,7 @@ class Api:
         """Raise ``ApiError`` while no requests are taken."""
         if (reason := self._queue.ended) is not None:
             raise ended(reason)
-        if (reason := self._trouble()) is not None:
+        if (reason := self._unavailable_reason()) is not None:
             retry = {"retry-after": str(SECONDS_TO_RETRY)}
             raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=retry)
 
@@ -277,7 +277,7 @@ class Api:
         """Tell whether requests are taken."""
         if (reason := self._queue.ended) is not None:
             return JSONResponse({"status": "ended", "reason": reason}, 503)
-        if (reason := self._trouble()) is not None:
+        if (reason := self._unavailable_reason()) is not None:
             return JSONResponse({"status": "waiting", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -29,8 +29,8 @@ from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
-SECONDS_FOR_LAST_WORDS = 0.15
-"""Seconds for the server to tell its clients why nothing comes any more."""
+SECONDS_TO_TELL = 0.15
+"""Seconds for the server to tell its clients why the job ends."""
 
 SECONDS_TO_SEND = 5.0
 """Seconds for clients to take what is left for them."""
@@ -42,15 +42,18 @@ SECONDS_OF_A_STEP = 25.0
 class PipelineGenerator:
     """The ``Generator`` of a ``RequestQueue``, over the pipeline.
 
-    ``look_up`` is called between any two steps.
+    ``check_signals`` is called between any two steps.
     """
 
     def __init__(
-        self, first_stage: FirstStage, tokenizer: TokenizerWrapper, look_up: Callable[[], None]
+        self,
+        first_stage: FirstStage,
+        tokenizer: TokenizerWrapper,
+        check_signals: Callable[[], None],
     ) -> None:
         self._first_stage = first_stage
         self._tokenizer = tokenizer
-        self._look_up = look_up
+        self._check_signals = check_signals
         self._special = xtc_special_tokens(tokenizer)
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
 
@@ -86,7 +89,7 @@ class PipelineGenerator:
 
     def step(self) -> Sequence[tuple[int, Piece]]:
         """Do the pipeline's next step, and return the pieces that have come."""
-        self._look_up()
+        self._check_signals()
         pieces = []
         for number, sampled in self._first_stage.step():
             answer = self._detokenizers[number]
@@ -107,9 +110,9 @@ class PipelineGenerator:
             pieces.append((number, piece))
         return pieces
 
-    def rest(self) -> None:
-        """Show the other ranks that all is well. Raises if one is lost."""
-        self._look_up()
+    def keep_alive(self) -> None:
+        """Tell the other ranks that this one lives. Raises if one is lost."""
+        self._check_signals()
         self._first_stage.rest()
 
 
@@ -135,7 +138,7 @@ class RequestServer:
         self._reporter = reporter
         self._transport = prepared.transport
         self._queue = RequestQueue(config.batch_size + config.max_queue)
-        self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._look_up)
+        self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._check_signals)
         self._http_error: BaseException | None = None
 
     def run(self, listeners: Sequence[socket]) -> None:
@@ -159,7 +162,7 @@ class RequestServer:
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
-            trouble=self._trouble,
+            unavailable_reason=self._unavailable_reason,
             complaint=self._complaint,
             memory=MemoryCollector(
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory
@@ -171,9 +174,9 @@ class RequestServer:
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"
             )
-        self._look_up()  # from now on a signal lets open requests come to their end
+        self._check_signals()  # from now on a signal lets open requests come to their end
         server.start()
-        self._transport.on_abort = self._say_last_words
+        self._transport.on_abort = self._tell_clients
         self._reporter.say(f"Serving {names.first} at {server.address}")
         if (command := self._transport.stop_command()) is not None:
             self._reporter.say(f"To stop it in order: {command}")
@@ -185,7 +188,7 @@ class RequestServer:
         if self._http_error is not None:
             raise RuntimeError(f"the HTTP server ended: {one_line(self._http_error)}")
 
-    def _look_up(self) -> None:
+    def _check_signals(self) -> None:
         """Begin to stop if a signal has come. Called between two steps."""
         number = self._transport.stop_requested()
         if number is None or self._queue.ended is not None:
@@ -198,7 +201,7 @@ class RequestServer:
         self._reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
         self._queue.close(grace)
 
-    def _trouble(self) -> str | None:
+    def _unavailable_reason(self) -> str | None:
         """Return which rank does not answer, if one does not. Called on any thread."""
         if (quiet := self._transport.quiet_rank()) is not None:
             return quiet
@@ -212,7 +215,7 @@ class RequestServer:
         self._http_error = error
         self._queue.close(0.0)
 
-    def _say_last_words(self, reason: str) -> None:
+    def _tell_clients(self, reason: str) -> None:
         """Tell all clients why this process is about to be ended. Called on any thread."""
         self._queue.fail(reason)
-        time.sleep(SECONDS_FOR_LAST_WORDS)
+        time.sleep(SECONDS_TO_TELL)

@@ -34,47 +34,40 @@ class Metrics:
         self,
         queue: RequestQueue,
         memory: MemoryCollector | None = None,
-        trouble: Callable[[], str | None] = lambda: None,
+        unavailable_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
         registry = CollectorRegistry(auto_describe=True)
-        registry.register(_QueueCollector(queue, trouble))
+        registry.register(_QueueCollector(queue, unavailable_reason))
         if memory is not None:
             registry.register(memory)
         self._registry = registry
-        self.requests = Counter(
-            "shardmlx_requests",
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"shardmlx_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            full = f"shardmlx_{name}_seconds"
+            return Histogram(full, text, buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "requests",
             "HTTP requests; status 499 where the client did not wait for the end",
-            ["endpoint", "status"],
-            registry=registry,
+            "endpoint",
+            "status",
         )
-        self.answers = Counter(
-            "shardmlx_texts",
-            "Answers by how they ended: stop, length, cancelled, error",
-            ["end"],
-            registry=registry,
+        self.answers = counter(
+            "texts", "Answers by how they ended: stop, length, cancelled, error", "end"
         )
-        self.prompt_tokens = Counter(
-            "shardmlx_prompt_tokens", "Tokens of the prompts of all answers", registry=registry
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of all answers")
+        self.cached_tokens = counter(
+            "cached_tokens", "Tokens of prompts that came from the prefix cache"
         )
-        self.cached_tokens = Counter(
-            "shardmlx_cached_tokens",
-            "Tokens of prompts that came from the prefix cache",
-            registry=registry,
+        self.generated_tokens = counter("generated_tokens", "Tokens generated")
+        self.first_token = histogram(
+            "time_to_first_token", "From a request to the first token of its answer", FIRST_TOKEN
         )
-        self.generated_tokens = Counter(
-            "shardmlx_generated_tokens", "Tokens generated", registry=registry
-        )
-        self.first_token = Histogram(
-            "shardmlx_time_to_first_token_seconds",
-            "From a request to the first token of its answer",
-            buckets=FIRST_TOKEN,
-            registry=registry,
-        )
-        self.next_token = Histogram(
-            "shardmlx_time_between_tokens_seconds",
-            "Between two tokens of an answer",
-            buckets=NEXT_TOKEN,
-            registry=registry,
+        self.next_token = histogram(
+            "time_between_tokens", "Between two tokens of an answer", NEXT_TOKEN
         )
 
     def exposition(self) -> bytes:
@@ -120,14 +113,14 @@ class MemoryCollector(Collector):
 class _QueueCollector(Collector):
     """The load of the queue at the moment when it is asked for."""
 
-    def __init__(self, queue: RequestQueue, trouble: Callable[[], str | None]) -> None:
+    def __init__(self, queue: RequestQueue, unavailable_reason: Callable[[], str | None]) -> None:
         self._queue = queue
-        self._trouble = trouble
+        self._unavailable_reason = unavailable_reason
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one family for each metric."""
         load = self._queue.load()
-        is_up = self._queue.ended is None and self._trouble() is None
+        is_up = self._queue.ended is None and self._unavailable_reason() is None
         for name, text, value in (
             ("texts_under_way", "Answers being generated", load.under_way),
             ("texts_waiting", "Requests that wait for their turn", load.waiting),

@@ -1,7 +1,6 @@
 """Hand requests from the server's event loop to the thread that generates, and answers back.
 
-No MLX, no MPI: what generates is a ``Generator``, called only on the thread of
-``RequestQueue.run``.
+No MLX, no MPI: the ``Generator`` is called only on the thread of ``RequestQueue.run``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -92,8 +90,9 @@ class Generator(Protocol):
     def kept_tokens(self) -> int:
         """Tokens in the prefix cache."""
 
-    def rest(self) -> None:
-        """Show that all is well, while nothing is to be generated. Raises if a rank is lost."""
+    def keep_alive(self) -> None:
+        """Tell other ranks, while nothing is generated, that this one lives. Raises if one is
+        lost."""
 
 
 class Answer:
@@ -106,11 +105,12 @@ class Answer:
     def __init__(self, queue: RequestQueue, number: int) -> None:
         self._queue = queue
         self._number = number
+        self.has_begun = False
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | ServiceEnded] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Give up the answer, since whoever asked has gone. No effect on one that has ended."""
+        """Give up the answer: its client has gone. No effect on one that has ended."""
         self._queue._cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -122,7 +122,7 @@ class Answer:
             if piece.finish_reason is not None:
                 return
 
-    def _deliver(self, piece: Piece | ServiceEnded) -> None:
+    def put(self, piece: Piece | ServiceEnded) -> None:
         """Pass a piece to the event loop. Called on the thread that generates."""
         try:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -130,24 +130,8 @@ class Answer:
             return  # the loop is closed: nobody reads it
 
 
-SECONDS_OF_REST = 1.0
-"""Seconds between two calls of ``Generator.rest``."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """An open request; it ``has_begun`` when its first token has come."""
-
-    answer: Answer
-    has_begun: bool = False
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """The news since the generating thread last looked."""
-
-    requests: deque[tuple[int, GenerationRequest]] = field(default_factory=deque)
-    cancelled: deque[int] = field(default_factory=deque)
+SECONDS_IDLE = 1.0
+"""Seconds between two calls of ``Generator.keep_alive``."""
 
 
 class RequestQueue:
@@ -156,8 +140,9 @@ class RequestQueue:
     def __init__(self, most_open: int) -> None:
         self.most_open = most_open
         self._changed = threading.Condition()
-        self._inbox = _Inbox()
-        self._open: dict[int, _Open] = {}
+        # Requests, and None for one that is cancelled, since the generating thread last looked.
+        self._news: list[tuple[int, GenerationRequest | None]] = []
+        self._open: dict[int, Answer] = {}
         self._next = 0
         self._ended: str | None = None
         self._deadline: float | None = None
@@ -176,8 +161,8 @@ class RequestQueue:
             number = self._next
             self._next += 1
             answer = Answer(self, number)
-            self._open[number] = _Open(answer)
-            self._inbox.requests.append((number, request))
+            self._open[number] = answer
+            self._news.append((number, request))
             self._changed.notify()
         return answer
 
@@ -214,13 +199,13 @@ class RequestQueue:
             self._deadline = time.monotonic()
             left, self._open = self._open, {}
             self._changed.notify()
-        for known in left.values():
-            known.answer._deliver(ServiceEnded(reason))
+        for answer in left.values():
+            answer.put(ServiceEnded(reason))
 
     def _cancel(self, number: int) -> None:
         with self._changed:
             if number in self._open:
-                self._inbox.cancelled.append(number)
+                self._news.append((number, None))
                 self._changed.notify()
 
     # On the thread that generates.
@@ -229,46 +214,45 @@ class RequestQueue:
         """Generate until ``close`` or ``fail``. An error of the generator ends all open requests,
         and is raised again."""
         try:
-            while (inbox := self._take(generator.is_idle)) is not None:
-                for number, request in inbox.requests:
-                    generator.add(number, request)
-                for number in inbox.cancelled:
-                    if self._close(number):
+            while (news := self._take(generator.is_idle)) is not None:
+                for number, request in news:
+                    if request is not None:
+                        generator.add(number, request)
+                    elif self._close(number):
                         generator.cancel(number)
                 if generator.is_idle:
-                    generator.rest()
+                    generator.keep_alive()
                 else:
-                    self._deliver(generator.step())
+                    self._pass_on(generator.step())
                 self._kept_tokens = generator.kept_tokens
         except BaseException as error:
             self.fail(one_line(error))
             raise
         self.fail(self._ended or "the server is stopping")
 
-    def _take(self, is_idle: bool) -> _Inbox | None:
-        """Return what has come in; None at the end. Waits a while if there is nothing to do."""
+    def _take(self, is_idle: bool) -> list[tuple[int, GenerationRequest | None]] | None:
+        """Return the news; None at the end. Waits a while if there is nothing to do."""
         self._looked = time.monotonic()
         with self._changed:
-            nothing_new = not (self._inbox.requests or self._inbox.cancelled)
-            if is_idle and nothing_new and self._deadline is None:
-                self._changed.wait(SECONDS_OF_REST)
+            if is_idle and not self._news and self._deadline is None:
+                self._changed.wait(SECONDS_IDLE)
             if self._deadline is not None and (not self._open or time.monotonic() > self._deadline):
                 return None
-            inbox, self._inbox = self._inbox, _Inbox()
-            return inbox
+            news, self._news = self._news, []
+            return news
 
     def _close(self, number: int) -> bool:
         """Close a request, and return whether it was still open."""
         with self._changed:
             return self._open.pop(number, None) is not None
 
-    def _deliver(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+    def _pass_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
         for number, piece in pieces:
             with self._changed:
-                known = self._open.get(number)
-                if known is None:
+                answer = self._open.get(number)
+                if answer is None:
                     continue
-                known.has_begun = True
+                answer.has_begun = True
                 if piece.finish_reason is not None:
                     del self._open[number]
-            known.answer._deliver(piece)
+            answer.put(piece)

@@ -54,7 +54,7 @@ def stage_of_all() -> Iterator[Stage]:
         parrot=Speaker(),
         reader=reader,
         api_key=KEY,
-        trouble=lambda: troubles[0] if troubles else None,
+        unavailable_reason=lambda: troubles[0] if troubles else None,
     ) as server:
         yield Stage(server, reader, troubles)
 

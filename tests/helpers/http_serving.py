@@ -143,7 +143,7 @@ class Parrot:
     def is_idle(self) -> bool:
         return not self.texts
 
-    def rest(self) -> None:
+    def keep_alive(self) -> None:
         if self.fails is not None:
             raise RuntimeError(self.fails)
 

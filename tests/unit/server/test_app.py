@@ -293,7 +293,9 @@ def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
 def test_while_a_rank_does_not_answer_nobody_need_wait_for_it() -> None:
     """Whoever asks is told when to ask again; a stream that has begun goes on."""
     why: list[str] = []
-    with serving(trouble=lambda: why[0] if why else None, parrot=Parrot(steps=2)) as server:
+    with serving(
+        unavailable_reason=lambda: why[0] if why else None, parrot=Parrot(steps=2)
+    ) as server:
         body = {"prompt": "hello", "stream": True, "max_tokens": 4}
         with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as response:
             server.until(lambda: server.parrot.steps == 0)
