@@ -23,7 +23,7 @@ from shardmlx.common.durable_files import (
     pieces_of,
     why_not_written,
 )
-from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
+from shardmlx.distributed.messages import OBJECT_TAG, Handle, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
@@ -96,15 +96,9 @@ class Collector:
         self._holds = holds or (lambda name: replica == 0)
         self._parts = parts
 
-    @property
-    def writes(self) -> bool:
+        self.writes = transport.rank == 0
         """True on the rank that gets the tensors."""
-        return self._transport.rank == 0
-
-    @property
-    def name(self) -> str:
-        """The name of this rank, and of its host."""
-        return self._transport.name(self._transport.rank)
+        self.name = transport.name(transport.rank)
 
     def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
         """Return (rank, its tensors) for each rank that has some, each tensor once."""
@@ -130,27 +124,29 @@ class Collector:
         """
         for spec in specs:
             if rank == self._transport.rank:
-                array = mx.contiguous(self._own(spec.name))
+                array = mx.contiguous(next(p[spec.name] for p in self._parts if spec.name in p))
                 mx.eval(array)
                 if rank != 0:
                     handle = self._transport.send(array, 0, OBJECT_TAG)
-                    self._transport.wait(handle, lambda s=spec: self._what(s, 0, "sending to"))  # type: ignore[misc]
-            elif self._transport.rank == 0:
+                    self._wait(handle, f"saving {spec.name}, sending to", 0)
+            elif self.writes:
                 array = new_buffer(spec.shape, DTYPES[spec.dtype])
                 handle = self._transport.receive(array, rank, OBJECT_TAG)
-                self._transport.wait(handle, lambda s=spec: self._what(s, rank, "waiting for"))  # type: ignore[misc]
+                self._wait(handle, f"saving {spec.name}, waiting for", rank)
             else:
                 continue
-            if self._transport.rank == 0:
+            if self.writes:
                 yield spec.name, array
 
-    def _own(self, name: str) -> mx.array:
-        return next(part[name] for part in self._parts if name in part)
+    def send(self, sources: Sequence[tuple[int, Sequence[TensorSpec]]]) -> None:
+        """Take part in ``tensors`` of all ``sources``, on a rank that gets none."""
+        for source in sources:
+            for _ in self.tensors(*source):
+                pass
 
-    def _what(self, spec: TensorSpec, peer: int, how: str) -> str:
-        return (
-            f"rank {self._transport.rank}, saving {spec.name}, {how} {self._transport.name(peer)}"
-        )
+    def _wait(self, handle: Handle, what: str, peer: int) -> None:
+        transport = self._transport
+        transport.wait(handle, lambda: f"rank {transport.rank}, {what} {transport.name(peer)}")
 
 
 def save_adapters(
@@ -161,12 +157,11 @@ def save_adapters(
     All ranks must call it. Raises ``SaveError`` on rank 0.
     """
     sources = collector.specs(trained_only=True)
+    if not collector.writes:
+        collector.send(sources)
+        return
     specs = [spec for _, of_rank in sources for spec in of_rank]
     arrays = chain.from_iterable(collector.tensors(*source) for source in sources)
-    if not collector.writes:
-        for _ in arrays:
-            pass
-        return
     nbytes = sum(spec.nbytes for spec in specs)
     with _saving(collector, directory, nbytes) as files:
         files.write(ADAPTER_CONFIG_FILE, _json(config, 4))
@@ -186,9 +181,7 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
     """
     sources = collector.specs(trained_only=False)
     if not collector.writes:
-        for owner, specs in sources:
-            for _ in collector.tensors(owner, specs):
-                pass
+        collector.send(sources)
         return
     index: dict[str, str] = {}
     total = sum(spec.nbytes for _, specs in sources for spec in specs)

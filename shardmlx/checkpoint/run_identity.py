@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -66,8 +66,6 @@ _PROBES = 16
 _PROBE_BYTES = 1 << 16
 _READERS = 8
 
-_ANEW = "or start anew with another --checkpoint-dir"
-
 
 Read = Callable[[str, int, int], bytes]
 """A function of (file name, offset, count) that returns the bytes of a weight file."""
@@ -106,45 +104,40 @@ def identity_of(
 def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
     """Raise `UserError` unless the checkpoint at ``where`` is of the same run."""
     try:
-        _check_model(ours["model"], theirs["model"], where)
-        _check_data(ours["data"], theirs["data"], where)
-        if ours["optimizer"] != theirs["optimizer"]:
-            raise UserError(
-                f"{where} was made with the optimizer {_optimizer(theirs['optimizer'])}, not "
-                f"{_optimizer(ours['optimizer'])}",
-                f"resume with that, {_ANEW}",
-            )
-        options = _OF_OLDER | theirs["options"]
-        for name, value in ours["options"].items():
-            if options[name] != value:
-                raise UserError(
-                    f"{where} was made with {name} {options[name]}, not {value}",
-                    f"resume with that, {_ANEW}",
-                )
+        difference = next(_differences(ours, theirs), None)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{where} does not say which run it is of", "take another one") from None
+    if difference is not None:
+        problem, same = difference
+        raise UserError(
+            f"{where} {problem}", f"resume with {same}, or start anew with another --checkpoint-dir"
+        )
 
 
-def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
-    if ours["sha256"] == theirs["sha256"]:
-        return
-    what = f"{theirs['name']}, not {ours['name']}"
-    if ours["name"] == theirs["name"]:
-        what = f"{ours['name']} had other weights or another config.json then"
-    raise UserError(
-        f"{where} is a checkpoint of another model: {what}", f"resume with that model, {_ANEW}"
-    )
-
-
-def _check_data(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield how the checkpoint's run differs from ours, and what would be the same."""
+    now, then = ours["model"], theirs["model"]
+    if now["sha256"] != then["sha256"]:
+        what = f"{then['name']}, not {now['name']}"
+        if now["name"] == then["name"]:
+            what = f"{now['name']} had other weights or another config.json then"
+        yield f"is a checkpoint of another model: {what}", "that model"
+    now, then = ours["data"], theirs["data"]
     for name in ("train", "valid"):
-        if ours[name] != theirs[name]:
-            raise UserError(
-                f"{where} is a checkpoint of a run on other data: its {name} set came from "
-                f"{theirs['name']} with {theirs[name]['samples']} samples, now it is "
-                f"{ours['name']} with {ours[name]['samples']}, and the tokens differ",
-                f"resume with the same data and tokenizer, {_ANEW}",
+        if now[name] != then[name]:
+            yield (
+                f"is a checkpoint of a run on other data: its {name} set came from {then['name']} "
+                f"with {then[name]['samples']} samples, now it is {now['name']} with "
+                f"{now[name]['samples']}, and the tokens differ",
+                "the same data and tokenizer",
             )
+    now, then = ours["optimizer"], theirs["optimizer"]
+    if now != then:
+        yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
+    options = _OF_OLDER | theirs["options"]
+    for name, value in ours["options"].items():
+        if options[name] != value:
+            yield f"was made with {name} {options[name]}, not {value}", "that"
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:

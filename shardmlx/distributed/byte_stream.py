@@ -32,7 +32,6 @@ class Outgoing:
 
     def write(self, data: bytes | memoryview) -> None:
         """Send the next bytes; they are copied, so that ``data`` may change afterwards."""
-        self._digest.update(data)
         data = memoryview(data)
         while len(data):
             count = min(len(data), len(self._piece) - self._filled)
@@ -42,6 +41,7 @@ class Outgoing:
             self._filled += count
             data = data[count:]
             if self._filled == len(self._piece):
+                self._digest.update(buffer_of(self._piece))
                 self._send(self._piece)
                 self._left -= len(self._piece)
                 self._piece, self._filled = self._new_piece(), 0

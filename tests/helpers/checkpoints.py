@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.placement import Storage, choose_storage
 from shardmlx.checkpoint.reader import CheckpointReader, SoundCheckpoint, find_checkpoint
+from shardmlx.checkpoint.resume import Storage, choose_storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably

@@ -88,10 +88,9 @@ def test_a_full_disk_ends_the_run_with_one_message_and_no_checkpoint(
     failures = fail_to_write(monkeypatch, store.partial(2) / name)
     with pytest.raises(CheckpointError) as failed:
         save(directories, kind, len(seen), {2: 2})
-    assert str(failed.value) == (
-        f"rank {rank} on localhost, writing the checkpoint of step 2 to {store.directory}: the "
-        "disk is full: free some of it, or lower --keep-checkpoints"
-    )
+    message = str(failed.value)
+    assert message.startswith(f"rank {rank} on localhost, writing the checkpoint of step 2")
+    assert f"{store.directory}: the disk is full" in message
     assert failures[0] == (rank, str(failed.value))
     assert all(steps == [1] for steps in complete(directories).values() if steps)
     assert not (store.partial(2) / name).exists(), "there is room again"

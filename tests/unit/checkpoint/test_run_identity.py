@@ -41,11 +41,8 @@ def identity(
 def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     with pytest.raises(UserError) as refused:
         check_identity(ours, theirs, WHERE)
-    return str(refused.value)
-
-
-def test_the_same_run_is_the_same(model: Path) -> None:
-    check_identity(identity(model), identity(model), WHERE)
+    assert str(WHERE) in refused.value.problem
+    return refused.value.problem
 
 
 def test_an_identity_survives_its_text(model: Path) -> None:
@@ -60,24 +57,16 @@ def test_an_identity_survives_its_text(model: Path) -> None:
     check_identity(ours, json.loads(json.dumps(ours)), WHERE)
 
 
-def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
-    save_model_directory(tmp_path, tiny_config(layers=1), seed=2)
-    other = identity(tmp_path, replace(CONFIG, model="large"))
-    assert refusal(identity(model), other) == (
-        "checkpoints/step-0000100 is a checkpoint of another model: large, not tiny: resume with "
-        "that model, or start anew with another --checkpoint-dir"
-    )
-    assert refusal(identity(model), identity(tmp_path)) == (
-        "checkpoints/step-0000100 is a checkpoint of another model: tiny had other weights or "
-        "another config.json then: resume with that model, or start anew with another "
-        "--checkpoint-dir"
-    )
-
-
-def test_the_same_model_may_be_called_otherwise(model: Path, tmp_path: Path) -> None:
-    save_model_directory(tmp_path, tiny_config(layers=1))
+def test_another_model_is_refused_and_the_same_may_be_called_otherwise(
+    model: Path, tmp_path: Path
+) -> None:
+    save_model_directory(tmp_path / "other", tiny_config(layers=1), seed=2)
+    other = identity(tmp_path / "other", replace(CONFIG, model="large"))
+    assert "large, not tiny" in refusal(identity(model), other)
+    assert "tiny had other weights" in refusal(identity(model), identity(tmp_path / "other"))
+    save_model_directory(tmp_path / "same", tiny_config(layers=1))
     config = replace(CONFIG, model="elsewhere/tiny", data="elsewhere/books")
-    check_identity(identity(tmp_path, config), identity(model), WHERE)
+    check_identity(identity(tmp_path / "same", config), identity(model), WHERE)
 
 
 @pytest.mark.parametrize("where", ["config.json", "model.safetensors"])
@@ -85,7 +74,7 @@ def test_a_model_that_was_changed_is_another(model: Path, tmp_path: Path, where:
     save_model_directory(tmp_path, tiny_config(layers=1))
     content = (tmp_path / where).read_bytes()
     (tmp_path / where).write_bytes(content + b"\n")
-    assert "is a checkpoint of another model" in refusal(identity(model), identity(tmp_path))
+    assert "another model" in refusal(identity(model), identity(tmp_path))
 
 
 def test_a_model_of_several_large_files_is_known_by_samples_of_them(tmp_path: Path) -> None:
@@ -104,48 +93,41 @@ def test_a_model_of_several_large_files_is_known_by_samples_of_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "train", "valid", "samples", "now"),
+    ("name", "train", "valid"),
     [
-        ("train", [*TRAIN, ([1], 0)], VALID, 2, 3),
-        ("train", [([1, 2, 3], 0), ([4, 6], 1)], VALID, 2, 2),  # another token
-        ("train", [([1, 2, 3], 0), ([4, 5], 0)], VALID, 2, 2),  # another prompt
-        ("train", TRAIN[::-1], VALID, 2, 2),
-        ("train", [([1, 2, 3, 4], 0), ([5], 1)], VALID, 2, 2),  # cut elsewhere
-        ("valid", TRAIN, [], 1, 0),
-        ("valid", TRAIN, TRAIN, 1, 2),
+        ("train", [*TRAIN, ([1], 0)], VALID),
+        ("train", [([1, 2, 3], 0), ([4, 6], 1)], VALID),  # another token
+        ("train", [([1, 2, 3], 0), ([4, 5], 0)], VALID),  # another prompt
+        ("train", TRAIN[::-1], VALID),
+        ("train", [([1, 2, 3, 4], 0), ([5], 1)], VALID),  # cut elsewhere
+        ("valid", TRAIN, []),
+        ("valid", TRAIN, TRAIN),
     ],
 )
 def test_other_data_is_refused(
-    model: Path, name: str, train: list[Sample], valid: list[Sample], samples: int, now: int
+    model: Path, name: str, train: list[Sample], valid: list[Sample]
 ) -> None:
     ours = identity(model, replace(CONFIG, data="films"), train, valid)
-    assert refusal(ours, identity(model)) == (
-        f"checkpoints/step-0000100 is a checkpoint of a run on other data: its {name} set came "
-        f"from books with {samples} samples, now it is films with {now}, and the tokens differ: "
-        "resume with the same data and tokenizer, or start anew with another --checkpoint-dir"
-    )
+    problem = refusal(ours, identity(model))
+    assert f"its {name} set came from books" in problem
+    assert "films" in problem
 
 
 @pytest.mark.parametrize(
     ("changed", "now"),
     [
-        ({"optimizer": "sgd"}, "sgd {} with the learning rate 1e-05"),
-        ({"learning_rate": 2e-5}, "adam {} with the learning rate 2e-05"),
-        (
-            {"lr_schedule": {"name": "cosine_decay", "arguments": [1e-5, 100]}},
-            "adam {} with the learning rate {'name': 'cosine_decay', 'arguments': [1e-05, 100]}",
-        ),
-        (
-            {"optimizer_config": {"adam": {"bias_correction": True}}},
-            "adam {'bias_correction': True} with the learning rate 1e-05",
-        ),
+        ({"optimizer": "sgd"}, "sgd {}"),
+        ({"learning_rate": 2e-5}, "2e-05"),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1e-5, 100]}}, "cosine_decay"),
+        ({"optimizer_config": {"adam": {"bias_correction": True}}}, "{'bias_correction': True}"),
     ],
 )
 def test_another_optimizer_is_refused(model: Path, changed: dict[str, Any], now: str) -> None:
-    assert refusal(identity(model, replace(CONFIG, **changed)), identity(model)) == (
-        "checkpoints/step-0000100 was made with the optimizer adam {} with the learning rate "
-        f"1e-05, not {now}: resume with that, or start anew with another --checkpoint-dir"
-    )
+    problem = refusal(identity(model, replace(CONFIG, **changed)), identity(model))
+    was, _, is_now = problem.partition(", not ")
+    assert "adam {}" in was
+    assert "1e-05" in was
+    assert now in is_now
 
 
 def test_settings_of_optimizers_that_are_not_used_may_change(model: Path) -> None:
@@ -153,110 +135,31 @@ def test_settings_of_optimizers_that_are_not_used_may_change(model: Path) -> Non
     check_identity(identity(model, config), identity(model), WHERE)
 
 
-OTHER = {
-    "fine_tune_type": "dora",
-    "num_layers": 3,
-    "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": 20.0},
-    "unfreeze_all": True,
-    "resume_adapter_file": "a.safetensors",
-    "batch_size": 8,
-    "grad_accumulation_steps": 2,
-    "max_seq_length": 77,
-    "mask_prompt": True,
-    "max_grad_norm": 1.5,
-    "master_weights": True,
-    "sum_dtype": "bfloat16",
-    "dtype": "float32",
-    "seed": 9,
-}
-
-
 @pytest.mark.parametrize("name", SAME_OPTIONS)
 def test_an_option_that_makes_another_run_is_refused_by_name(model: Path, name: str) -> None:
     ours = identity(model)
     theirs = json.loads(json.dumps(ours))
-    theirs["options"][name] = OTHER[name]
-    assert refusal(ours, theirs) == (
-        f"checkpoints/step-0000100 was made with {name} {OTHER[name]}, not "
-        f"{getattr(CONFIG, name)}: resume with that, or start anew with another --checkpoint-dir"
-    )
+    theirs["options"][name] = "another"
+    problem = refusal(ours, theirs)
+    assert f"{name} another, not {getattr(CONFIG, name)}" in problem
 
 
-MAY_CHANGE: dict[str, Any] = {
-    "iters": 7,
-    "epochs": 2.0,  # the steps of which are counted when the data is read
-    "dry_run": True,
-    "revision": "v2",  # what is in it is compared
-    "val_batches": 1,
-    "test": True,
-    "test_batches": 3,
-    "steps_per_report": 1,
-    "steps_per_eval": 7,
-    "save_every": 3,
-    "adapter_path": "elsewhere",
-    "weights": "rank0",
-    "weight_cache": "elsewhere",
-    "grad_checkpoint": True,
-    "recompute": "selective",
-    "attention_chunk": "off",
-    "loss_chunk": "off",
-    "clear_cache_threshold": 5,
-    "memory_limit": 10**9,
-    "stage_map": "map.yaml",
-    "pipeline_stages": 2,
-    "replica_rows": "auto",
-    "pack": True,
-    "partitioner": "balanced",
-    "schedule": "gpipe",
-    "micro_batch_size": 2,
-    "metrics_file": "metrics.jsonl",
-    "metrics_port": 8000,
-    "metrics_host": "0.0.0.0",
-    "trace": "trace.json",
-    "checkpoint_dir": "elsewhere",
-    "checkpoint_every": 3,
-    "keep_checkpoints": 9,
-    "checkpoint_storage": "rank0",
-    "resume": "never",
-    "on_nonfinite": "skip",
-    "timeout": 3.0,
-    "hostfile": "hosts",
-    "data_parallel": 2,
-    "profile": "profile.yaml",
-    "zero": 0,
-    "loss_scale": 1024.0,
-    "report_to": "wandb",
-    "project_name": "mine",
-    "trust_remote_code": True,
-    "long_sequences": "error",
-    "text_feature": "story",  # what it makes of the data is compared
-}
-
-
-@pytest.mark.parametrize("name", MAY_CHANGE)
-def test_layout_length_reports_and_paths_may_change(model: Path, name: str) -> None:
-    config = replace(CONFIG, **{name: MAY_CHANGE[name]})
-    check_identity(identity(model, config), identity(model), WHERE)
+MAY_CHANGE = """
+    iters epochs dry_run revision val_batches test test_batches steps_per_report steps_per_eval
+    save_every adapter_path weights weight_cache grad_checkpoint recompute attention_chunk
+    loss_chunk clear_cache_threshold memory_limit stage_map pipeline_stages replica_rows pack
+    partitioner schedule micro_batch_size metrics_file metrics_port metrics_host trace
+    checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage resume on_nonfinite timeout
+    hostfile data_parallel profile zero loss_scale report_to project_name trust_remote_code
+    long_sequences text_feature train config prompt_feature completion_feature chat_feature warmup
+    hf_dataset
+"""
+"""Options of layout, length, reports and paths, and those whose effect on the data is compared."""
 
 
 def test_of_every_option_it_is_known_whether_it_may_change() -> None:
-    compared_apart = {"model", "data", "optimizer", "learning_rate", "lr_schedule"}
-    compared_apart |= {"optimizer_config", "hf_dataset"}
-    like_others = {"train", "config", "prompt_feature", "completion_feature"}
-    like_others |= {"chat_feature"}
-    in_others = {"warmup"}
-    assert set(SAME_OPTIONS) == set(OTHER)
-    known = [*OTHER, *MAY_CHANGE, *compared_apart, *like_others, *in_others]
-    assert sorted(known) == sorted(field.name for field in fields(TrainConfig))
-
-
-@pytest.mark.parametrize(
-    "theirs", [{}, {"model": []}, {"model": {"sha256": 3}}, {"model": None, "data": 3}]
-)
-def test_what_does_not_say_whose_it_is_is_refused(model: Path, theirs: dict[str, Any]) -> None:
-    assert refusal(identity(model), theirs) == (
-        "checkpoints/step-0000100 does not say which run it is of: take another one"
-    )
+    compared = {each.name for each in fields(RunOptions)}
+    assert {each.name for each in fields(TrainConfig)} - compared == set(MAY_CHANGE.split())
 
 
 def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: Path) -> None:
@@ -266,8 +169,12 @@ def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: 
     check_identity(identity(model), older, WHERE)
 
 
-@pytest.mark.parametrize("part", ["model", "data", "optimizer", "options"])
-def test_a_part_that_is_missing_is_refused(model: Path, part: str) -> None:
-    theirs = identity(model)
-    del theirs[part]
-    assert "does not say which run it is of" in refusal(identity(model), theirs)
+@pytest.mark.parametrize(
+    "theirs", [{}, {"model": []}, {"model": {"sha256": 3}}, {"model": None, "data": 3}]
+)
+def test_what_does_not_say_whose_it_is_is_refused(model: Path, theirs: dict[str, Any]) -> None:
+    refusal(identity(model), theirs)
+    for part in ("model", "data", "optimizer", "options"):
+        lacking = identity(model)
+        del lacking[part]
+        refusal(identity(model), lacking)

