@@ -6,33 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardmlx.config import common_options as common
 from shardmlx.config.checks import check_hf_dataset
-from shardmlx.config.common_options import (
-    model_option,
-    revision_option,
-    weight_cache_option,
-    weights_option,
-)
-from shardmlx.config.options import check_options, option, with_home
+from shardmlx.config.options import check_options, in_group, option, with_home
 
 _DATA = "model and data"
+
+
+_data = in_group(_DATA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """The model to train, and the data to train it on. Raises ``OptionError``, a ``UserError``."""
 
-    model: str = model_option("Qwen/Qwen3-0.6b", _DATA)
-    revision: str | None = revision_option(_DATA)
-    data: str = option(
+    model: str = common.model("Qwen/Qwen3-0.6b", group=_DATA)
+    revision: str | None = common.revision(group=_DATA)
+    data: str = _data(
         "mlx-community/WikiSQL",
         "directory with {train,valid,test}.jsonl, .csv or .parquet, or Hugging Face data set",
         metavar="DIR",
-        group=_DATA,
     )
-    mask_prompt: bool = option(False, "leave the prompt out of the loss", group=_DATA)
-    max_seq_length: int = option(
-        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2, group=_DATA
+    mask_prompt: bool = _data(False, "leave the prompt out of the loss")
+    max_seq_length: int = _data(
+        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
     )
     long_sequences: str = option(
         "cut",
@@ -40,11 +37,9 @@ class DataConfig:
         choices=("cut", "error"),
         flag=False,
     )
-    weights: str = weights_option(_DATA)
-    weight_cache: str | None = weight_cache_option(_DATA)
-    trust_remote_code: bool = option(
-        False, "run code that comes with model or tokenizer", group=_DATA
-    )
+    weights: str = common.weights(group=_DATA)
+    weight_cache: str | None = common.weight_cache(group=_DATA)
+    trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
         None, "Hugging Face data sets with their splits and features", flag=False
     )

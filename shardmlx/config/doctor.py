@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import agent_option, python_option
-from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.config.options import OptionError, check_options, in_group
 
 _OUTPUT = "output"
 _MEASURING = "measuring"
@@ -15,49 +15,44 @@ _SSH = "before mpirun"
 STDOUT = "-"
 
 
+_output = in_group(_OUTPUT)
+_measuring = in_group(_MEASURING)
+_ssh = in_group(_SSH)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig:
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
-    json: str | None = option(
+    json: str | None = _output(
         None,
         "file for all that was found, as JSON; - for stdout, without the tables",
         metavar="FILE",
-        group=_OUTPUT,
     )
-    write_hostfile: str | None = option(
-        None,
-        "hostfile to write, with what was measured, for shardmlx plan",
-        metavar="FILE",
-        group=_OUTPUT,
+    write_hostfile: str | None = _output(
+        None, "hostfile to write, with what was measured, for shardmlx plan", metavar="FILE"
     )
-    strict: bool = option(False, "end with status 1 if there are warnings", group=_OUTPUT)
+    strict: bool = _output(False, "end with status 1 if there are warnings")
 
-    hostfile: str | None = option(
+    hostfile: str | None = _measuring(
         None,
         "hostfile: the hosts to ask with --ssh; else the names, slots and users that "
         "--write-hostfile keeps",
         metavar="FILE",
-        group=_MEASURING,
     )
-    seconds: float = option(
+    seconds: float = _measuring(
         1.0,
         "time to measure each direction of a link, and matrix products",
         metavar="SECONDS",
         above=0,
-        group=_MEASURING,
     )
-    timeout: float = option(
-        60.0,
-        "time that a rank may wait for another",
-        metavar="SECONDS",
-        above=0,
-        group=_MEASURING,
+    timeout: float = _measuring(
+        60.0, "time that a rank may wait for another", metavar="SECONDS", above=0
     )
 
-    ssh: bool = option(False, "ask the hosts with ssh instead, without mpirun and MLX", group=_SSH)
-    agent: str | None = agent_option(_SSH)
-    python: str = python_option(_SSH)
+    ssh: bool = _ssh(False, "ask the hosts with ssh instead, without mpirun and MLX")
+    agent: str | None = common.agent(group=_SSH)
+    python: str = common.python(group=_SSH)
 
     def __post_init__(self) -> None:
         check_options(self)

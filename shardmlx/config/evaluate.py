@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
-from shardmlx.config.options import flag_of, option
+from shardmlx.config.options import flag_of, in_group
 from shardmlx.errors import UserError
 
 _WHAT = "what is evaluated"
@@ -20,41 +20,34 @@ _REFUSED = {
 """Options of mlx_lm.evaluate that are not here, and why."""
 
 
+_what = in_group(_WHAT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig(InferenceConfig):
     """The texts or tasks to evaluate a model on. Raises ``OptionError``, a ``UserError``."""
 
-    data: str | None = option(
+    data: str | None = _what(
         None,
         "directory with test.jsonl, .csv or .parquet, in any format that train reads: its "
         "perplexity is measured",
         metavar="DIR",
-        group=_WHAT,
     )
-    tasks: Sequence[str] = option(
-        [], "tasks of lm-evaluation-harness, by name", metavar="TASK", group=_WHAT
+    tasks: Sequence[str] = _what([], "tasks of lm-evaluation-harness, by name", metavar="TASK")
+    include_path: str | None = _what(
+        None, "directory with tasks of your own, as YAML", metavar="DIR"
     )
-    include_path: str | None = option(
-        None, "directory with tasks of your own, as YAML", metavar="DIR", group=_WHAT
+    num_shots: int | None = _what(
+        None, "examples before each question", metavar="N", unset="as the task says", minimum=0
     )
-    num_shots: int | None = option(
-        None,
-        "examples before each question",
-        metavar="N",
-        unset="as the task says",
-        minimum=0,
-        group=_WHAT,
+    limit: int | None = _what(
+        None, "questions of each task, or texts", metavar="N", unset="all", minimum=1
     )
-    limit: int | None = option(
-        None, "questions of each task, or texts", metavar="N", unset="all", minimum=1, group=_WHAT
+    max_seq_length: int = _what(
+        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
     )
-    max_seq_length: int = option(
-        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2, group=_WHAT
-    )
-    mask_prompt: bool = option(False, "leave prompts out of the perplexity", group=_WHAT)
-    output: str | None = option(
-        None, "JSON file for the results", metavar="FILE", unset="none", group=_WHAT
-    )
+    mask_prompt: bool = _what(False, "leave prompts out of the perplexity")
+    output: str | None = _what(None, "JSON file for the results", metavar="FILE", unset="none")
 
     def check_together(self) -> None:
         """Raise ``UserError`` unless the options go together; other ranks than 0 have none yet."""

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardmlx.common.units import GIB, parse_bytes
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import (
-    revision_option,
-    timeout_option,
-    weight_cache_option,
-    weights_option,
-)
-from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.config.options import REQUIRED, OptionError, check_options, in_group, option
 from shardmlx.models.tensors import DEFAULTS
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
@@ -42,6 +37,11 @@ _REFUSED = {
     "--upload-repo": "upload what is finished: hf upload OWNER/NAME DIR",
 }
 """Options of mlx_lm.fuse and mlx_lm.convert that are not here, and what to do instead."""
+
+
+_content = in_group(_CONTENT)
+_files = in_group(_FILES)
+_ranks = in_group(_RANKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,64 +101,54 @@ class ExportOptions:
         metavar="MODEL",
         positional=True,
     )
-    output_dir: str = option(
-        REQUIRED, "directory for the finished model", metavar="DIR", short="-o", group=_FILES
+    output_dir: str = _files(
+        REQUIRED, "directory for the finished model", metavar="DIR", short="-o"
     )
-    adapter_path: str | None = option(
+    adapter_path: str | None = _content(
         None,
         "adapters to fuse: the directory of a run, a checkpoint, or a directory of checkpoints, of "
         "which the newest is taken",
         metavar="DIR",
-        group=_CONTENT,
     )
-    dequantize: bool = option(
-        False, "make plain weights of quantised ones, before --quantize", group=_CONTENT
-    )
-    quantize: str | None = option(
+    dequantize: bool = _content(False, "make plain weights of quantised ones, before --quantize")
+    quantize: str | None = _content(
         None,
         "quantise: BITS[:GROUP[:MODE]], like 4 or 4:32; a MODE alone (mxfp4, nvfp4, mxfp8); or a "
         "recipe of mlx_lm.convert (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6)",
         metavar="HOW",
         parse=lambda text: str(Packing.parse(text)),
-        group=_CONTENT,
     )
-    dtype: str | None = option(
+    dtype: str | None = _content(
         None,
         "type of what is not quantised",
         unset="torch_dtype of config.json; with --adapter-path alone as stored",
         choices=("float32", "bfloat16", "float16"),
-        group=_CONTENT,
     )
-    gguf: bool = option(
+    gguf: bool = _content(
         False,
         "write one file for llama.cpp and Ollama, in float16, in the place of safetensors: of "
         "llama, mistral and mixtral, as far as mlx-lm writes it",
-        group=_CONTENT,
     )
-    revision: str | None = revision_option(_FILES)
-    max_shard: int = option(
+    revision: str | None = common.revision(group=_FILES)
+    max_shard: int = _files(
         5 * GIB,
         "most bytes of a file; a larger tensor has one of its own",
         metavar="SIZE",
         unset="5GiB",
         above=0,
         parse=parse_bytes,
-        group=_FILES,
     )
-    verify: bool = option(
+    verify: bool = _files(
         False,
         "look for what is wrong with the finished files, as inspect does; status 1 if something is",
-        group=_FILES,
     )
 
-    gather: bool = option(
-        False,
-        "bring the files of all machines to rank 0's; without it each keeps its own",
-        group=_RANKS,
+    gather: bool = _ranks(
+        False, "bring the files of all machines to rank 0's; without it each keeps its own"
     )
-    weights: str = weights_option(_RANKS)
-    weight_cache: str | None = weight_cache_option(_RANKS)
-    timeout: float = timeout_option(_RANKS)
+    weights: str = common.weights(group=_RANKS)
+    weight_cache: str | None = common.weight_cache(group=_RANKS)
+    timeout: float = common.timeout(group=_RANKS)
 
     def __post_init__(self) -> None:
         check_options(self)

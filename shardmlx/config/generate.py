@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig
-from shardmlx.config.options import OptionError, option
+from shardmlx.config.options import OptionError, in_group
 
 _PROMPT = "prompt"
 
@@ -23,36 +23,31 @@ _REFUSED = {
 """Options of mlx_lm.generate that are not here, and why."""
 
 
+_prompt = in_group(_PROMPT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
     """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
-    prompt: str | None = option(
-        None,
-        "prompt; - reads it from stdin",
-        metavar="TEXT",
-        unset=DEFAULT_PROMPT,
-        short="-p",
-        group=_PROMPT,
+    prompt: str | None = _prompt(
+        None, "prompt; - reads it from stdin", metavar="TEXT", unset=DEFAULT_PROMPT, short="-p"
     )
-    system_prompt: str | None = option(
-        None, "system prompt of the chat template", metavar="TEXT", group=_PROMPT
-    )
-    prompts: str | None = option(
+    system_prompt: str | None = _prompt(None, "system prompt of the chat template", metavar="TEXT")
+    prompts: str | None = _prompt(
         None,
         'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
         "answered in JSON lines in the same order",
         metavar="FILE",
-        group=_PROMPT,
     )
-    output: str | None = option(
-        None, "file for the answers to --prompts", metavar="FILE", unset="stdout", group=_PROMPT
+    output: str | None = _prompt(
+        None, "file for the answers to --prompts", metavar="FILE", unset="stdout"
     )
-    prefill_response: str | None = option(
-        None, "text with which the answer begins", metavar="TEXT", group=_PROMPT
+    prefill_response: str | None = _prompt(
+        None, "text with which the answer begins", metavar="TEXT"
     )
-    ignore_chat_template: bool = option(False, "use the prompt as it is", group=_PROMPT)
-    verbose: bool = option(True, "print more than the answer", takes_value=True, group=_PROMPT)
+    ignore_chat_template: bool = _prompt(False, "use the prompt as it is")
+    verbose: bool = _prompt(True, "print more than the answer", takes_value=True)
 
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()

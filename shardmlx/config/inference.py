@@ -8,20 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shardmlx.config.common_options import (
-    config_option,
-    dtype_option,
-    hostfile_option,
-    memory_limit_option,
-    model_option,
-    partitioner_option,
-    revision_option,
-    stage_map_option,
-    timeout_option,
-    weight_cache_option,
-    weights_option,
-)
-from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.config import common_options as common
+from shardmlx.config.options import OptionError, check_options, in_group
 from shardmlx.models.kv_cache import CacheQuantisation
 
 MODEL = "model"
@@ -54,6 +42,11 @@ WHOLE_CHUNK = 2048
 """mlx-lm's own, for a single stage on a GPU, whose fused kernel holds no scores."""
 
 
+_model = in_group(MODEL)
+_sampling = in_group(SAMPLING)
+_pipeline = in_group(PIPELINE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
     """The options of all commands that generate text, checked as far as neither model nor files are
@@ -62,124 +55,88 @@ class InferenceConfig:
     Raises ``OptionError``, a ``UserError``.
     """
 
-    model: str = model_option("mlx-community/Llama-3.2-3B-Instruct-4bit", MODEL)
-    revision: str | None = revision_option(MODEL)
-    adapter_path: str | None = option(
-        None, "directory of trained adapters", metavar="DIR", group=MODEL
+    model: str = common.model("mlx-community/Llama-3.2-3B-Instruct-4bit", group=MODEL)
+    revision: str | None = common.revision(group=MODEL)
+    adapter_path: str | None = _model(None, "directory of trained adapters", metavar="DIR")
+    weights: str = common.weights(group=MODEL)
+    weight_cache: str | None = common.weight_cache(group=MODEL)
+    trust_remote_code: bool = _model(False, "run code that comes with the tokenizer")
+    extra_eos_token: Sequence[str] = _model(
+        [], "further tokens that end an answer", metavar="TOKEN", parse=str.split
     )
-    weights: str = weights_option(MODEL)
-    weight_cache: str | None = weight_cache_option(MODEL)
-    trust_remote_code: bool = option(False, "run code that comes with the tokenizer", group=MODEL)
-    extra_eos_token: Sequence[str] = option(
-        [],
-        "further tokens that end an answer",
-        metavar="TOKEN",
-        parse=str.split,
-        group=MODEL,
-    )
-    chat_template_config: str | None = option(
+    chat_template_config: str | None = _model(
         None,
         "further arguments of the chat template, as a JSON object",
         metavar="JSON",
         also=("--chat-template-args",),
-        group=MODEL,
     )
-    config: str | None = config_option(MODEL)
+    config: str | None = common.config(group=MODEL)
 
-    max_tokens: int = option(
-        100,
-        "tokens to generate at most",
-        metavar="TOKENS",
-        minimum=1,
-        short="-m",
-        group=SAMPLING,
+    max_tokens: int = _sampling(
+        100, "tokens to generate at most", metavar="TOKENS", minimum=1, short="-m"
     )
-    temp: float = option(
-        0.0,
-        "sampling temperature; 0 takes the likeliest token",
-        metavar="X",
-        minimum=0,
-        group=SAMPLING,
+    temp: float = _sampling(
+        0.0, "sampling temperature; 0 takes the likeliest token", metavar="X", minimum=0
     )
-    top_p: float = option(
+    top_p: float = _sampling(
         1.0,
         "sample from the likeliest tokens that together have this probability",
         metavar="P",
         minimum=0,
-        group=SAMPLING,
     )
-    min_p: float = option(
-        0.0,
-        "leave out tokens less likely than this times the likeliest",
-        metavar="P",
-        minimum=0,
-        group=SAMPLING,
+    min_p: float = _sampling(
+        0.0, "leave out tokens less likely than this times the likeliest", metavar="P", minimum=0
     )
-    top_k: int = option(
-        0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0, group=SAMPLING
+    top_k: int = _sampling(0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0)
+    min_tokens_to_keep: int = _sampling(
+        1, "tokens that --min-p leaves at least", metavar="TOKENS", minimum=1
     )
-    min_tokens_to_keep: int = option(
-        1, "tokens that --min-p leaves at least", metavar="TOKENS", minimum=1, group=SAMPLING
-    )
-    xtc_probability: float = option(
+    xtc_probability: float = _sampling(
         0.0,
         "probability with which XTC sampling leaves out the likeliest tokens",
         metavar="P",
         minimum=0,
-        group=SAMPLING,
     )
-    xtc_threshold: float = option(
-        0.1,
-        "probability above which XTC sampling may leave out a token",
-        metavar="P",
-        minimum=0,
-        group=SAMPLING,
+    xtc_threshold: float = _sampling(
+        0.1, "probability above which XTC sampling may leave out a token", metavar="P", minimum=0
     )
-    seed: int | None = option(
-        None, "seed of sampling", unset="another one each time", minimum=0, group=SAMPLING
-    )
+    seed: int | None = _sampling(None, "seed of sampling", unset="another one each time", minimum=0)
 
-    hostfile: str | None = hostfile_option(PIPELINE)
-    partitioner: str = partitioner_option(PIPELINE)
-    stage_map: str | None = stage_map_option(PIPELINE)
-    batch_size: int = option(
-        8, "sequences under way at a time, over all groups together", minimum=1, group=PIPELINE
+    hostfile: str | None = common.hostfile(None, group=PIPELINE)
+    partitioner: str = common.partitioner(group=PIPELINE)
+    stage_map: str | None = common.stage_map(group=PIPELINE)
+    batch_size: int = _pipeline(
+        8, "sequences under way at a time, over all groups together", minimum=1
     )
-    prefill_step_size: int | None = option(
+    prefill_step_size: int | None = _pipeline(
         None,
         "tokens of a prompt computed at a time, in chunked prefill",
         metavar="TOKENS",
         unset=f"{PIPELINED_CHUNK}; {WHOLE_CHUNK} on one rank with a GPU",
         minimum=1,
-        group=PIPELINE,
     )
-    max_kv_size: int | None = option(
+    max_kv_size: int | None = _pipeline(
         None,
         "tokens of each sequence that its KV cache keeps",
         metavar="TOKENS",
         unset="all",
         minimum=8,
-        group=PIPELINE,
     )
-    kv_bits: int | None = option(
+    kv_bits: int | None = _pipeline(
         None,
         "bits of an element in the KV cache, quantised: 2, 3, 4, 5, 6 or 8",
         unset="not quantised",
-        group=PIPELINE,
     )
-    kv_group_size: int = option(
-        64, "elements in the KV cache that share a scale: 32, 64 or 128", group=PIPELINE
-    )
-    quantized_kv_start: int = option(
+    kv_group_size: int = _pipeline(64, "elements in the KV cache that share a scale: 32, 64 or 128")
+    quantized_kv_start: int = _pipeline(
         5000,
         "tokens of a sequence from which on --kv-bits quantises its KV cache",
         metavar="TOKENS",
         minimum=0,
-        group=PIPELINE,
     )
-    memory_limit: int | None = memory_limit_option(PIPELINE)
-    dtype: str | None = dtype_option(PIPELINE)
-    timeout: float = timeout_option(PIPELINE)
+    memory_limit: int | None = common.memory_limit(group=PIPELINE)
+    dtype: str | None = common.dtype(group=PIPELINE)
+    timeout: float = common.timeout(group=PIPELINE)
 
     def __post_init__(self) -> None:
         check_options(self)

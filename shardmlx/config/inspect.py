@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import (
-    hostfile_option,
-    model_argument,
-    revision_option,
-    stage_map_option,
-)
-from shardmlx.config.options import OptionError, check_options, option
+from shardmlx.config.options import OptionError, check_options, in_group
 
 DEFAULT_PARTITIONER = "balanced"
 
 _SPLIT = "split"
 _OUTPUT = "output"
+
+
+_split = in_group(_SPLIT)
+_output = in_group(_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,43 +25,34 @@ class InspectOptions:
     Raises ``OptionError``, a ``UserError``.
     """
 
-    model: str = model_argument()
-    revision: str | None = revision_option()
+    model: str = common.model_argument()
+    revision: str | None = common.revision()
 
-    pipeline_stages: int | None = option(
+    pipeline_stages: int | None = _split(
         None,
         "stages to divide into, one a rank",
         unset="as many as the hostfile has slots",
         minimum=1,
-        group=_SPLIT,
     )
-    partitioner: str | None = option(
+    partitioner: str | None = _split(
         None,
         "how --pipeline-stages divides",
         metavar="NAME",
         unset=DEFAULT_PARTITIONER,
-        group=_SPLIT,
     )
-    stage_map: str | None = stage_map_option(_SPLIT)
-    hostfile: str | None = hostfile_option(_SPLIT)
-    rank: int | None = option(
-        None, "show tensors, files and byte ranges that this rank needs", group=_SPLIT
-    )
-    context: int | None = option(
+    stage_map: str | None = common.stage_map(group=_SPLIT)
+    hostfile: str | None = common.hostfile(None, group=_SPLIT)
+    rank: int | None = _split(None, "show tensors, files and byte ranges that this rank needs")
+    context: int | None = _split(
         None,
         "count the memory of generating, too: tokens of a sequence, prompt included",
         metavar="TOKENS",
-        group=_SPLIT,
     )
-    sequences: int = option(1, "sequences at once, with --context", group=_SPLIT)
+    sequences: int = _split(1, "sequences at once, with --context")
 
-    all_layers: bool = option(False, "show a line for every layer", group=_OUTPUT)
-    json: bool = option(False, "print all of it as JSON", group=_OUTPUT)
-    verify: bool = option(
-        False,
-        "look for what is wrong with the files; status 1 if something is",
-        group=_OUTPUT,
-    )
+    all_layers: bool = _output(False, "show a line for every layer")
+    json: bool = _output(False, "print all of it as JSON")
+    verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import OF_RANKS
-from shardmlx.config.common_options import agent_option, python_option
-from shardmlx.config.options import check_options, option
+from shardmlx.config.options import check_options, in_group
 
 MAX_RESTARTS = 3
 
@@ -16,40 +16,33 @@ _RANKS = "ranks and hosts"
 _MPIRUN = "how they are started"
 
 
+_ranks = in_group(_RANKS)
+_mpirun = in_group(_MPIRUN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFlags:
     """The hosts and ranks of a job, and how it is started. Raises ``OptionError``, a
     ``UserError``."""
 
-    ranks: int | None = option(
-        None,
-        "ranks to start",
-        unset="the slots of the hostfile",
-        short="-n",
-        minimum=1,
-        group=_RANKS,
+    ranks: int | None = _ranks(
+        None, "ranks to start", unset="the slots of the hostfile", short="-n", minimum=1
     )
-    hostfile: str | None = option(
-        None,
-        "Open MPI hostfile, rank 0's host first",
-        metavar="FILE",
-        unset="this machine alone",
-        group=_RANKS,
+    hostfile: str | None = _ranks(
+        None, "Open MPI hostfile, rank 0's host first", metavar="FILE", unset="this machine alone"
     )
-    max_restarts: int | None = option(
+    max_restarts: int | None = _ranks(
         None,
         "restarts of train and serve after a failure",
         unset=f"{MAX_RESTARTS}, 0 for other commands",
         minimum=0,
-        group=_RANKS,
     )
-    agent: str | None = agent_option(_MPIRUN)
-    python: str = python_option(_MPIRUN)
-    mpirun_options: str = option(
+    agent: str | None = common.agent(group=_MPIRUN)
+    python: str = common.python(group=_MPIRUN)
+    mpirun_options: str = _mpirun(
         "",
         "more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
         metavar="OPTIONS",
-        group=_MPIRUN,
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardmlx.errors import UserError
@@ -106,6 +107,11 @@ def option(default: Any, help: str, **rules: Any) -> Any:
     if isinstance(default, (Mapping, list)):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def in_group(name: str) -> Callable[..., Any]:
+    """Return ``option`` for the options of one group of ``--help``."""
+    return partial(option, group=name)
 
 
 def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import model_argument, timeout_option
-from shardmlx.config.options import OptionError, option
+from shardmlx.config.options import OptionError, in_group
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 
 MEASURED_PARTS = (8, 2, 1)
@@ -22,28 +22,26 @@ _SHOWN = (
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
 
 
+_measured = in_group(_MEASURED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions(TrainConfig):
     """The measurements to make of a model that is trained so. Raises ``OptionError``, a
     ``UserError``."""
 
-    model: str = model_argument()
-    rows: int = option(1, "sequences a micro-batch", minimum=1, group=_MEASURED)
-    lengths: str | None = option(
+    model: str = common.model_argument()
+    rows: int = _measured(1, "sequences a micro-batch", minimum=1)
+    lengths: str | None = _measured(
         None,
         "tokens a sequence, with commas between",
         metavar="TOKENS,TOKENS",
         unset="an eighth, a half and all of --max-seq-length",
-        group=_MEASURED,
     )
-    output: str = option(
-        "profile.json",
-        "file for the measured times",
-        metavar="FILE",
-        short="-o",
-        group=_MEASURED,
+    output: str = _measured(
+        "profile.json", "file for the measured times", metavar="FILE", short="-o"
     )
-    timeout: float = timeout_option(_MEASURED)
+    timeout: float = common.timeout(group=_MEASURED)
 
     def __post_init__(self) -> None:
         super(ProfileOptions, self).__post_init__()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
-from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.config.options import REQUIRED, OptionError, check_options, in_group
 from shardmlx.pipeline.report import PRINTED, show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -15,38 +15,33 @@ _SCHEDULE = "schedule"
 _OUTPUT = "output"
 
 
+_schedule = in_group(_SCHEDULE)
+_output = in_group(_OUTPUT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
     """The schedule to show, and how. Raises ``OptionError``, a ``UserError``."""
 
-    pipeline_stages: int = option(REQUIRED, "ranks of the pipeline", group=_SCHEDULE)
-    micro_batches: int = option(REQUIRED, "micro-batches of a step", group=_SCHEDULE)
-    schedule: str = option(
-        SIMPLEST,
-        "order of forward and backward",
-        metavar="{" + ",".join(SCHEDULES) + "}",
-        group=_SCHEDULE,
+    pipeline_stages: int = _schedule(REQUIRED, "ranks of the pipeline")
+    micro_batches: int = _schedule(REQUIRED, "micro-batches of a step")
+    schedule: str = _schedule(
+        SIMPLEST, "order of forward and backward", metavar="{" + ",".join(SCHEDULES) + "}"
     )
-    virtual_stages: int | None = option(
-        None, "stages a rank", unset="the schedule's own", group=_SCHEDULE
-    )
-    costs: str = option(
+    virtual_stages: int | None = _schedule(None, "stages a rank", unset="the schedule's own")
+    costs: str = _schedule(
         "1,1,1",
         "time of one micro-batch on one rank: forward, input gradient, weight gradient",
         metavar="F,I,W",
-        group=_SCHEDULE,
     )
 
-    print: str = option(
+    print: str = _output(
         PRINTED[0],
         "actions: compute only; timeline: drawn in time; lowered: with messages",
         choices=PRINTED,
-        group=_OUTPUT,
     )
-    json: bool = option(False, "print makespan, bubble and peak in flight as JSON", group=_OUTPUT)
-    draw: str | None = option(
-        None, "draw it as a picture, .svg or .png", metavar="FILE", group=_OUTPUT
-    )
+    json: bool = _output(False, "print makespan, bubble and peak in flight as JSON")
+    draw: str | None = _output(None, "draw it as a picture, .svg or .png", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
-from shardmlx.config.options import OptionError, option, split_names
+from shardmlx.config.options import OptionError, in_group, option, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
@@ -39,6 +39,9 @@ FACTOR_OF_READING = 20
 """Bytes that a process takes for each of a body that it reads. Measured: 18."""
 
 
+_server = in_group(_SERVER)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(InferenceConfig):
     """The model to serve, the address, and the limits. Raises ``OptionError``, a ``UserError``."""
@@ -51,77 +54,60 @@ class ServeConfig(InferenceConfig):
         short="-m",
         group=SAMPLING,
     )
-    host: str = option(
+    host: str = _server(
         "127.0.0.1",
         "address to listen at; others than this machine's own need it",
         metavar="ADDRESS",
-        group=_SERVER,
     )
-    port: int = option(
-        8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, group=_SERVER
-    )
-    served_model_name: Sequence[str] = option(
+    port: int = _server(8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0)
+    served_model_name: Sequence[str] = _server(
         [],
         "names by which requests may ask for the model; answers have the first",
         metavar="NAME",
         parse=str.split,
         unset="the repository's, or that of its directory",
-        group=_SERVER,
     )
-    any_model_name: bool = option(False, "answer requests for a model of any name", group=_SERVER)
-    api_key: str | None = option(
+    any_model_name: bool = _server(False, "answer requests for a model of any name")
+    api_key: str | None = _server(
         None,
         f"what requests must bring as bearer token; other users of this machine do not see it in "
         f"${KEY_VARIABLE}",
         metavar="KEY",
         unset=f"${KEY_VARIABLE}, if it is set",
-        group=_SERVER,
     )
-    allow_origin: str | None = option(
+    allow_origin: str | None = _server(
         None,
         "web sites whose pages may ask, like https://example.org, with commas between; * for all",
         metavar="ORIGIN",
         also=("--allowed-origins",),
-        group=_SERVER,
     )
-    allow_host: str | None = option(
+    allow_host: str | None = _server(
         None,
         "names by which requests may call this server beside localhost, with commas between: "
         "those that a proxy passes on",
         metavar="HOST",
-        group=_SERVER,
     )
-    cache_tokens: int = option(
+    cache_tokens: int = _server(
         16384,
         "tokens that the KV caches of all requests hold together; prompt and answer of a request "
         "may have as many",
         metavar="TOKENS",
         minimum=256,
-        group=_SERVER,
     )
-    prefix_cache: bool = option(
-        True,
-        "keep the KV caches of answers that have ended, for prompts that begin like them",
-        group=_SERVER,
+    prefix_cache: bool = _server(
+        True, "keep the KV caches of answers that have ended, for prompts that begin like them"
     )
-    max_queue: int = option(
-        64,
-        "requests that may wait; further ones are refused",
-        metavar="REQUESTS",
-        minimum=0,
-        group=_SERVER,
+    max_queue: int = _server(
+        64, "requests that may wait; further ones are refused", metavar="REQUESTS", minimum=0
     )
-    max_body: int = option(
-        4_000_000, "size of a request at most", metavar="BYTES", minimum=1000, group=_SERVER
-    )
-    grace: float = option(
+    max_body: int = _server(4_000_000, "size of a request at most", metavar="BYTES", minimum=1000)
+    grace: float = _server(
         30.0,
         "time that open requests are given when the server stops",
         metavar="SECONDS",
         minimum=0,
-        group=_SERVER,
     )
-    access_log: bool = option(False, "print a line for each request", group=_SERVER)
+    access_log: bool = _server(False, "print a line for each request")
 
     def __post_init__(self) -> None:
         super(ServeConfig, self).__post_init__()

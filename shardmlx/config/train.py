@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.common.units import parse_bytes
+from shardmlx.config import common_options as common
 from shardmlx.config.checks import (
     FINE_TUNE_TYPES,
     OPTIMIZERS,
@@ -21,19 +22,9 @@ from shardmlx.config.checks import (
     parse_lr_schedule,
 )
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import (
-    AUTO,
-    OFF,
-    config_option,
-    dtype_option,
-    hostfile_option,
-    memory_limit_option,
-    partitioner_option,
-    stage_map_option,
-    timeout_option,
-)
+from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.data import DataConfig
-from shardmlx.config.options import OptionError, option
+from shardmlx.config.options import OptionError, in_group, option
 from shardmlx.config.specs import (
     AUTO_CHUNKS,
     COUNTED,
@@ -77,6 +68,13 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 """Keys of older YAML files that mlx_lm.lora passes over, and what to write instead."""
 
 
+_training = in_group(_TRAINING)
+_rate = in_group(_RATE)
+_pipeline = in_group(_PIPELINE)
+_output = in_group(_OUTPUT)
+_checkpoints = in_group(_CHECKPOINTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(DataConfig):
     """The options of a training run, checked as far as neither model nor data is needed.
@@ -85,96 +83,70 @@ class TrainConfig(DataConfig):
     and are read only. Raises ``OptionError``, a ``UserError``.
     """
 
-    config: str | None = config_option(_TRAINING)
-    dry_run: bool = option(
+    config: str | None = common.config(group=_TRAINING)
+    dry_run: bool = _training(
         False,
         "print the plan: memory of each rank, time of a step, what would be written; then end",
-        group=_TRAINING,
     )
-    train: bool = option(False, "train; implied unless --test is given", group=_TRAINING)
-    test: bool = option(False, "evaluate on the test set: alone, or after --train", group=_TRAINING)
-    batch_size: int = option(
-        4, "sequences a step, over all replicas together", minimum=1, group=_TRAINING
-    )
-    iters: int = option(1000, "steps to train for", metavar="STEPS", minimum=1, group=_TRAINING)
-    epochs: float | None = option(
+    train: bool = _training(False, "train; implied unless --test is given")
+    test: bool = _training(False, "evaluate on the test set: alone, or after --train")
+    batch_size: int = _training(4, "sequences a step, over all replicas together", minimum=1)
+    iters: int = _training(1000, "steps to train for", metavar="STEPS", minimum=1)
+    epochs: float | None = _training(
         None,
         "passes over the training set, instead of --iters",
         metavar="N",
         unset="as many as --iters makes",
         above=0,
         excludes="iters",
-        group=_TRAINING,
     )
-    learning_rate: float = option(1e-5, "learning rate", metavar="RATE", above=0, group=_TRAINING)
-    fine_tune_type: str = option(
+    learning_rate: float = _training(1e-5, "learning rate", metavar="RATE", above=0)
+    fine_tune_type: str = _training(
         "lora",
         "what to train: adapters, or the weights of the decoder layers",
         choices=FINE_TUNE_TYPES,
-        group=_TRAINING,
     )
-    num_layers: int = option(
-        16, "how many of the last layers to train; -1 for all", minimum=-1, group=_TRAINING
+    num_layers: int = _training(16, "how many of the last layers to train; -1 for all", minimum=-1)
+    adapter_path: str = _training("adapters", "directory of the adapters", metavar="DIR")
+    resume_adapter_file: str | None = _training(
+        None, "adapters or weights to start from", metavar="FILE"
     )
-    adapter_path: str = option(
-        "adapters", "directory of the adapters", metavar="DIR", group=_TRAINING
+    save_every: int = _training(100, "steps between saved adapters", metavar="STEPS", minimum=1)
+    steps_per_report: int = _training(10, "steps between reports", metavar="STEPS", minimum=1)
+    steps_per_eval: int = _training(200, "steps between validations", metavar="STEPS", minimum=1)
+    val_batches: int = _training(
+        25, "batches of one validation; -1 for all, 0 for none", metavar="BATCHES", minimum=-1
     )
-    resume_adapter_file: str | None = option(
-        None, "adapters or weights to start from", metavar="FILE", group=_TRAINING
+    test_batches: int = _training(
+        500, "batches of the test; -1 for all", metavar="BATCHES", minimum=-1
     )
-    save_every: int = option(
-        100, "steps between saved adapters", metavar="STEPS", minimum=1, group=_TRAINING
-    )
-    steps_per_report: int = option(
-        10, "steps between reports", metavar="STEPS", minimum=1, group=_TRAINING
-    )
-    steps_per_eval: int = option(
-        200, "steps between validations", metavar="STEPS", minimum=1, group=_TRAINING
-    )
-    val_batches: int = option(
-        25,
-        "batches of one validation; -1 for all, 0 for none",
-        metavar="BATCHES",
-        minimum=-1,
-        group=_TRAINING,
-    )
-    test_batches: int = option(
-        500, "batches of the test; -1 for all", metavar="BATCHES", minimum=-1, group=_TRAINING
-    )
-    optimizer: str = option(
-        "adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower, group=_TRAINING
-    )
+    optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower)
     optimizer_config: Mapping[str, Any] = option(
         {name: {} for name in ("adam", "adamw", "muon", "sgd", "adafactor")},
         "settings of each optimizer",
         flag=False,
     )
-    grad_accumulation_steps: int = option(
-        1,
-        "steps whose gradients make one optimizer update",
-        metavar="STEPS",
-        minimum=1,
-        group=_TRAINING,
+    grad_accumulation_steps: int = _training(
+        1, "steps whose gradients make one optimizer update", metavar="STEPS", minimum=1
     )
-    grad_checkpoint: bool | None = option(
-        None, "the same as --recompute full, or none", unset="as --recompute", group=_TRAINING
+    grad_checkpoint: bool | None = _training(
+        None, "the same as --recompute full, or none", unset="as --recompute"
     )
-    clear_cache_threshold: int = option(
+    clear_cache_threshold: int = _training(
         0,
         "empty MLX's buffer cache between steps above this size, like 2GiB",
         metavar="SIZE",
         minimum=0,
         parse=parse_bytes,
-        group=_TRAINING,
     )
-    seed: int = option(0, "seed of data order, dropout and new weights", minimum=0, group=_TRAINING)
+    seed: int = _training(0, "seed of data order, dropout and new weights", minimum=0)
 
     lora_parameters: Mapping[str, Any] = option(
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
         "rank, scale and dropout of the adapters, and keys: the modules that have them",
         flag=False,
     )
-    lr_schedule: Mapping[str, Any] | None = option(
+    lr_schedule: Mapping[str, Any] | None = _rate(
         None,
         "learning-rate schedule: cosine_decay, or with its arguments "
         "linear_schedule:1e-5,0,1000. Without, both fall from --learning-rate to 0 over the run. "
@@ -183,192 +155,151 @@ class TrainConfig(DataConfig):
         metavar="NAME[:X,X]",
         unset="none: the rate stays",
         parse=parse_lr_schedule,
-        group=_RATE,
     )
-    warmup: int | None = option(
+    warmup: int | None = _rate(
         None,
         "updates in which the learning rate rises from 0",
         metavar="UPDATES",
         minimum=0,
         unset="none, or warmup in lr_schedule",
-        group=_RATE,
     )
 
-    pipeline_stages: int | None = option(
-        None,
-        "ranks in one pipeline; the others become replicas",
-        unset="all ranks",
-        minimum=1,
-        group=_PIPELINE,
+    pipeline_stages: int | None = _pipeline(
+        None, "ranks in one pipeline; the others become replicas", unset="all ranks", minimum=1
     )
-    data_parallel: int | None = option(
+    data_parallel: int | None = _pipeline(
         None,
         "replicas, each with a part of the batch; instead of --pipeline-stages",
         unset="what --pipeline-stages leaves of the ranks",
         minimum=1,
-        group=_PIPELINE,
     )
-    replica_rows: str | None = option(
+    replica_rows: str | None = _pipeline(
         None,
         "rows of each replica, like 5,3; auto: by the speed of its machines",
         metavar="{auto,N,N}",
         unset="equal",
-        group=_PIPELINE,
     )
-    hostfile: str | None = hostfile_option(_PIPELINE)
-    profile: str | None = option(
+    hostfile: str | None = common.hostfile(None, group=_PIPELINE)
+    profile: str | None = _pipeline(
         None,
         "times measured by shardmlx profile; several files with commas between",
         metavar="FILE",
-        group=_PIPELINE,
     )
-    micro_batch_size: int | None = option(
+    micro_batch_size: int | None = _pipeline(
         None,
         "sequences a micro-batch",
         unset="chosen: four micro-batches a rank; fewer of short sequences, more if memory lacks",
         minimum=1,
-        group=_PIPELINE,
     )
-    schedule: str = option(
+    schedule: str = _pipeline(
         AUTO,
         "order of forward and backward; auto: of those that fit the one predicted to be fastest",
         choices=(AUTO, *SCHEDULES),
-        group=_PIPELINE,
     )
-    partitioner: str = partitioner_option(_PIPELINE)
-    stage_map: str | None = stage_map_option(_PIPELINE)
-    pack: bool | None = option(
+    partitioner: str = common.partitioner(group=_PIPELINE)
+    stage_map: str | None = common.stage_map(group=_PIPELINE)
+    pack: bool | None = _pipeline(
         None,
         "sequences of a micro-batch in one row, none padded; the loss is the same",
         unset="chosen: on where that is predicted to be faster",
-        group=_PIPELINE,
     )
-    recompute: str | None = option(
+    recompute: str | None = _pipeline(
         None,
         "what backward computes again: selective, norms and activations; full, all of a layer",
         choices=RECOMPUTE,
         unset="chosen: the least that fits",
-        group=_PIPELINE,
     )
-    attention_chunk: str = option(
+    attention_chunk: str = _pipeline(
         AUTO,
         f"queries whose attention is computed at a time; auto: {_AUTO_CHUNK}; off: all",
         choices=(AUTO, OFF),
         no=OFF,
-        group=_PIPELINE,
     )
-    loss_chunk: str = option(
+    loss_chunk: str = _pipeline(
         AUTO,
         f"positions whose logits are computed at a time; auto: {_AUTO_CHUNK}; counted: where "
         "tokens count; off: all",
         choices=(AUTO, COUNTED, OFF),
         no=OFF,
-        group=_PIPELINE,
     )
-    zero: int | None = option(
+    zero: int | None = _pipeline(
         None,
         "ZeRO: 1 divides optimizer state, 3 weights too",
         metavar="{0,1,3}",
         unset="1 in full fine-tunes",
         minimum=0,
-        group=_PIPELINE,
     )
-    master_weights: bool = option(
-        False, "update float32 copies of trained 16-bit weights", group=_PIPELINE
+    master_weights: bool = _pipeline(False, "update float32 copies of trained 16-bit weights")
+    sum_dtype: str = _pipeline(
+        SUM_DTYPES[0], "type of gradients between replicas", choices=SUM_DTYPES
     )
-    sum_dtype: str = option(
-        SUM_DTYPES[0],
-        "type of gradients between replicas",
-        choices=SUM_DTYPES,
-        group=_PIPELINE,
-    )
-    loss_scale: float | str | None = option(
+    loss_scale: float | str | None = _pipeline(
         None,
         "factor of the loss: auto, none, or power of two",
         metavar="{auto,none,N}",
         unset="auto for float16",
         parse=parse_loss_scale,
         no="none",
-        group=_PIPELINE,
     )
-    max_grad_norm: float | None = option(
-        None,
-        "clip the global gradient norm to this",
-        metavar="NORM",
-        unset="none",
-        above=0,
-        group=_PIPELINE,
+    max_grad_norm: float | None = _pipeline(
+        None, "clip the global gradient norm to this", metavar="NORM", unset="none", above=0
     )
-    dtype: str | None = dtype_option(_PIPELINE)
-    unfreeze_all: bool = option(
-        False,
-        "with --fine-tune-type full: train embedding, final norm and lm_head too",
-        group=_PIPELINE,
+    dtype: str | None = common.dtype(group=_PIPELINE)
+    unfreeze_all: bool = _pipeline(
+        False, "with --fine-tune-type full: train embedding, final norm and lm_head too"
     )
-    memory_limit: int | None = memory_limit_option(_PIPELINE)
+    memory_limit: int | None = common.memory_limit(group=_PIPELINE)
 
-    metrics_file: str | None = option(
-        None, "write one JSON line for every report here", metavar="FILE", group=_OUTPUT
+    metrics_file: str | None = _output(
+        None, "write one JSON line for every report here", metavar="FILE"
     )
-    report_to: str | None = option(
-        None,
-        f"services to log to, with commas between: {', '.join(REPORTERS)}",
-        metavar="NAMES",
-        group=_OUTPUT,
+    report_to: str | None = _output(
+        None, f"services to log to, with commas between: {', '.join(REPORTERS)}", metavar="NAMES"
     )
-    project_name: str | None = option(
-        None, "name of the project there", metavar="NAME", group=_OUTPUT
-    )
-    metrics_port: int | None = option(
+    project_name: str | None = _output(None, "name of the project there", metavar="NAME")
+    metrics_port: int | None = _output(
         None,
         "port at which rank 0 shows the run: its page, and /metrics for Prometheus; 0 takes a free "
         "one",
         metavar="PORT",
         minimum=0,
-        group=_OUTPUT,
     )
     metrics_host: str = option(
-        "127.0.0.1",
-        "address at which it does; others than this machine's own need it",
-        flag=False,
+        "127.0.0.1", "address at which it does; others than this machine's own need it", flag=False
     )
-    trace: str | None = option(
-        None, "write what every rank did when here, for Perfetto", metavar="FILE", group=_OUTPUT
+    trace: str | None = _output(
+        None, "write what every rank did when here, for Perfetto", metavar="FILE"
     )
 
-    checkpoint_dir: str | None = option(
+    checkpoint_dir: str | None = _checkpoints(
         None,
         "save here all that the run is, to resume it later",
         metavar="DIR",
         unset="none; ADAPTER-PATH/checkpoints under launch",
-        group=_CHECKPOINTS,
     )
-    checkpoint_every: int = option(
-        100, "steps between checkpoints", metavar="STEPS", minimum=1, group=_CHECKPOINTS
+    checkpoint_every: int = _checkpoints(
+        100, "steps between checkpoints", metavar="STEPS", minimum=1
     )
-    keep_checkpoints: int = option(
-        2, "how many checkpoints stay; older ones are deleted", minimum=1, group=_CHECKPOINTS
+    keep_checkpoints: int = _checkpoints(
+        2, "how many checkpoints stay; older ones are deleted", minimum=1
     )
-    checkpoint_storage: str = option(
+    checkpoint_storage: str = _checkpoints(
         "auto",
         "where: on a disk that all ranks see, on rank 0's, or each part on its rank's "
         "with a copy on a neighbour's; auto finds out",
         choices=STORAGES,
-        group=_CHECKPOINTS,
     )
-    resume: str = option(
+    resume: str = _checkpoints(
         "auto",
         "auto: from the newest good checkpoint, if there is one; never; or the directory of one",
         metavar="DIR",
-        group=_CHECKPOINTS,
     )
-    on_nonfinite: str = option(
+    on_nonfinite: str = _checkpoints(
         "stop",
         "when loss or gradient is not finite: stop, or skip the update and count it",
         choices=("stop", "skip"),
-        group=_CHECKPOINTS,
     )
-    timeout: float = timeout_option(_CHECKPOINTS)
+    timeout: float = common.timeout(group=_CHECKPOINTS)
 
     def __post_init__(self) -> None:
         super(TrainConfig, self).__post_init__()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, words_of
-from shardmlx.config.common_options import hostfile_option, model_argument
-from shardmlx.config.options import REQUIRED, declared, option
+from shardmlx.config.options import REQUIRED, declared, in_group
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
@@ -33,29 +33,28 @@ _DECIDED = (
 """The options of training that the plan determines."""
 
 
+_machines = in_group(_MACHINES)
+_output = in_group(_OUTPUT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(TrainConfig):
     """The run to plan, the machines, and the file of the plan. Raises ``OptionError``, a
     ``UserError``."""
 
-    model: str = model_argument()
-    hostfile: str = hostfile_option(_MACHINES, REQUIRED)
-    backend: str = option(
-        BACKENDS[0], "what the machines compute with", choices=BACKENDS, group=_MACHINES
-    )
+    model: str = common.model_argument()
+    hostfile: str = common.hostfile(REQUIRED, group=_MACHINES)
+    backend: str = _machines(BACKENDS[0], "what the machines compute with", choices=BACKENDS)
 
-    output: str | None = option(
-        None, "file for the stage map", metavar="FILE", short="-o", group=_OUTPUT
-    )
-    draw: Sequence[str] = option(
+    output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
+    draw: Sequence[str] = _output(
         [],
         "draw the step as a picture, .svg or .png; may be given several times",
         metavar="FILE",
         one_each=True,
-        group=_OUTPUT,
     )
-    timeline: bool = option(False, "draw the step in the terminal", group=_OUTPUT)
-    json: bool = option(False, "print the plan as JSON", group=_OUTPUT)
+    timeline: bool = _output(False, "draw the step in the terminal")
+    json: bool = _output(False, "print the plan as JSON")
 
     def __post_init__(self) -> None:
         super(PlanOptions, self).__post_init__()
