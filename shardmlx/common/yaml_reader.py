@@ -135,3 +135,9 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     matches = [each for each in known if word and each.startswith(word)][:3]
     matches = matches or difflib.get_close_matches(word, known, n=3, cutoff=0.7)
     return f"did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value of YAML or JSON is a number; a truth value, an int to Python, is
+    none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.common.yaml_reader import did_you_mean, is_number
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import OptionError
 
@@ -20,19 +20,15 @@ Check = tuple[str, Callable[[Any], bool]]
 """The condition that a value must meet: in words, and as a test."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
-_NUMBER: Check = ("a number", _is_number)
+_NUMBER: Check = ("a number", is_number)
 _SWITCH: Check = ("true or false", lambda value: isinstance(value, bool))
 _COUNT: Check = (
     "a whole number above 0",
-    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+    lambda value: is_number(value) and isinstance(value, int) and value > 0,
 )
 _TEXT: Check = ("text", lambda value: value is None or isinstance(value, str))
 _MAPPING: Check = ("a mapping", lambda value: value is None or isinstance(value, Mapping))
@@ -41,9 +37,7 @@ _BETAS: Check = (
     "two numbers from 0 to below 1, like [0.9, 0.999]",
     lambda value: _is_pair(value) and all(0 <= beta < 1 for beta in value),
 )
-_SHARE: Check = ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
-
-_ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
+_SHARE: Check = ("a number from 0 to below 1", lambda value: is_number(value) and 0 <= value < 1)
 
 _LORA: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
 
@@ -52,7 +46,7 @@ _SCHEDULE = ("name", "arguments", "warmup", "warmup_init")
 
 _DATASET: Mapping[str, Check] = {
     "path": _TEXT,
-    "weight": ("a number above 0", lambda value: _is_number(value) and 0 < value < 1e6),
+    "weight": ("a number above 0", lambda value: is_number(value) and 0 < value < 1e6),
     "config": _MAPPING,
     **{f"{name}_split": _TEXT for name in ("train", "valid", "test")},
     **{f"{name}_feature": _TEXT for name in ("prompt", "completion", "chat", "text")},
@@ -65,7 +59,7 @@ NO_SCALE = "none"
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerFacts:
     """An optimizer: its class in mlx.optimizers or ``engine.large_batch``, the settings that it
     takes, and the copies of trained weights that it needs in memory.
@@ -77,82 +71,40 @@ class OptimizerFacts:
     """
 
     class_name: str
-    settings: Mapping[str, Check]
     states: int
     passing: int
     passing_alone: int
+    settings: Mapping[str, Check]
 
+
+_DECAY: Mapping[str, Check] = {"weight_decay": _NUMBER}
+_ADAM: Mapping[str, Check] = {"betas": _BETAS, "eps": _NUMBER, "bias_correction": _SWITCH}
+_MOMENTUM: Mapping[str, Check] = {"momentum": _NUMBER, **_DECAY}
+_ADAFACTOR: Mapping[str, Check] = {
+    "eps": _PAIR,
+    "clip_threshold": _NUMBER,
+    "decay_rate": _NUMBER,
+    "beta_1": ("a number, or null", lambda value: value is None or is_number(value)),
+    **_DECAY,
+    "scale_parameter": _SWITCH,
+    "relative_step": _SWITCH,
+    "warmup_init": _SWITCH,
+}
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
     {
-        "adam": OptimizerFacts(
-            class_name="Adam", settings=_ADAM, states=2, passing=2, passing_alone=2
-        ),
-        "adamw": OptimizerFacts(
-            class_name="AdamW",
-            settings={**_ADAM, "weight_decay": _NUMBER},
-            states=2,
-            passing=2,
-            passing_alone=2,
-        ),
+        "adam": OptimizerFacts("Adam", 2, 2, 2, _ADAM),
+        "adamw": OptimizerFacts("AdamW", 2, 2, 2, {**_ADAM, **_DECAY}),
         "muon": OptimizerFacts(
-            class_name="Muon",
-            settings={
-                "momentum": _NUMBER,
-                "weight_decay": _NUMBER,
-                "nesterov": _SWITCH,
-                "ns_steps": _COUNT,
-            },
-            states=1,
-            passing=5,
-            passing_alone=9,
+            "Muon", 1, 5, 9, {**_MOMENTUM, "nesterov": _SWITCH, "ns_steps": _COUNT}
         ),
         "sgd": OptimizerFacts(
-            class_name="SGD",
-            settings={
-                "momentum": _NUMBER,
-                "weight_decay": _NUMBER,
-                "dampening": _NUMBER,
-                "nesterov": _SWITCH,
-            },
-            states=1,
-            passing=1,
-            passing_alone=1,
+            "SGD", 1, 1, 1, {**_MOMENTUM, "dampening": _NUMBER, "nesterov": _SWITCH}
         ),
-        "adafactor": OptimizerFacts(
-            class_name="Adafactor",
-            settings={
-                "eps": _PAIR,
-                "clip_threshold": _NUMBER,
-                "decay_rate": _NUMBER,
-                "beta_1": ("a number, or null", lambda value: value is None or _is_number(value)),
-                "weight_decay": _NUMBER,
-                "scale_parameter": _SWITCH,
-                "relative_step": _SWITCH,
-                "warmup_init": _SWITCH,
-            },
-            states=0,
-            passing=3,
-            passing_alone=5,
-        ),
-        "lamb": OptimizerFacts(
-            class_name="LAMB",
-            settings={"betas": _BETAS, "eps": _NUMBER, "weight_decay": _NUMBER},
-            states=2,
-            passing=4,
-            passing_alone=5,
-        ),
+        "adafactor": OptimizerFacts("Adafactor", 0, 3, 5, _ADAFACTOR),
+        "lamb": OptimizerFacts("LAMB", 2, 4, 5, {"betas": _BETAS, "eps": _NUMBER, **_DECAY}),
         "lars": OptimizerFacts(
-            class_name="LARS",
-            settings={
-                "momentum": _NUMBER,
-                "weight_decay": _NUMBER,
-                "trust_coefficient": _NUMBER,
-                "eps": _NUMBER,
-            },
-            states=1,
-            passing=3,
-            passing_alone=3,
+            "LARS", 1, 3, 3, {**_MOMENTUM, "trust_coefficient": _NUMBER, "eps": _NUMBER}
         ),
     }
 )
@@ -228,7 +180,7 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     if (
         not isinstance(arguments, list)
         or not needed <= len(arguments) <= len(parameters)
-        or not all(map(_is_number, arguments))
+        or not all(map(is_number, arguments))
     ):
         raise OptionError(
             name, f"has arguments {arguments!r}: {kind} takes numbers [{', '.join(parameters)}]"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -40,11 +40,7 @@ class Given:
 
 
 class CommandParser(OneLineParser):
-    """A parser that names the command whose help to see. ``--help-all`` lists what is ``hidden``
-    too."""
-
-    hidden: Sequence[tuple[argparse.Action, str]] = ()
-    full_epilog = ""
+    """A parser that names the command whose help to see."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
@@ -53,46 +49,6 @@ class CommandParser(OneLineParser):
         """Print a line of advice, once for all ranks of a job, and for the job of a launch."""
         if self.prints and LAUNCHED not in os.environ:
             print(f"shardmlx: {text}", file=sys.stderr, flush=True)
-
-
-class _HelpAll(argparse.Action):
-    """Print the help of all options, also of those that ``--help`` leaves out."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        if isinstance(parser, CommandParser) and parser.hidden:
-            for action, text in parser.hidden:
-                action.help = text
-            parser.epilog = parser.full_epilog
-        parser.print_help()
-        parser.exit()
-
-
-class _Refused(argparse.Action):
-    """Say why an option of another program is not here."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        raise UserError(f"{option_string} of mlx_lm is not here", str(self.help_instead))
-
-    def __init__(self, *, help_instead: str, **how: Any) -> None:
-        super().__init__(help=argparse.SUPPRESS, nargs="?", **how)
-        self.help_instead = help_instead
-
-
-def _yaml_only(options: Iterable[Declared]) -> str | None:
-    names = [each.name for each in options if not each.rules.flag]
-    return f"In the YAML file only: {', '.join(names)}." if names else None
 
 
 def _add(add: Callable[..., argparse.Action], each: Declared) -> argparse.Action:
@@ -136,50 +92,47 @@ class CommandLine(Generic[Options]):
     description: str
     groups: Sequence[str] = ()
     shown: Collection[str] | None = None
-    refused: Mapping[str, str] | None = None
-    passed_over: Mapping[str, str] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
     epilog: str = ""
     check: Callable[[Options], None] | None = None
 
-    def parser(self, rank: int = 0) -> CommandParser:
+    def parser(self, rank: int = 0, *, shows_all: bool = False) -> CommandParser:
         """Build the parser, whose result holds only the flags that were given.
 
         It raises ``UserError`` where argparse would print usage and exit; ``--help`` and
-        ``--version`` print on rank 0 and exit with status 0 on every rank.
+        ``--version`` print on rank 0 and exit with status 0 on every rank. ``--help-all`` is
+        another word for ``--help`` of a parser that ``shows_all``.
         """
         options = declared(self.options)
+        flags = [each for each in options if each.rules.flag]
         words = [each.metavar for each in options if each.rules.positional]
-        in_file = _yaml_only(options)
+        only_in_file = ", ".join(each.name for each in options if not each.rules.flag)
+        epilog = self.epilog
+        if only_in_file and (shows_all or self.shown is None):
+            epilog = f"{epilog} In the YAML file only: {only_in_file}.".strip()
         parser = CommandParser(
             rank=rank,
             prog=f"shardmlx {self.command}",
             usage=" ".join([f"shardmlx {self.command}", *words, "[OPTIONS]"]),
             description=self.description,
-            epilog=self.epilog or (in_file if self.shown is None else None),
+            epilog=epilog,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
         version = f"shardmlx {shardmlx.__version__}"
         parser.add_argument("--version", action="version", version=version)
-        flags = [each for each in options if each.rules.flag]
         names = dict.fromkeys([*self.groups, *(each.rules.group for each in flags)])
         places = {name: parser.add_argument_group(name).add_argument for name in names if name}
-        hidden = []
         for each in flags:
             action = _add(places.get(each.rules.group or "", parser.add_argument), each)
-            if self.shown is not None and each.name not in self.shown:
-                hidden.append((action, str(action.help)))
+            if not shows_all and self.shown is not None and each.name not in self.shown:
                 action.help = argparse.SUPPRESS
             for other in each.rules.also:
                 parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
-        for flag, reason in (self.refused or {}).items():
-            parser.add_argument(flag, action=_Refused, dest=argparse.SUPPRESS, help_instead=reason)
-        parser.hidden = hidden
-        parser.full_epilog = " ".join(filter(None, [self.epilog, in_file]))
-        text = f"show {len(flags)} options and exit" if hidden else argparse.SUPPRESS
-        parser.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, help=text
-        )
+        hides = self.shown is not None
+        text = f"show {len(flags)} options and exit" if hides else argparse.SUPPRESS
+        parser.add_argument("--help-all", action="help", help=text)
         return parser
 
     def load(self, argv: Sequence[str], rank: int = 0) -> Options:
@@ -190,7 +143,7 @@ class CommandLine(Generic[Options]):
         how long they wait for rank 0. ``UserError`` names the flag, or the file and its key.
         """
         if rank:
-            flags = vars(self.parser(rank).parse_known_args(argv)[0])
+            flags = vars(self._parser_for(argv, rank).parse_known_args(argv)[0])
             known = declared(self.options)
             needed = {each.name for each in known if each.default is None} | {"timeout"}
             return self.options(**{key: flags[key] for key in flags.keys() & needed})
@@ -201,10 +154,10 @@ class CommandLine(Generic[Options]):
 
     def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
         """Build the options as ``load``, and return those that flags and file gave."""
-        parser = self.parser()
+        parser = self._parser_for(argv)
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
-            raise _unknown(unknown, declared(self.options), parser)
+            raise self._unknown(unknown)
         return self._build(parser, vars(namespace))
 
     def load_before(
@@ -212,14 +165,14 @@ class CommandLine(Generic[Options]):
     ) -> tuple[Options, str, tuple[str, ...]]:
         """Build the options before the first word that is none: one of ``commands``, whose own
         words follow. Return options, command and its words."""
-        parser, options = self.parser(), declared(self.options)
-        known = {flag for each in options for flag in each.flags}
+        parser = self._parser_for(list(takewhile(lambda word: word not in commands, argv)))
+        known = {flag for each in declared(self.options) for flag in each.flags}
         known |= {"--help", "--help-all", "--version"}
         for word in takewhile(lambda word: word not in commands, argv):
             # A word with a space is the value of an option.
             is_flag = word.startswith("--") and " " not in word
             if is_flag and word.partition("=")[0] not in known:
-                raise _unknown([word], options, parser)
+                raise self._unknown([word])
         parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
         names = ", ".join(commands)
         parser.add_argument("command", metavar="COMMAND", choices=commands, help=names)
@@ -230,10 +183,30 @@ class CommandLine(Generic[Options]):
         command, words = flags.pop("command"), flags.pop("words")
         return self._build(parser, flags)[0], command, tuple(words)
 
+    def _parser_for(self, argv: Sequence[str], rank: int = 0) -> CommandParser:
+        return self.parser(rank, shows_all="--help-all" in argv)
+
+    def _unknown(self, words: Sequence[str]) -> UserError:
+        """Return the error for the first flag among words that the parser does not know."""
+        known = declared(self.options)
+        word = next((word for word in words if word.startswith("-")), words[0])
+        flag = word.partition("=")[0]
+        if flag in self.refused:
+            return UserError(f"{flag} of mlx_lm is not here", self.refused[flag])
+        key = flag.lstrip("-").replace("-", "_")
+        if key in (each.name for each in known if not each.rules.flag):
+            remedy = f"write {key} into the YAML file: -c FILE"
+            return UserError(f"unknown argument {word!r}", remedy)
+        flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
+        remedy = (
+            did_you_mean(flag.lstrip("-"), flags, "--") or f"see shardmlx {self.command} --help"
+        )
+        return UserError(f"unknown argument {word!r}", remedy)
+
     def _build(self, parser: CommandParser, flags: Mapping[str, Any]) -> tuple[Options, Given]:
         known = declared(self.options)
         path = flags.get("config") and with_home("config", flags["config"])
-        written = {} if path is None else _read_file(path, known, parser, self.passed_over or {})
+        written = {} if path is None else _read_file(path, known, parser, self.passed_over)
         given = Given(flags, {key: value for key, value in written.items() if value is not None})
         values = {**given.file, **given.flags}
         for each in known:
@@ -278,17 +251,6 @@ def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str
         else:
             words += [each.flag, str(value)]
     return words
-
-
-def _unknown(words: Sequence[str], known: Sequence[Declared], parser: CommandParser) -> UserError:
-    word = next((word for word in words if word.startswith("-")), words[0])
-    names = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
-    name = word.partition("=")[0].lstrip("-")
-    key = name.replace("-", "_")
-    if key in (each.name for each in known if not each.rules.flag):
-        return UserError(f"unknown argument {word!r}", f"write {key} into the YAML file: -c FILE")
-    remedy = did_you_mean(name, names, "--") or f"see {parser.prog} --help"
-    return UserError(f"unknown argument {word!r}", remedy)
 
 
 def _read_file(

@@ -13,9 +13,10 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from shardmlx.common.yaml_reader import is_number
 from shardmlx.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,13 +115,14 @@ def in_group(name: str) -> Callable[..., Any]:
     return partial(option, group=name)
 
 
+@cache
 def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
     """Return the options of an options dataclass, in the order of its fields."""
     hints = get_type_hints(cls)
     return tuple(
         Declared(
             name=each.name,
-            rules=_rules(each),
+            rules=each.metadata["option"],
             kinds=_alternatives(hints[each.name]),
             default=_default(each),
         )
@@ -139,26 +141,16 @@ def check_options(options: DataclassInstance) -> None:
     Mappings and lists are copied, so that nobody else holds what the instance holds.
     Raises ``OptionError``.
     """
-    hints = get_type_hints(type(options))
-    for each in fields(options):
-        value = _checked(each, hints[each.name], getattr(options, each.name))
-        object.__setattr__(options, each.name, value)
-
-
-def _rules(each: Field[Any]) -> Option:
-    rules = each.metadata["option"]
-    if not isinstance(rules, Option):
-        raise TypeError(f"field {each.name} was not made by option()")
-    return rules
+    for each in declared(type(options)):
+        object.__setattr__(options, each.name, _checked(each, getattr(options, each.name)))
 
 
 def _default(each: Field[Any]) -> str | None:
     """Return the default in words; None where there is none."""
     value = each.default if each.default_factory is MISSING else each.default_factory()
-    if value is MISSING:
-        return None
-    if _rules(each).unset is not None:
-        return _rules(each).unset
+    unset: str | None = each.metadata["option"].unset
+    if value is MISSING or unset is not None:
+        return None if value is MISSING else unset
     if value is None or value in ([], {}, ""):
         return "none"
     if isinstance(value, bool):
@@ -209,8 +201,9 @@ def _alternatives(hint: Any) -> tuple[type, ...]:
     return tuple({Mapping: dict, Sequence: list}.get(each, each) for each in origins)
 
 
-def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
-    name, rules = each.name, _rules(each)
+def _checked(each: Declared, value: Any) -> Any:
+    """Return the value of an option as its type. Raises ``OptionError``."""
+    name, rules, kinds = each.name, each.rules, each.kinds
     if value is False and rules.no is not None:
         value = rules.no
     if isinstance(value, str) and rules.parse is not None:
@@ -218,25 +211,24 @@ def _checked(each: Field[Any], hint: Any, value: Any) -> Any:
             value = rules.parse(value)
         except ValueError as error:
             raise OptionError(name, f"is {value!r}", str(error)) from None
-    kinds = _alternatives(hint)
     if value is None and types.NoneType in kinds:
         return None
     # A bool is an int to Python, but 'iters: true' is a mistake.
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+    if float in kinds and is_number(value):
         value = float(value)
     fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
+    choices = f"choose from {', '.join(rules.choices)}" if rules.choices else None
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
-        choices = f"choose from {', '.join(rules.choices)}" if rules.choices else None
         raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
     if rules.metavar in _PATHS and isinstance(value, str):
         value = with_home(name, value)
-    if isinstance(value, list) and rules.metavar in _PATHS:
-        value = [with_home(name, each) if isinstance(each, str) else each for each in value]
+    if rules.metavar in _PATHS and isinstance(value, list):
+        value = [with_home(name, path) if isinstance(path, str) else path for path in value]
     if isinstance(value, (dict, list)):
         return _plain_copy(name, value)
-    if rules.choices is not None and value not in rules.choices:
-        raise OptionError(name, f"is {value!r}", f"choose from {', '.join(rules.choices)}")
+    if choices and value not in (rules.choices or ()):
+        raise OptionError(name, f"is {value!r}", choices)
     if rules.minimum is not None and value < rules.minimum:
         raise OptionError(name, f"is {value}", f"give {rules.minimum} or more")
     if rules.above is not None and value <= rules.above:

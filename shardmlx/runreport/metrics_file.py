@@ -134,8 +134,3 @@ def halved(items: Sequence[T], is_report: Callable[[T], bool]) -> list[T]:
             kept.append(each)
         is_kept ^= is_report(each)
     return kept[::-1]
-
-
-def is_number(value: object) -> bool:
-    """Tell whether a value of an event is a number, and no truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

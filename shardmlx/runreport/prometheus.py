@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.runreport.metrics_file import is_number
+from shardmlx.common.yaml_reader import is_number
 
 Sample = tuple[Mapping[str, str], float]
 """The labels and the value of a sample."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from shardmlx.common.yaml_reader import is_number
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Tools
@@ -372,8 +373,8 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _no_text(value: Any, name: str) -> UserError:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    remedy = f'write "{_shown(value)}" in quotes, or take the row out' if is_number else _TAKE_OUT
+    is_quotable = is_number(value) and value == value  # JSON has no NaN
+    remedy = f'write "{_shown(value)}" in quotes, or take the row out' if is_quotable else _TAKE_OUT
     return UserError(f"{name} is {_shown(value)}, not text", remedy)
 
 

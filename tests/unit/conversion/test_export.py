@@ -405,7 +405,7 @@ def test_ways_of_quantising_that_there_are_not(text: str, complaint: str, tmp_pa
 
 def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
     with pytest.raises(UserError, match="--upload-repo of mlx_lm is not here: upload what is fin"):
-        LINE.parser().parse_args(["model", "-o", "out", "--upload-repo", "me/it"])
+        LINE.load(["model", "-o", "out", "--upload-repo", "me/it"])
     with pytest.raises(OptionError, match="output_dir is empty"):
         ExportOptions(model="model", output_dir="")
 
