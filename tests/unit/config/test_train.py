@@ -173,13 +173,6 @@ def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     assert error_of("-c", path).startswith(f"{path}: {name} is True: choose from auto, ")
 
 
-@pytest.mark.parametrize(("name", "instead"), [("profiled", "--profile"), ("parameters", "memory")])
-def test_a_former_partitioner_is_refused_with_what_to_give(name: str, instead: str) -> None:
-    error = error_of("--partitioner", name)
-    assert error.startswith(f"--partitioner is {name!r}: give balanced")
-    assert instead in error
-
-
 def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert LINE.load([]).recompute is None
     assert LINE.load(["--grad-checkpoint"]).recompute == "full"
