@@ -136,7 +136,7 @@ COMMANDS = (
         options="config.doctor",
         run="hosts.doctor_mpi:run",
         needs_ranks=True,
-        without_ranks="hosts.doctor_ssh_command:run",
+        without_ranks="hosts.doctor_ssh:run",
         alike=False,
     ),
     Command(

@@ -47,6 +47,8 @@ class Machine:
     """Name shared by identical machines: a measurement of one holds for all."""
     where: str = field(default="", compare=False)
     """File and line of the entry, for messages."""
+    login: str = field(default="", compare=False)
+    """The host as the file writes it, perhaps with a user."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -166,6 +168,7 @@ class _Entry:
     """A line of the file; ``slots`` is None if it names none."""
 
     where: str
+    login: str
     host: str
     slots: int | None
     facts: Mapping[str, Any]
@@ -201,7 +204,7 @@ def _entry(line: str, where: str) -> _Entry | None:
         slots = maximum
     elif maximum is not None and maximum < slots:
         raise UserError(f"{where}: {slots} slots, but {maximum} at most", "give no more than that")
-    return _Entry(where, host, slots, _facts(comment, where))
+    return _Entry(where, words[0], host, slots, _facts(comment, where))
 
 
 def _joined(text: str) -> list[str]:
@@ -365,5 +368,6 @@ def _machine(entries: list[_Entry]) -> Machine:
         memory=None if memory is None else round(memory),
         wired=None if wired is None else round(wired),
         where=first.where,
+        login=first.login,
         **facts,
     )

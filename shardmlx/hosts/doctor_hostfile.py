@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardmlx.common.units import GIB, MIB
@@ -64,24 +64,19 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
         memory=memory,
         wired=min(wired, memory) if wired and memory else wired,
         flops=flops or machine.flops,
-        link=max((min(each.there, each.back) for each in speeds), default=machine.link),
+        link=max((each.slower for each in speeds), default=machine.link),
         latency=min((each.latency for each in speeds), default=machine.latency),
         kind=machine.kind or kind or None,
     )
 
 
-def hostfile_text(
-    machines: Iterable[Machine], written: Mapping[str, str] | None = None, date: str = ""
-) -> str:
-    """Return a hostfile that ``read_hostfile`` reads as these machines, to five digits.
-
-    ``written`` has, by ``host_key``, a host's name in the file, perhaps with its user.
-    """
-    lines = [_line(machine, (written or {}).get(host_key(machine.host))) for machine in machines]
-    return _HEADER.format(date=date and f" on {date}") + "".join(f"{line}\n" for line in lines)
+def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:
+    """Return a hostfile that ``read_hostfile`` reads as these machines, to five digits."""
+    lines = [f"{_line(machine)}\n" for machine in machines]
+    return _HEADER.format(date=date and f" on {date}") + "".join(lines)
 
 
-def _line(machine: Machine, written: str | None) -> str:
+def _line(machine: Machine) -> str:
     facts = {
         "memory": machine.memory and _memory(machine.memory),
         "wired": machine.wired and _memory(machine.wired),
@@ -92,7 +87,7 @@ def _line(machine: Machine, written: str | None) -> str:
     }
     words = [f"{key}={value}" for key, value in facts.items() if value]
     comment = f"  # {' '.join(words)}" if words else ""
-    return f"{written or machine.host} slots={machine.slots}{comment}"
+    return f"{machine.login or machine.host} slots={machine.slots}{comment}"
 
 
 _FLOPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"))

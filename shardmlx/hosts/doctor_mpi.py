@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -15,18 +15,17 @@ import mlx.core as mx
 from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import check_writable
-from shardmlx.config.doctor import STDOUT, DoctorConfig
+from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
-from shardmlx.hosts.doctor_report import content, deliver, progress, text, write
+from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
 from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used
-from shardmlx.hosts.host_facts import HostFacts, collect, interface_to
+from shardmlx.hosts.host_facts import HostFacts, collect, source_address
 from shardmlx.hosts.probe_script import connect_errors, listen
-from shardmlx.hosts.reachability import addresses_of
-from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link
+from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 from shardmlx.loading.rank_setup import working_set
 
 SECONDS_FOR_FACTS = 120.0
@@ -45,27 +44,15 @@ class _Door:
     include: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """A rank's findings with its MLX and MPI."""
-
-    library: str | None
-    blas: Blas
-    device: str
-    working_set: int | None
-    flops: Mapping[str, float]
-    copies: str | None
-
-
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``.
 
     All ranks must call it.
     """
-    prepared = on_rank_0(transport, "reading the hostfile", lambda: _prepare(config))
-    examiner = Examiner(transport, config.seconds, progress if transport.rank == 0 else _ignore)
-    examination = examiner.examine(blas)
-    count = on_rank_0(transport, "reporting", lambda: _report(config, examination, prepared))
+    known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
+    say = progress if transport.rank == 0 else lambda line: None
+    examination = Examiner(transport, config.seconds, say).examine(blas)
+    count = on_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     count = transport.broadcast(count, what="warnings")
     if any(link.speed is None for link in examination.links):
         _leave_without_mpi(transport, 1 if config.strict else 0)
@@ -99,29 +86,25 @@ class Examiner:
         """Examine the hosts and their links. All ranks must call it, and get the same."""
         transport = self._transport
         facts, routes = self._ask()
-        self._say("exchanging arrays")
-        copies = check_copies(transport)
         self._say("multiplying matrices")
         # All together, like in a run.
         transport.barrier("multiplying matrices")
         device = mx.default_device()
-        found = _Rank(
-            transport.library,
-            blas,
-            _name_of(device),
-            working_set(),
-            _flops(device, self._seconds),
-            copies,
+        mine = Host(
+            name=self._mine,
+            ranks=self._ranks[self._mine],
+            facts=facts[self._mine],
+            mpi=transport.library and transport.library.removeprefix("Open MPI v"),
+            blas=str(replace(blas, hint="")).removeprefix("BLAS: "),
+            blas_hint=INSTALL_OPENBLAS if blas.hint else "",
+            device="GPU" if device.type == mx.DeviceType.gpu else "CPU",
+            working_set=working_set(),
+            flops=_flops(device, self._seconds),
+            copies=not shares_memory(),
         )
-        ranks = transport.all_gather(found, "multiplying matrices")
-        links = tuple(self._links(routes))
-        first = next(iter(self._ranks))
-        speeds = {link.second: link.speed for link in links if link.first == first}
-        hosts = (
-            _host(name, own, facts[name], [ranks[rank] for rank in own], speeds.get(name))
-            for name, own in self._ranks.items()
-        )
-        return Examination(tuple(hosts), links)
+        seen = transport.all_gather(mine, "multiplying matrices")
+        hosts = (_as_one([seen[rank] for rank in own]) for own in self._ranks.values())
+        return Examination(tuple(hosts), tuple(self._links(routes)))
 
     def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Route, ...]]]]:
         """Return, by host, its facts, and its routes to each other host."""
@@ -144,9 +127,7 @@ class Examiner:
 
     def _routes(self, doors: Mapping[str, _Door]) -> dict[str, tuple[Route, ...]]:
         """Return the routes to the addresses of each other host that are not this one's too."""
-        here = doors[self._mine].facts.interfaces
-        media = {each.name: each.medium for each in here}
-        own = {each.address for each in here}
+        own = {each.address: each for each in doors[self._mine].facts.interfaces}
         targets = [
             (host, each, door)
             for host, door in doors.items()
@@ -155,20 +136,19 @@ class Examiner:
             if each.address not in own and not each.is_loopback
         ]
         errors = connect_errors([(each.address, door.port) for _, each, door in targets])
-        found: dict[str, list[Route]] = {host: [] for host in doors}
+        found: dict[str, tuple[Route, ...]] = dict.fromkeys(doors, ())
         for (host, each, door), error in zip(targets, errors, strict=True):
-            through = interface_to(each.address)
-            found[host].append(
-                Route(
-                    interface=through,
-                    medium=media.get(through or ""),
-                    address=each.address,
-                    network=each.network,
-                    problem=error,
-                    used=is_used(each, door.include),
-                )
+            through = own.get(source_address(each.address) or "")
+            route = Route(
+                interface=None if through is None else through.name,
+                medium=None if through is None else through.medium,
+                address=each.address,
+                network=each.network,
+                problem=error,
+                used=is_used(each, door.include),
             )
-        return {host: tuple(routes) for host, routes in found.items()}
+            found[host] += (route,)
+        return found
 
     def _links(self, routes: Mapping[str, Mapping[str, tuple[Route, ...]]]) -> list[Link]:
         """Measure one after another, so that none disturbs another."""
@@ -205,28 +185,13 @@ def _may_talk(routes: Sequence[Route]) -> bool:
     return not used or any(route.problem is None for route in used)
 
 
-def _host(
-    name: str,
-    own: tuple[int, ...],
-    facts: HostFacts,
-    ranks: Sequence[_Rank],
-    speed: LinkSpeed | None,
-) -> Host:
-    lead = ranks[0]
+def _as_one(ranks: Sequence[Host]) -> Host:
+    """Return a host as all its ranks see it."""
     dtypes = dict.fromkeys(dtype for rank in ranks for dtype in rank.flops)
-    return Host(
-        name=name,
-        ranks=own,
-        facts=facts,
-        mpi=lead.library and lead.library.removeprefix("Open MPI v"),
-        blas=str(replace(lead.blas, hint="")).removeprefix("BLAS: "),
-        blas_hint=INSTALL_OPENBLAS if lead.blas.hint else "",
-        device=lead.device,
-        working_set=lead.working_set,
+    return replace(
+        ranks[0],
         flops={dtype: sum(rank.flops.get(dtype, 0.0) for rank in ranks) for dtype in dtypes},
-        copies=next((rank.copies for rank in ranks if rank.copies), None),
-        clock_offset=None if speed is None else speed.clock_offset,
-        clock_error=None if speed is None else speed.clock_error,
+        copies=any(rank.copies for rank in ranks),
     )
 
 
@@ -238,41 +203,21 @@ def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
     return {name: matmul_flops(dtype, seconds) for name, dtype in dtypes.items()}
 
 
-def _name_of(device: mx.Device) -> str:
-    return "GPU" if device.type == mx.DeviceType.gpu else "CPU"
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """The machines of the hostfile, and how each is written there."""
-
-    machines: tuple[Machine, ...] = ()
-    written: Mapping[str, str] = field(default_factory=dict)
-
-
-def _prepare(config: DoctorConfig) -> _Prepared:
-    """Find files that cannot be read or written before anything is measured."""
-    if config.json not in (None, STDOUT):
-        check_writable(Path(str(config.json)), "--json")
+def _machines(config: DoctorConfig) -> tuple[Machine, ...]:
+    """Return the machines of the hostfile; find files that cannot be read or written before
+    anything is measured."""
+    check_json(config.json)
     if config.write_hostfile is not None:
         check_writable(Path(config.write_hostfile), "--write-hostfile")
-    if config.hostfile is None:
-        return _Prepared()
-    machines = read_hostfile(config.hostfile)
-    return _Prepared(machines, addresses_of(Path(config.hostfile).read_text("utf-8")))
+    return () if config.hostfile is None else read_hostfile(config.hostfile)
 
 
-def _report(config: DoctorConfig, examination: Examination, prepared: _Prepared | None) -> int:
+def _report(config: DoctorConfig, examination: Examination, known: Sequence[Machine]) -> int:
     """Show and write the findings; return the number of warnings."""
     findings = examination.findings()
-    deliver(text(examination, findings), content(examination, findings), config.json)
-    if config.write_hostfile is not None and prepared is not None:
-        machines = machines_of(examination, prepared.machines)
+    show(text(examination, findings), content(examination, findings), config.json)
+    if config.write_hostfile is not None:
         today = datetime.date.today().isoformat()
-        hostfile = hostfile_text(machines, prepared.written, today)
+        hostfile = hostfile_text(machines_of(examination, known), today)
         write(config.write_hostfile, hostfile, config.json)
     return len(findings)
-
-
-def _ignore(line: str) -> None:
-    """Say nothing, on the other ranks."""

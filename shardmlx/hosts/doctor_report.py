@@ -11,10 +11,10 @@ from typing import Any
 
 import shardmlx
 from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.common.reporter import check_writable
 from shardmlx.common.units import GIB, MIB
 from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
-from shardmlx.hosts.doctor_ssh import Asked, Visit
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
 from shardmlx.hosts.host_facts import HostFacts
 
@@ -30,7 +30,13 @@ def progress(line: str) -> None:
     print(f"doctor: {line}", file=sys.stderr, flush=True)
 
 
-def deliver(tables: str, content: Mapping[str, Any], target: str | None) -> None:
+def check_json(target: str | None) -> None:
+    """Raise ``UserError`` if the file of ``--json`` cannot be written."""
+    if target not in (None, STDOUT):
+        check_writable(Path(str(target)), "--json")
+
+
+def show(tables: str, content: Mapping[str, Any], target: str | None) -> None:
     """Print the tables, and write the content as JSON to a file; or to stdout instead."""
     as_json = json.dumps(content, indent=1)
     if target == STDOUT:
@@ -53,7 +59,7 @@ def write(path: str, content: str, json_target: str | None) -> None:
 def text(examination: Examination, findings: Sequence[Finding]) -> str:
     """Return a table of hosts, one of links, and a line for each finding."""
     hosts, links = examination.hosts, examination.links
-    parts = [of_columns("host", [host.name for host in hosts], _rows(hosts))]
+    parts = [columns(("host", *(host.name for host in hosts)), _rows(hosts))]
     if links:
         header = ("link", "over", "latency", "there", "back")
         parts.append(columns(header, [_link_line(link) for link in links]))
@@ -62,11 +68,6 @@ def text(examination: Examination, findings: Sequence[Finding]) -> str:
         parts.append("\n".join(notes))
     parts.append(warnings(findings))
     return "\n\n".join(parts)
-
-
-def of_columns(corner: str, names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
-    """Return a table with a column for each name."""
-    return columns((corner, *names), [(label, *cells) for label, cells in rows])
 
 
 def warnings(findings: Sequence[Finding]) -> str:
@@ -87,76 +88,15 @@ def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, 
     }
 
 
-def visit_text(visit: Visit) -> str:
-    """Return a table of the hosts that were asked with ssh, and a line for each finding."""
+def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    def row(label: str, cell: Callable[[Host], str | None]) -> tuple[str, ...]:
+        return label, *(cell(host) or UNKNOWN for host in hosts)
 
-    def row(label: str, show: Callable[[Asked], str | None]) -> tuple[str, list[str]]:
-        return label, [show(host) or UNKNOWN for host in visit.hosts]
-
-    packages = dict.fromkeys(package for host in visit.hosts for package in host.versions)
-    rows = [
-        row("address", lambda host: "this machine" if host.is_local else host.reached),
-        row("answers", _answers),
-        *(row(package, _version_of(package)) for package in packages),
-        row("system", lambda host: None if host.said is None else str(host.said["system"])),
-        row("connects to", _connects),
-    ]
-    return "\n\n".join(
-        [
-            of_columns("host", [host.name for host in visit.hosts], rows),
-            f"mpirun starts ranks with the same Python on all hosts: {visit.python}",
-            warnings(visit.findings),
-        ]
-    )
-
-
-def visit_content(visit: Visit) -> dict[str, Any]:
-    """Return the findings of ``doctor --ssh``, for JSON."""
-    return {
-        "shardmlx": shardmlx.__version__,
-        "python": visit.python,
-        "hosts": [
-            {
-                "name": host.name,
-                "login": host.login,
-                "address": host.reached,
-                "answers": host.said is not None,
-                "versions": host.versions,
-                "system": None if host.said is None else host.said["system"],
-                "connection_errors": host.errors,
-            }
-            for host in visit.hosts
-        ],
-        "warnings": [asdict(each) for each in visit.findings],
-    }
-
-
-def _answers(host: Asked) -> str:
-    if host.said is None:
-        return "no"
-    return "here" if host.is_local else "without a password"
-
-
-def _version_of(package: str) -> Callable[[Asked], str | None]:
-    return lambda host: None if host.said is None else host.versions.get(package) or "none"
-
-
-def _connects(host: Asked) -> str | None:
-    found = [other for other, error in host.errors.items() if error is None]
-    return " ".join(found) or ("none" if host.errors else None)
-
-
-def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
-    def row(label: str, show: Callable[[Host], str | None]) -> tuple[str, list[str]]:
-        return label, [show(host) or UNKNOWN for host in hosts]
-
-    def version(package: str) -> tuple[str, list[str]]:
+    def version(package: str) -> tuple[str, ...]:
         return row(package, lambda host: host.versions.get(package))
 
     packages = dict.fromkeys(package for host in hosts for package in host.versions)
     dtypes = dict.fromkeys(dtype for host in hosts for dtype in host.flops)
-    alone = sum(len(host.ranks) for host in hosts) == 1
-    copied = "no copy" if alone else "no copy, data right"
     return [
         row("ranks", lambda host: " ".join(map(str, host.ranks))),
         *map(version, packages),
@@ -171,9 +111,7 @@ def _rows(hosts: Sequence[Host]) -> list[tuple[str, list[str]]]:
         row("memory limit", lambda host: _limit(host.facts)),
         row("wired limit", _wired_limit),
         row("free disk", lambda host: _bytes(host.facts.disk_free)),
-        row("arrays to MPI", lambda host: host.copies or copied),
-        row("clock", _clock),
-        row("firewall", _firewall),
+        row("arrays to MPI", lambda host: "copied" if host.copies else "no copy"),
     ]
 
 
@@ -188,13 +126,13 @@ def _limit(facts: HostFacts) -> str:
 
 
 def _speed_of(dtype: str) -> Callable[[Host], str | None]:
-    def show(host: Host) -> str | None:
+    def cell(host: Host) -> str | None:
         flops = host.flops.get(dtype)
         if flops is None:
             return None
         return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
 
-    return show
+    return cell
 
 
 def _wired_limit(host: Host) -> str | None:
@@ -204,18 +142,6 @@ def _wired_limit(host: Host) -> str | None:
     if limit == 0:
         return "left to macOS" + (f": {gibibytes(host.working_set)}" if host.working_set else "")
     return _bytes(limit)
-
-
-def _firewall(host: Host) -> str | None:
-    return host.facts.firewall if host.facts.is_mac else "not asked"
-
-
-def _clock(host: Host) -> str | None:
-    if 0 in host.ranks:
-        return "rank 0's"
-    if host.clock_offset is None or host.clock_error is None:
-        return None
-    return f"{1e3 * host.clock_offset:+.2f} ms, ± {1e3 * host.clock_error:.2f}"
 
 
 def _notes(host: Host) -> Iterable[str]:

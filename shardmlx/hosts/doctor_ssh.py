@@ -8,32 +8,36 @@ from __future__ import annotations
 import contextlib
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import shardmlx
+from shardmlx.common.cli import run_command
+from shardmlx.common.environment import launched_rank
+from shardmlx.common.formatting import columns
+from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
+from shardmlx.hosts.doctor_report import UNKNOWN, check_json, progress, show, warnings
 from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
-from shardmlx.hosts.mpirun import find_mpirun
-from shardmlx.hosts.probe_client import Talk, at_once, probe_command
+from shardmlx.hosts.host_facts import source_address
+from shardmlx.hosts.mpirun import mpirun_path
+from shardmlx.hosts.probe_client import Talk, at_once
 from shardmlx.hosts.reachability import (
     SECONDS_TO_ANSWER,
+    Answer,
     RemoteLogin,
-    addresses_of,
+    asking,
     is_local,
-    login_problem,
-    no_daemon,
-    silence,
+    problems,
 )
 
 SECONDS_TO_RESOLVE = 5.0
 SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0
-
-OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(slots=True)
@@ -44,14 +48,19 @@ class Asked:
     login: str
     is_local: bool
     address: str | None = None
-    said: Mapping[str, Any] | None = None
-    complaint: Finding | None = None
+    answer: Answer | Finding | None = None
     errors: dict[str, str | None] = field(default_factory=dict)
     """Reasons why it cannot connect to each host that it tried; None where it can."""
 
     @property
+    def facts(self) -> Answer | None:
+        """Answer of the host, if it gave one."""
+        return None if isinstance(self.answer, Finding) else self.answer
+
+    @property
     def versions(self) -> dict[str, str | None]:
-        return dict(self.said["versions"]) if self.said else {}
+        """Versions of its packages."""
+        return dict(self.facts["versions"]) if self.facts else {}
 
     @property
     def reached(self) -> str | None:
@@ -61,7 +70,7 @@ class Asked:
     @property
     def ssh_connection(self) -> list[str]:
         """Client address and port, server address and port, according to sshd; or nothing."""
-        words = str((self.said or {}).get("ssh", "")).split()
+        words = str((self.facts or {}).get("ssh", "")).split()
         return words if len(words) == 4 else []
 
 
@@ -74,38 +83,48 @@ class Visit:
     findings: tuple[Finding, ...]
 
 
+def run(words: Sequence[str]) -> int | None:
+    """Ask the hosts with ssh and return the exit status: 0, 1 for warnings with ``--strict``, or 2
+    after bad input. Return None without ``--ssh``: then ranks look."""
+    if "--ssh" not in words:
+        return None
+    return run_command(lambda: _run(words)) if launched_rank() == 0 else 0  # one asks for all
+
+
+def _run(words: Sequence[str]) -> int:
+    options = LINE.load(words)
+    check_json(options.json)
+    progress(f"asking the hosts of {options.hostfile} with {options.agent or 'ssh'}")
+    found = visit(str(options.hostfile), options.agent, options.python)
+    show(visit_text(found), visit_content(found), options.json)
+    return 1 if options.strict and found.findings else 0
+
+
 def visit(hostfile: str, agent: str | None, python: str) -> Visit:
     """Ask all hosts of the hostfile, and this machine if it is none of them.
 
     ``agent`` replaces ssh.
     """
-    hosts = _hosts_of(hostfile)
+    hosts = [Asked(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)]
+    if not any(host.is_local for host in hosts):
+        # mpirun starts here, and its daemons connect back.
+        name = socket.gethostname()
+        hosts.insert(0, Asked(name, name, is_local=True))
     findings = []
     try:
-        daemon = str(find_mpirun().with_name("prted"))
+        daemon = str(mpirun_path().with_name("prted"))
     except UserError as error:
         findings.append(Finding(None, error.problem, error.remedy))
         daemon = str(Path(python).with_name("prted"))
     remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
-    for host in hosts:
-        host.address = found.get(host.name)
-    _ask(hosts, remote)
+    logins = {host.name: None if host.is_local else host.login for host in hosts}
+    with asking(logins, remote, SECONDS_TO_ANSWER) as (talks, answers):
+        for host in hosts:
+            host.address = found.get(host.name)
+            host.answer = answers[host.name]
+        _connect([host for host in hosts if host.facts is not None], talks)
     return Visit(python, tuple(hosts), (*findings, *find(hosts, remote)))
-
-
-def _hosts_of(hostfile: str) -> list[Asked]:
-    machines = read_hostfile(hostfile)
-    logins = addresses_of(Path(hostfile).read_text("utf-8")).values()
-    hosts = [
-        Asked(machine.host, login, is_local(machine.host))
-        for machine, login in zip(machines, logins, strict=True)
-    ]
-    if not any(host.is_local for host in hosts):
-        # mpirun starts here, and its daemons connect back.
-        name = socket.gethostname()
-        hosts.insert(0, Asked(name, name, is_local=True))
-    return hosts
 
 
 def _look_up(name: str) -> str | None:
@@ -114,42 +133,12 @@ def _look_up(name: str) -> str | None:
     return None
 
 
-def _ask(hosts: Sequence[Asked], remote: RemoteLogin) -> None:
-    with contextlib.ExitStack() as stack:
-        talks: dict[str, Talk] = {}
-        for host in hosts:
-            try:
-                talk = Talk(probe_command(remote, None if host.is_local else host.login))
-            except OSError as error:
-                host.complaint = _cannot_start(host, remote, error)
-            else:
-                stack.callback(talk.close)
-                talks[host.name] = talk
-        heard = at_once({name: talk.hear for name, talk in talks.items()}, SECONDS_TO_ANSWER)
-        for host in hosts:
-            host.said = heard.get(host.name)
-            if host.name in talks and host.said is None:
-                host.complaint = _silent(host, talks[host.name], host.name in heard, remote)
-        _connect([host for host in hosts if host.said is not None], talks)
-
-
-def _cannot_start(host: Asked, remote: RemoteLogin, error: OSError) -> Finding:
-    what, flag = (remote.python, "--python") if host.is_local else (remote.agent[0], "--agent")
-    return Finding(host.name, f"cannot run {what} ({error.strerror})", f"see {flag}")
-
-
-def _silent(host: Asked, talk: Talk, ended: bool, remote: RemoteLogin) -> Finding:
-    if not ended:
-        return silence(host.name, SECONDS_TO_ANSWER, host.login, remote)
-    return login_problem(host.name, *talk.ended(), host.login, remote)
-
-
 def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
     """Let every host connect to every other, as ranks and mpirun's daemons will."""
     tried: dict[str, list[str]] = {}
     for host in hosts:
         targets = {
-            other.name: (address, (other.said or {})["port"])
+            other.name: (address, (other.facts or {})["port"])
             for other in hosts
             if other is not host and (address := address_of(other, host)) is not None
         }
@@ -167,28 +156,18 @@ def address_of(host: Asked, seen_by: Asked) -> str | None:
     """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
     if host.is_local:
         came = seen_by.ssh_connection[:1]
-        found = came[0] if came else seen_by.address and _source_address(seen_by.address)
+        found = came[0] if came else seen_by.address and source_address(seen_by.address)
     else:
         found = host.reached
     return found if found and ":" not in found else None
 
 
-def _source_address(target: str) -> str | None:
-    """Return the address from which this machine reaches another. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
-        test.connect((target, 9))
-        return str(test.getsockname()[0])
-    return None
-
-
 def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
     """Yield the faults of hosts that were asked."""
     for host in hosts:
-        if host.complaint is not None:
-            yield host.complaint
-        if host.said is not None:
-            yield from _lacks(host, host.said["daemon"] == [True], remote)
-    yield from version_skew({host.name: host.versions for host in hosts if host.said})
+        if host.answer is not None:
+            yield from problems(host.name, host.answer, remote)
+    yield from version_skew({host.name: host.versions for host in hosts if host.facts})
     for host in hosts:
         for other, error in host.errors.items():
             if error is not None:
@@ -196,21 +175,57 @@ def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
                 yield Finding(host.name, problem, connection_remedy([error], other))
 
 
-def _lacks(host: Asked, has_daemon: bool, remote: RemoteLogin) -> Iterator[Finding]:
-    version = host.versions["Python"] or ""
-    if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
-        yield Finding(
-            host.name,
-            f"{remote.python} is Python {version}",
-            f"install {'.'.join(map(str, OLDEST_PYTHON))} or newer at the same path on all hosts",
-        )
-        return
-    missing = [name for name in probe_script.NEEDED if host.versions.get(name) is None]
-    if missing:
-        yield Finding(
-            host.name,
-            f"{remote.python} has no {', '.join(missing)}",
-            f"copy the project there, and in its directory: {remote.python} -m pip install .",
-        )
-    if not has_daemon:
-        yield no_daemon(host.name, remote)
+def visit_text(visit: Visit) -> str:
+    """Return a table of the hosts, and a line for each finding."""
+
+    def row(label: str, cell: Callable[[Asked], str | None]) -> tuple[str, ...]:
+        return label, *(cell(host) or UNKNOWN for host in visit.hosts)
+
+    def answers(host: Asked) -> str:
+        if host.facts is None:
+            return "no"
+        return "here" if host.is_local else "without a password"
+
+    def version(package: str) -> Callable[[Asked], str | None]:
+        return lambda host: (host.versions.get(package) or "none") if host.facts else None
+
+    def connects(host: Asked) -> str | None:
+        found = [other for other, error in host.errors.items() if error is None]
+        return " ".join(found) or ("none" if host.errors else None)
+
+    packages = dict.fromkeys(package for host in visit.hosts for package in host.versions)
+    rows = [
+        row("address", lambda host: "this machine" if host.is_local else host.reached),
+        row("answers", answers),
+        *(row(package, version(package)) for package in packages),
+        row("system", lambda host: str(host.facts["system"]) if host.facts else None),
+        row("connects to", connects),
+    ]
+    return "\n\n".join(
+        [
+            columns(("host", *(host.name for host in visit.hosts)), rows),
+            f"mpirun starts ranks with the same Python on all hosts: {visit.python}",
+            warnings(visit.findings),
+        ]
+    )
+
+
+def visit_content(visit: Visit) -> dict[str, Any]:
+    """Return the findings of ``doctor --ssh``, for JSON."""
+    return {
+        "shardmlx": shardmlx.__version__,
+        "python": visit.python,
+        "hosts": [
+            {
+                "name": host.name,
+                "login": host.login,
+                "address": host.reached,
+                "answers": host.facts is not None,
+                "versions": host.versions,
+                "system": None if host.facts is None else host.facts["system"],
+                "connection_errors": host.errors,
+            }
+            for host in visit.hosts
+        ],
+        "warnings": [asdict(each) for each in visit.findings],
+    }

@@ -5,17 +5,14 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
-from shardmlx.hosts.host_facts import HostFacts
-from shardmlx.hosts.system_parsers import WIFI, Interface
+from shardmlx.hosts.host_facts import WIFI, HostFacts, Interface
 
 FAR_SLOWER = 0.6
 """Share of the best speed of comparable machines or links, below which one is too slow."""
-
-ONE_WAY_STREET = 0.5
-"""Share of the other direction's bandwidth, below which a link is too slow."""
 
 SLOW_CABLE = 60e6
 """Bytes a second of a slow link: half of what 1 Gbit/s Ethernet carries."""
@@ -24,24 +21,23 @@ LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3
 """Free share of a machine's memory below which it is little."""
 
-CLOCK_SKEW = 1.0
-"""Seconds of clock skew that matter, since times of files and logs are compared over machines."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
     """The speed of a link of two ranks.
 
     ``latency`` is half a round trip; ``there`` and ``back`` are bytes a second from the first to
-    the second rank and from the second to the first. The second's clock shows ``clock_offset``
-    seconds more than the first's, give or take ``clock_error``.
+    the second rank and from the second to the first.
     """
 
     latency: float
     there: float
     back: float
-    clock_offset: float
-    clock_error: float
+
+    @property
+    def slower(self) -> float:
+        """Bytes a second of the slower direction."""
+        return min(self.there, self.back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class Route:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
-    the fault of its messages, None without one; ``working_set`` the bytes that macOS lets the GPU
+    true if MPI gets copies of its arrays; ``working_set`` are the bytes that macOS lets the GPU
     wire, None if nothing is wired."""
 
     name: str
@@ -77,10 +73,8 @@ class Host:
     blas_hint: str
     device: str
     flops: Mapping[str, float]
-    copies: str | None
+    copies: bool
     working_set: int | None = None
-    clock_offset: float | None = None
-    clock_error: float | None = None
 
     @property
     def versions(self) -> dict[str, str | None]:
@@ -111,6 +105,11 @@ class Link:
     @property
     def name(self) -> str:
         return f"{self.first} - {self.second}"
+
+    @property
+    def directions(self) -> tuple[tuple[str, str, tuple[Route, ...]], ...]:
+        """Source, target and routes of both directions."""
+        return (self.first, self.second, self.there), (self.second, self.first, self.back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +195,9 @@ def _minor(version: str | None) -> str | None:
 
 def _of_host(host: Host) -> Iterator[Finding]:
     facts = host.facts
-    if host.copies is not None:
-        yield Finding(
-            host.name, host.copies, "run doctor again, and report it with what --json writes"
-        )
+    if host.copies:
+        problem = "MPI gets copies of arrays, and would lose messages"
+        yield Finding(host.name, problem, "report it with what --json writes")
     if facts.memory and facts.memory_free and facts.memory_free < LITTLE_MEMORY * facts.memory:
         yield Finding(
             host.name,
@@ -215,22 +213,11 @@ def _of_host(host: Host) -> Iterator[Finding]:
     if facts.cores is not None and len(host.ranks) > facts.cores:
         yield Finding(
             host.name,
-            f"{len(host.ranks)} ranks on {facts.cores} core{'s' if facts.cores > 1 else ''}",
+            f"{len(host.ranks)} ranks on {plural(facts.cores, 'core')}",
             "give it fewer slots in the hostfile",
         )
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
-    if facts.firewall == "blocks all":
-        yield Finding(
-            host.name,
-            "its firewall blocks all incoming connections",
-            "System Settings, Network, Firewall, Options: turn that off",
-        )
-    offset, error = host.clock_offset, host.clock_error
-    if offset is not None and error is not None and abs(offset) - error > CLOCK_SKEW:
-        side = "ahead of" if offset > 0 else "behind"
-        remedy = "sudo sntp -sS time.apple.com" if facts.is_mac else "sudo timedatectl set-ntp true"
-        yield Finding(host.name, f"its clock is {abs(offset):.1f} s {side} rank 0's", remedy)
 
 
 def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
@@ -255,10 +242,7 @@ def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 def _of_link(link: Link) -> Iterator[Finding]:
-    for source, target, routes in (
-        (link.first, link.second, link.there),
-        (link.second, link.first, link.back),
-    ):
+    for source, target, routes in link.directions:
         blocked = [route for route in routes if route.used and route.problem is not None]
         found = open_routes(routes)
         said = ", ".join(f"{route.address}: {route.problem}" for route in blocked)
@@ -276,35 +260,20 @@ def _of_link(link: Link) -> Iterator[Finding]:
             )
     if link.problem is not None:
         yield Finding(None, link.problem, "see the firewalls of both hosts, and their cables")
-    speed = link.speed
-    if speed is None:
-        return
-    slow, fast = sorted([speed.there, speed.back])
-    if slow < ONE_WAY_STREET * fast:
-        source, target = link.first, link.second
-        if speed.there > speed.back:
-            source, target = target, source
+    if link.speed is not None and link.speed.slower < SLOW_CABLE and WIFI not in link.media:
         yield Finding(
             None,
-            f"{source} to {target} is {slow / fast:.0%} as fast as the other direction",
-            "measure again; then look at cable, adapter and switch",
-        )
-    if fast < SLOW_CABLE and WIFI not in link.media:
-        yield Finding(
-            None,
-            f"{link.name} carries {8 * fast / 1e6:.0f} Mbit/s, less than a 1 Gbit/s cable",
+            f"{link.name} carries {8 * link.speed.slower / 1e6:.0f} Mbit/s, less than a 1 Gbit/s "
+            "cable",
             "look at cable, adapter and switch",
         )
 
 
 def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
     """Yield one finding for each host and remedy."""
-    ends = [
-        *((link.first, link.second, link.there) for link in links),
-        *((link.second, link.first, link.back) for link in links),
-    ]
     found: dict[tuple[str, str, str], list[str]] = {}
-    for source, target, routes in ends:
+    # One direction of all links first, so that lines of a host stand together.
+    for source, target, routes in chain(*zip(*(link.directions for link in links), strict=True)):
         usable = open_routes(routes)
         radio = [route for route in usable if route.medium == WIFI]
         wired = [route for route in usable if route.medium != WIFI]
@@ -323,13 +292,11 @@ def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
 
 def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:
     """Yield links far slower than the best over the same media."""
-    measured = [(link, link.speed) for link in links if link.speed is not None]
-    by_speed = sorted(measured, key=lambda pair: -min(pair[1].there, pair[1].back))
-    best = {link.media: (link, speed) for link, speed in reversed(by_speed)}
-    for link, speed in measured:
-        fastest, its = best[link.media]
-        ratio = min(speed.there, speed.back) / min(its.there, its.back)
-        if ratio < FAR_SLOWER:
+    measured = [(link.speed.slower, link) for link in links if link.speed is not None]
+    best = {link.media: (speed, link) for speed, link in sorted(measured, key=lambda each: each[0])}
+    for speed, link in measured:
+        most, fastest = best[link.media]
+        if (ratio := speed / most) < FAR_SLOWER:
             yield Finding(
                 None,
                 f"{link.name} is {ratio:.0%} as fast as {fastest.name}, over "

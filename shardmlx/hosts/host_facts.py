@@ -1,14 +1,17 @@
 """Facts of this machine for ``shardmlx.doctor``; unknown ones are None.
 
-psutil gives memory and addresses. Other facts come from the system: on macOS from ``sysctl``,
-``networksetup``, ``route`` and ``socketfilterfw``, on Linux from /proc, /sys and ``ip``.
+psutil gives memory and addresses. Other facts come from the system: on macOS from ``sysctl`` and
+``networksetup``, whose formats are from documentation and recorded outputs (see the tests), on
+Linux from /proc and /sys.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -22,28 +25,32 @@ import psutil
 from shardmlx.common.process_memory import memory_bounds
 from shardmlx.common.units import MIB
 from shardmlx.hosts.probe_script import versions
-from shardmlx.hosts.system_parsers import (
-    ETHERNET,
-    THUNDERBOLT,
-    VIRTUAL,
-    WIFI,
-    Interface,
-    chip_by_cpuinfo,
-    firewall_state,
-    hardware_ports,
-    medium_of_port,
-    route_by_bsd,
-    route_by_ip,
-    sysctl_values,
-)
 
 SECONDS_TO_SAY = 10.0
 """Seconds for each tool to answer."""
 
-_WIRED_LIMIT = "iogpu.wired_limit_mb"
-_FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 """Directories of the tools, which may be missing from PATH in a login without a terminal."""
+
+
+WIFI = "Wi-Fi"
+THUNDERBOLT = "Thunderbolt"
+ETHERNET = "Ethernet"
+VIRTUAL = "virtual"
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An IPv4 address of a machine, in a network like 10.25.0.0/24; ``medium`` carries it."""
+
+    name: str
+    address: str
+    network: str
+    medium: str | None = None
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.address).is_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,6 @@ class HostFacts:
     wired_limit: int | None
     directory: str | None
     disk_free: int | None
-    firewall: str | None
     interfaces: tuple[Interface, ...]
     memory_limit: int | None = None
     memory_limit_reason: str | None = None
@@ -76,8 +82,7 @@ class HostFacts:
 def collect() -> HostFacts:
     """Ask this machine, and wait at most ``SECONDS_TO_SAY`` for each tool."""
     is_mac = sys.platform == "darwin"
-    values = sysctl_values(_said("sysctl", "machdep.cpu.brand_string", _WIRED_LIMIT) or "")
-    limit = values.get(_WIRED_LIMIT, "")
+    limit = _said("sysctl", "-n", "iogpu.wired_limit_mb") if is_mac else ""
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
     bounds = [bound for bound in memory_bounds() if bound.nbytes < memory.total]
@@ -86,27 +91,27 @@ def collect() -> HostFacts:
         node=os.environ.get("PMIX_HOSTNAME"),
         system=_system(),
         is_mac=is_mac,
-        chip=values.get("machdep.cpu.brand_string") if is_mac else _chip_on_linux(),
+        chip=_said("sysctl", "-n", "machdep.cpu.brand_string") if is_mac else _chip_on_linux(),
         python=sys.executable,
         versions=versions(),
         cores=_cores(),
         memory=memory.total,
         memory_free=memory.available,
-        wired_limit=int(limit) * MIB if is_mac and limit.isdecimal() else None,
+        wired_limit=int(limit) * MIB if limit and limit.isdecimal() else None,
         directory=directory,
         disk_free=disk_free,
-        firewall=firewall_state(_said(_FIREWALL, "--getglobalstate") or "") if is_mac else None,
         interfaces=_interfaces(_media_of_mac() if is_mac else medium_on_linux),
         memory_limit=None if bound is None else bound.nbytes,
         memory_limit_reason=None if bound is None else bound.what,
     )
 
 
-def interface_to(address: str) -> str | None:
-    """Return the interface through which this machine reaches an address."""
-    if sys.platform == "darwin":
-        return route_by_bsd(_said("route", "-n", "get", address) or "")
-    return route_by_ip(_said("ip", "route", "get", address) or "")
+def source_address(target: str) -> str | None:
+    """Return the address from which this machine reaches another. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
+        test.connect((target, 9))
+        return str(test.getsockname()[0])
+    return None
 
 
 def _system() -> str:
@@ -130,19 +135,15 @@ def _said(*command: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    # sysctl prints the keys that it knows, and fails for others.
-    return done.stdout or None
-
-
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return None
+    return done.stdout.strip() or None
 
 
 def _chip_on_linux() -> str | None:
-    return chip_by_cpuinfo(_text("/proc/cpuinfo") or "") or platform.processor() or None
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if line := re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE):
+            return line[1].strip()
+    return platform.processor() or None
 
 
 def _cores() -> int | None:
@@ -170,6 +171,25 @@ def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]
                 network = ipaddress.IPv4Interface(f"{each.address}/{each.netmask}").network
                 found.append(Interface(name, each.address, str(network), medium_of(name)))
     return tuple(found)
+
+
+def hardware_ports(text: str) -> dict[str, str]:
+    """Return the port of each device in macOS's ``networksetup -listallhardwareports``.
+
+    An example: bridge0 -> Thunderbolt Bridge.
+    """
+    found = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
+    return {device: port.strip() for port, device in found}
+
+
+def medium_of_port(port: str) -> str | None:
+    """Return the medium of a hardware port of macOS; None for an unknown one."""
+    name = port.casefold()
+    if "wi-fi" in name or "airport" in name:
+        return WIFI
+    if "thunderbolt ethernet" in name or "ethernet" in name or " lan" in name:
+        return ETHERNET
+    return THUNDERBOLT if "thunderbolt" in name else None
 
 
 def _media_of_mac() -> Callable[[str], str | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from shardmlx.config.launch import MAX_RESTARTS, read_flags
 from shardmlx.config.specs import CheckpointOptions, RunSpec
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
-from shardmlx.hosts.mpirun import replaced
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
@@ -38,7 +37,6 @@ class LaunchOptions:
     machines: tuple[Machine, ...]
     control: JobControl
     hostfile: Path | None = None
-    hostfile_text: str = ""
     run: RunSpec | None = None
     checkpoints: CheckpointOptions | None = None
     config_file: str | None = None
@@ -84,7 +82,6 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
         hostfile=None if flags.hostfile is None else Path(flags.hostfile),
-        hostfile_text="" if flags.hostfile is None else Path(flags.hostfile).read_text("utf-8"),
         run=RunSpec.of(read) if trains else None,
         checkpoints=CheckpointOptions.of(read) if trains else None,
         config_file=read.config if trains else None,
@@ -131,3 +128,28 @@ def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, .
             f"-n {ranks}: {hostfile} has {slots} slots", "give more slots, or fewer ranks"
         )
     return machines, ranks or slots
+
+
+def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:
+    """Return options with other values, at the end; None removes one.
+
+    ``pipeline_stages=2`` is ``--pipeline-stages 2``.
+    """
+    flags = {"--" + name.replace("_", "-"): value for name, value in new.items()}
+    kept = _without(options, tuple(flags))
+    given = [
+        word for flag, value in flags.items() if value is not None for word in (flag, str(value))
+    ]
+    return (*kept, *given)
+
+
+def _without(options: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    is_value = False
+    for word in options:
+        name, equals, _ = word.partition("=")
+        if name in flags:
+            is_value = not equals
+        elif is_value:
+            is_value = False
+        else:
+            yield word

@@ -7,30 +7,29 @@ from the newest checkpoint. No MLX, no MPI.
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER, Store
+from shardmlx.common.cli import BAD_INPUT
+from shardmlx.common.formatting import plural
 from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.degraded_layout import plan_again
 from shardmlx.hosts.findings import Finding
-from shardmlx.hosts.launch_options import LaunchOptions, read_options
-from shardmlx.hosts.mpirun import MpirunJob, find_mpirun, replaced
-from shardmlx.hosts.mpirun_settings import settings_for
-from shardmlx.hosts.reachability import (
-    RemoteLogin,
-    addresses_of,
-    check_hosts,
-    is_local,
-    without_hosts,
-)
-from shardmlx.hosts.restart_policy import FAILED, Attempt, after, changes
+from shardmlx.hosts.launch_options import LaunchOptions, read_options, replaced
+from shardmlx.hosts.mpirun import mpirun_path, settings_for
+from shardmlx.hosts.reachability import RemoteLogin, check_hosts, is_local
 from shardmlx.hosts.supervisor import Supervisor
+
+FAILED = 1
+LONGEST_PAUSE = 60.0
+"""Seconds, about as many as a machine needs to restart."""
 
 SECONDS_OF_SERVICE = 600.0
 """Seconds after which a server has run well: restarts are counted anew."""
@@ -45,6 +44,59 @@ class GaveUp(Exception):
     """The reason for no further start."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Hosts, ranks and options of the command, for a start of the job."""
+
+    hosts: tuple[str, ...]
+    ranks: int
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The end of one start of a job.
+
+    ``gained`` says whether it left a newer checkpoint than it found; None if that cannot be seen
+    from here.
+    """
+
+    status: int
+    hosts: tuple[str, ...] = ()
+    gained: bool | None = None
+
+
+def final_status(
+    attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None
+) -> int | None:
+    """Return launch's exit status after the last of ``attempts``; None if the job is to start
+    again. Raises ``GaveUp``.
+
+    ``stopped_by`` is a signal that was passed on to the job.
+    """
+    last = attempts[-1]
+    if last.status == 0:
+        return 0
+    if stopped_by is not None:
+        return 128 + stopped_by
+    # Beside bad input: mpirun itself was asked to stop in order.
+    if last.status in (BAD_INPUT, 128 + signal.SIGUSR1):
+        return last.status
+    if max_restarts == 0:
+        return FAILED
+    if len(attempts) > max_restarts:
+        raise GaveUp(f"{plural(max_restarts, 'restart')} used up (see --max-restarts)")
+    before = attempts[-2] if len(attempts) > 1 else None
+    gained_nothing = last.gained is False and before is not None and before.gained is False
+    if before is not None and before.hosts == last.hosts and gained_nothing:
+        raise GaveUp(
+            "failed twice in a row on the same hosts without a new checkpoint: a third start would "
+            "most likely fail too; mend what is said above, or save more often "
+            "(--checkpoint-every)"
+        )
+    return None
+
+
 def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense.
 
@@ -54,7 +106,7 @@ def run(words: Sequence[str]) -> int:
     supervisor = Supervisor(options.control)
     with supervisor.listening():
         try:
-            return Launcher(options, find_mpirun(), supervisor).run()
+            return Launcher(options, mpirun_path(), supervisor).run()
         except Stopped as stop:
             return 128 + stop.signal
         except GaveUp as error:
@@ -78,73 +130,74 @@ class Launcher:
         for finding in findings.values():
             print(f"shardmlx: error: {finding}", file=sys.stderr)
         if findings:
-            return 2
+            return BAD_INPUT
         if launch.checkpoints is not None and launch.chose_directory:
             _say(f"checkpoints in {launch.checkpoints.checkpoint_dir}, to restart from")
-        hosts, job = launch.hosts, self._job()
+        start = Start(launch.hosts, launch.ranks, launch.options)
         while True:
             started = time.monotonic()
-            self.attempts.append(self._start(hosts, job))
+            self.attempts.append(self._run(start))
             if launch.command == "serve" and time.monotonic() - started > SECONDS_OF_SERVICE:
                 del self.attempts[:-1]
-            decision = after(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
-            if decision.status is not None:
-                if decision.reason:
-                    raise GaveUp(decision.reason)
-                return decision.status
+            status = final_status(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
+            if status is not None:
+                return status
+            failed = len(self.attempts)
+            pause = min(2.0 ** (failed - 1), LONGEST_PAUSE)
             _say(
-                f"the job failed with status {self.attempts[-1].status}: restart "
-                f"{len(self.attempts)} of {launch.max_restarts} in {decision.pause:g} s"
+                f"the job failed with status {self.attempts[-1].status}: restart {failed} of "
+                f"{launch.max_restarts} in {pause:g} s"
             )
-            time.sleep(decision.pause)
-            hosts, job = self._next(hosts)
+            time.sleep(pause)
+            start = self._next(start.hosts)
 
     def _ask(self) -> dict[str, Finding]:
+        """Return what keeps hosts from running ranks, by host."""
         launch = self.launch
         if launch.hostfile is None:
             return {}
-        written = list(addresses_of(launch.hostfile_text).values())
         remote = RemoteLogin(
             agent=tuple(shlex.split(launch.agent or "ssh")),
             python=launch.python,
             daemon=str(self.mpirun.with_name("prted")),
         )
-        return check_hosts(dict(zip(launch.hosts, written, strict=True)), remote)
+        return check_hosts({each.host: each.login for each in launch.machines}, remote)
 
-    def _job(self) -> MpirunJob:
+    def _words(self, start: Start, hostfile: Path | None) -> list[str]:
+        """Return the command line of mpirun."""
         launch = self.launch
-        return MpirunJob(
-            mpirun=self.mpirun,
-            python=launch.python,
-            command=launch.command,
-            options=launch.options,
-            ranks=launch.ranks,
-            hostfile=None if launch.hostfile is None else str(launch.hostfile),
-            agent=launch.agent,
-            settings=settings_for(
-                () if launch.hostfile is None else launch.hosts, launch.ranks, launch.extra
-            ),
-            extra=launch.extra,
-        )
+        words = [str(self.mpirun)]
+        if hostfile is not None:
+            words += ["--hostfile", str(hostfile)]
+        words += ["-n", str(start.ranks)]
+        if launch.agent is not None:
+            words += ["--prtemca", "plm_ssh_agent", launch.agent]
+        hosts = () if launch.hostfile is None else launch.hosts
+        words += [*settings_for(hosts, launch.ranks, launch.extra), *launch.extra]
+        return [*words, launch.python, "-m", f"shardmlx.{launch.command}", *start.options]
 
-    def _start(self, hosts: Sequence[str], job: MpirunJob) -> Attempt:
+    def _run(self, start: Start) -> Attempt:
+        hostfile = self.launch.hostfile
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            gone, _ = changes(self.launch.hosts, hosts)
-            if gone and self.launch.hostfile is not None:
-                some = directory / self.launch.hostfile.name
-                some.write_text(without_hosts(self.launch.hostfile_text, gone), encoding="utf-8")
-                job = replace(job, hostfile=str(some))
-            print(job, flush=True)
+            if hostfile is not None and start.hosts != self.launch.hosts:
+                hostfile = directory / hostfile.name
+                left = [each for each in self.launch.machines if each.host in start.hosts]
+                hostfile.write_text(
+                    "".join(f"{each.login} slots={each.slots}\n" for each in left),
+                    encoding="utf-8",
+                )
+            words = self._words(start, hostfile)
+            print(f"$ {shlex.join(words)}", flush=True)
             before = self._checkpoints()
-            status = self._status_of(job, directory / "status")
+            status = self._status_of(words, directory / "status")
             now = self._checkpoints()
         gained = None if before is None or now is None else bool(now - before)
-        return Attempt(status, tuple(hosts), gained)
+        return Attempt(status, start.hosts, gained)
 
-    def _status_of(self, job: MpirunJob, mark: Path) -> int:
+    def _status_of(self, words: Sequence[str], mark: Path) -> int:
         hosts = self.launch.hosts
-        status = self.supervisor.run(job.words, mark, ranks_here=all(map(is_local, hosts)))
+        status = self.supervisor.run(words, mark, ranks_here=all(map(is_local, hosts)))
         if mark.exists():
             return int(mark.read_text(encoding="utf-8"))
         # mpirun returns 0 even after its login on another host was killed. Rank 0's own status can
@@ -152,28 +205,29 @@ class Launcher:
         several = len(set(hosts)) > 1 and self.launch.command != "doctor"
         if status == 0 and several and is_local(hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
-            return 1
+            return FAILED
         return status
 
-    def _next(self, before: Sequence[str]) -> tuple[tuple[str, ...], MpirunJob]:
-        """Return the hosts that answer, and the job for them."""
+    def _next(self, before: Sequence[str]) -> Start:
+        """Return the next start, on the hosts that answer; ``before`` are those of the last."""
         launch = self.launch
         if launch.run is None or launch.checkpoints is None:
             self._wait_for_hosts()
             _say("the server starts again; its prefix cache is lost")
-            return launch.hosts, self._job()
+            return Start(launch.hosts, launch.ranks, launch.options)
         findings = self._ask()
         left = tuple(host for host in launch.hosts if host not in findings)
-        gone, back = changes(before, left)
-        for host in gone:
-            _say(f"goes on without {findings[host]}")
+        for host in before:
+            if host in findings:
+                _say(f"goes on without {findings[host]}")
+        back = [host for host in left if host not in before]
         for host in back:
             _say(f"{host} is back")
         first = launch.hosts[0]
         if first in findings:
             finding = findings[first]
             raise GaveUp(f"{first}, the host of rank 0: {finding.problem}: {finding.remedy}")
-        job = self._job()
+        ranks, options = launch.ranks, launch.options
         if len(left) < len(launch.hosts):
             machines = [machine for machine in launch.machines if machine.host in left]
             each = machine_of_each_rank(machines)[: launch.ranks]
@@ -182,13 +236,13 @@ class Launcher:
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(layout.line)
-            job = replace(job, ranks=layout.ranks, options=layout.options)
+            ranks, options = layout.ranks, layout.options
         elif back:
             _say("all hosts are there: layout as given")
         if launch.checkpoints.resume == "auto" or any(attempt.gained for attempt in self.attempts):
             # Not if the user excludes an older run's checkpoint, and this one has none yet.
-            job = replace(job, options=replaced(job.options, resume="auto"))
-        return left, job
+            options = replaced(options, resume="auto")
+        return Start(left, ranks, options)
 
     def _wait_for_hosts(self) -> None:
         """Wait until all hosts answer: their parts of the model were planned for all of them."""

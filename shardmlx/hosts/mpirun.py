@@ -1,52 +1,31 @@
-"""Find the mpirun that starts a job, and its arguments. No MLX, no MPI."""
+"""The mpirun that starts a job, and the settings that Open MPI needs on this machine.
+
+No MLX, no MPI.
+"""
 
 from __future__ import annotations
 
-import shlex
+import ipaddress
+import os
 import shutil
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from shardmlx.errors import UserError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpirunJob:
-    """A command under mpirun: ``python -m shardmlx.COMMAND OPTIONS`` on so many ranks.
-
-    ``agent`` replaces ssh in mpirun; ``settings`` are mpirun's options here, and ``extra`` the
-    user's.
-    """
-
-    mpirun: Path
-    python: str
-    command: str
-    options: tuple[str, ...]
-    ranks: int
-    hostfile: str | None = None
-    agent: str | None = None
-    settings: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> list[str]:
-        """The command line."""
-        words = [str(self.mpirun)]
-        if self.hostfile is not None:
-            words += ["--hostfile", self.hostfile]
-        words += ["-n", str(self.ranks)]
-        if self.agent is not None:
-            words += ["--prtemca", "plm_ssh_agent", self.agent]
-        words += [*self.settings, *self.extra]
-        return [*words, self.python, "-m", f"shardmlx.{self.command}", *self.options]
-
-    def __str__(self) -> str:
-        return f"$ {shlex.join(self.words)}"
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_INCLUDE = {
+    "OMPI_MCA_btl_tcp_if_include": ("--mca", "btl_tcp_if_include"),
+    "PRTE_MCA_prte_if_include": ("--prtemca", "prte_if_include"),
+}
+"""The networks of ranks and of mpirun's daemons: variable of the environment, and option."""
 
 
-def find_mpirun() -> Path:
+def mpirun_path() -> Path:
     """Return the mpirun that belongs to this Python, or else the one in ``PATH``.
 
     Raise ``UserError`` without one. A whole path makes mpirun find its daemons in the same place on
@@ -64,26 +43,66 @@ def find_mpirun() -> Path:
     return Path(other)
 
 
-def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:
-    """Return options with other values, at the end; None removes one.
+def settings_for(
+    hosts: Sequence[str],
+    ranks: int,
+    given: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """Return the options that mpirun needs beside those ``given``, by flag or environment.
 
-    ``pipeline_stages=2`` is ``--pipeline-stages 2``.
+    ``hosts`` are a hostfile's; without any, this machine's cores are the slots.
     """
-    flags = {"--" + name.replace("_", "-"): value for name, value in new.items()}
-    kept = _without(options, tuple(flags))
-    given = [
-        word for flag, value in flags.items() if value is not None for word in (flag, str(value))
-    ]
-    return (*kept, *given)
+    environ = os.environ if environ is None else environ
+    words: list[str] = []
+    if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
+        words.append("--allow-run-as-root")
+    if not hosts and ranks > _cores() and not _maps(given, environ):
+        words += ["--oversubscribe", *([] if "--bind-to" in given else ["--bind-to", "none"])]
+    network = common_network(hosts, list(_own_addresses()))
+    for variable, option in _INCLUDE.items():
+        if network is not None and variable not in environ and option[1] not in given:
+            words += [*option, network]
+    return tuple(words)
 
 
-def _without(options: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
-    is_value = False
-    for word in options:
-        name, equals, _ = word.partition("=")
-        if name in flags:
-            is_value = not equals
-        elif is_value:
-            is_value = False
-        else:
-            yield word
+def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
+    """Return the network of this machine in which all ``hosts`` have their addresses; None if there
+    are names among them, or one host only.
+
+    ``own`` are this machine's IPv4 addresses with their netmasks.
+    """
+    if len(hosts) < 2:
+        return None
+    try:
+        addresses = [ipaddress.IPv4Address(host) for host in hosts]
+    except ValueError:
+        return None
+    for address, netmask in own:
+        network = ipaddress.IPv4Network(f"{address}/{netmask}", strict=False)
+        if not network.is_loopback and all(each in network for each in addresses):
+            return str(network)
+    return None
+
+
+def _own_addresses() -> Iterator[tuple[str, str]]:
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and each.netmask:
+                yield each.address, each.netmask
+
+
+def _cores() -> int:
+    """Return the slots that mpirun counts here: the cores, as far as this process may use them."""
+    cores = psutil.cpu_count(logical=False) or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return cores
+
+
+def _maps(given: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether the user maps ranks to cores."""
+    flags = ("--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus")
+    return (
+        any(word in flags for word in given) or "PRTE_MCA_rmaps_default_mapping_policy" in environ
+    )

@@ -15,20 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.reachability import RemoteLogin
-
-BOOT = "import json,sys;exec(json.loads(sys.stdin.readline()))"
-"""Runs the program in the first line of stdin: no shell on the way can mistake it."""
 
 SECONDS_TO_CLOSE = 1.0
 
 T = TypeVar("T")
-
-
-def probe_command(remote: RemoteLogin, login: str | None) -> list[str]:
-    """Return the command line that starts the probe on a host; on this one without a ``login``."""
-    question = [remote.python, "-c", BOOT, remote.daemon]
-    return question if login is None else remote.command(login, *question)
 
 
 class Talk:

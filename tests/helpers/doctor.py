@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardmlx.hosts.findings import Host, Link, LinkSpeed, Route
-from shardmlx.hosts.host_facts import HostFacts
-from shardmlx.hosts.system_parsers import Interface
+from shardmlx.hosts.host_facts import HostFacts, Interface
 
 GB = 10**9
 GIB = 1 << 30
@@ -37,7 +36,6 @@ def facts(**changes: Any) -> HostFacts:
         "wired_limit": 0,
         "directory": "/Users/anna",
         "disk_free": 500 * GB,
-        "firewall": "off",
         "interfaces": (Interface("bridge0", "10.25.0.1", "10.25.0.0/24", "Thunderbolt"),),
     }
     return HostFacts(**{**known, **changes})
@@ -54,9 +52,7 @@ def host(name: str, rank: int = 0, *, of: Mapping[str, Any] | None = None, **cha
         "blas_hint": "",
         "device": "GPU",
         "flops": {"fp32": 20e12, "bf16": 21e12},
-        "copies": None,
-        "clock_offset": 0.001 if rank else None,
-        "clock_error": 0.0001 if rank else None,
+        "copies": False,
     }
     return Host(**{**known, **changes})
 
@@ -79,13 +75,7 @@ def route(medium: str | None = "Thunderbolt", problem: str | None = None, **chan
 
 def speed(there: float = 2 * GB, back: float | None = None, latency: float = 3e-5) -> LinkSpeed:
     """Bytes a second."""
-    return LinkSpeed(
-        latency=latency,
-        there=there,
-        back=there if back is None else back,
-        clock_offset=0.001,
-        clock_error=0.0001,
-    )
+    return LinkSpeed(latency=latency, there=there, back=there if back is None else back)
 
 
 def link(first: str, second: str, **changes: Any) -> Link:

@@ -51,8 +51,6 @@ def test_a_link_has_the_bandwidth_that_it_was_given(tmp_path: Path) -> None:
         assert way["problem"] is None
         assert way["medium"] == "virtual"
     assert link["there"][0]["address"] == "10.77.0.2"
-    # Both hosts are this machine.
-    assert abs(link["speed"]["clock_offset"]) <= link["speed"]["clock_error"] + 0.01
     assert "less than a 1 Gbit/s cable" in job.stdout
 
     first, second = read_hostfile(home / "written")

@@ -12,8 +12,7 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.findings import Examination
-from shardmlx.hosts.reachability import addresses_of
-from shardmlx.hosts.system_parsers import Interface
+from shardmlx.hosts.host_facts import Interface
 from tests.helpers.doctor import GB, GIB, host, link, speed
 
 MEASURED = Machine(
@@ -124,7 +123,7 @@ def test_a_hostfile_keeps_its_names_users_slots_and_what_was_not_measured(tmp_pa
     assert [each.memory for each in machines] == [64 * GIB, 16 * GIB, 64 * GIB, None]
     assert [each.flops for each in machines] == [21e12, None, 21e12, 5e12]
     assert machines[1].kind == "old"
-    text = hostfile_text(machines, addresses_of(HOSTFILE))
+    text = hostfile_text(machines)
     assert "\nanna@mini.lan slots=3  # memory=16GiB kind=old\n" in text
     assert read(text, tmp_path) == machines
 

@@ -1,4 +1,4 @@
-"""The tests of links, clocks, arrays and matrices, with ranks as threads."""
+"""The measurements of links, arrays and matrices, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from shardmlx.common.environment import Blas
@@ -18,7 +17,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts import doctor_mpi, speed_tests
 from shardmlx.hosts.findings import Examination, LinkSpeed
-from shardmlx.hosts.speed_tests import check_copies, matmul_flops, measure_link, shares_memory
+from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 
 BLAS = Blas("OpenBLAS 0.3.21", 1)
 
@@ -35,19 +34,17 @@ class Slow(LocalTransport):
 
 
 def test_a_link_is_measured_from_its_first_rank() -> None:
-    """The second's clock is 5 s ahead; what it sends is slow."""
+    """What the second sends is slow."""
 
     def work(transport: LocalTransport) -> LinkSpeed | str | None:
         end: Transport = transport
         if transport.rank == 1:
             end = Slow(transport._network, 1)
-        return measure_link(end, 0, 1, 0.2, clock=lambda: time.time() + 5 * transport.rank)
+        return measure_link(end, 0, 1, 0.2)
 
     first, second = LocalNetwork(2, 30.0).run(work)
     assert second is None
     assert isinstance(first, LinkSpeed)
-    assert first.clock_offset == pytest.approx(5, abs=0.1)
-    assert 0 < first.clock_error < 0.1
     assert 0 < first.latency < 0.1
     assert first.back == pytest.approx(Slow.RATE, rel=0.5)
     assert first.there > Slow.RATE
@@ -62,35 +59,8 @@ def test_a_link_whose_other_end_is_silent_is_named_and_nobody_waits_for_ever() -
     assert "rank 1 on localhost: nothing came for 0.2 s" in said
 
 
-def test_only_the_ends_of_a_link_measure_it() -> None:
-    with pytest.raises(ValueError, match="rank 2 is no end of the link of 0 and 1"):
-        LocalNetwork(3).run(
-            lambda transport: measure_link(transport, 0, 1, 0.1) if transport.rank == 2 else None
-        )
-
-
 def test_arrays_go_out_and_come_in_without_a_copy() -> None:
     assert shares_memory()
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_arrays_come_back_as_they_were_sent(ranks: int) -> None:
-    assert LocalNetwork(ranks).run(check_copies) == [None] * ranks
-
-
-def test_an_array_that_comes_with_other_data_is_named_on_both_sides() -> None:
-    class Careless(LocalTransport):
-        def receive(self, array: Array, peer: int, tag: int) -> Handle:
-            handle = super().receive(array, peer, tag)
-            self.wait(handle, lambda: "receiving")
-            np.frombuffer(memoryview(array).cast("B"), np.uint8)[5] ^= 1  # type: ignore[arg-type]
-            return handle
-
-    def work(transport: LocalTransport) -> str | None:
-        return check_copies(Careless(transport._network, 0) if transport.rank == 0 else transport)
-
-    wrong = "an array came from rank {} on localhost with other data"
-    assert LocalNetwork(2).run(work) == [wrong.format(1), wrong.format(0)]
 
 
 def test_matrix_products_have_a_speed() -> None:
@@ -124,9 +94,7 @@ def test_every_rank_comes_to_the_same_examination(monkeypatch: pytest.MonkeyPatc
     ]
     assert [link.name for link in first.links] == ["a - b", "a - c", "b - c"]
     assert all(link.speed is not None for link in first.links)
-    assert all(host.copies is None and host.flops["fp32"] > 0 for host in first.hosts)
-    assert first.hosts[0].clock_offset is None
-    assert first.hosts[2].clock_offset == pytest.approx(0, abs=0.1)
+    assert all(not host.copies and host.flops["fp32"] > 0 for host in first.hosts)
 
 
 def test_one_machine_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:

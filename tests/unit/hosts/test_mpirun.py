@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.hosts import mpirun_settings
-from shardmlx.hosts.mpirun_settings import common_network, settings_for
+from shardmlx.hosts import mpirun
+from shardmlx.hosts.mpirun import common_network, settings_for
 
 CABLE = ("10.77.0.1", "255.255.255.0")
 WLAN = ("192.168.1.7", "255.255.255.0")
@@ -18,8 +18,8 @@ DAEMONS = ("--prtemca", "prte_if_include", "10.77.0.0/24")
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one of two cores and two networks, and its user not root."""
     monkeypatch.setattr("os.geteuid", lambda: 501)
-    monkeypatch.setattr(mpirun_settings, "_cores", lambda: 2)
-    monkeypatch.setattr(mpirun_settings, "_own_addresses", lambda: [LOOPBACK, WLAN, CABLE])
+    monkeypatch.setattr(mpirun, "_cores", lambda: 2)
+    monkeypatch.setattr(mpirun, "_own_addresses", lambda: [LOOPBACK, WLAN, CABLE])
 
 
 def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,15 @@ import psutil
 import pytest
 
 from shardmlx.hosts import host_facts
-from shardmlx.hosts.system_parsers import (
+from shardmlx.hosts.host_facts import (
     ETHERNET,
     THUNDERBOLT,
     VIRTUAL,
     WIFI,
     Interface,
-    chip_by_cpuinfo,
-    firewall_state,
     hardware_ports,
     medium_of_port,
-    route_by_bsd,
-    route_by_ip,
-    sysctl_values,
+    source_address,
 )
 
 
@@ -85,18 +81,6 @@ VLAN Configurations
 ===================
 """
 
-# real-world-systems.com/docs/route.1.html
-ROUTE = """\
-   route to: 192.0.43.10
-destination: default
-       mask: default
-    gateway: 192.168.1.1
-  interface: en1
-      flags: <UP,GATEWAY,DONE,STATIC,PRCLONING>
- recvpipe  sendpipe  ssthresh  rtt,msec    rttvar  hopcount      mtu     expire
-       0         0         0         0         0         0      1500         0
-"""
-
 # bridge0 of github.com/ml-explore/mlx/issues/1903, a Mac mini of 2025; en0 and lo0 of
 # stackoverflow.com/questions/29958143: as psutil gives them.
 ADDRESSES = {
@@ -136,53 +120,6 @@ def test_what_carries_a_hardware_port(port: str, medium: str | None) -> None:
     assert medium_of_port(port) == medium
 
 
-def test_the_interface_of_a_route() -> None:
-    assert route_by_bsd(ROUTE) == "en1"
-    assert route_by_ip("10.1.1.1 via 192.0.2.1 dev eth0 src 192.0.2.2 uid 0 \n    cache \n") == (
-        "eth0"
-    )
-    assert route_by_ip("10.77.0.2 dev veth1 src 10.77.0.1 uid 0 \n    cache \n") == "veth1"
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        # Each as quoted in public threads and tests of other tools.
-        ("Firewall is disabled. (State = 0)\n", "off"),
-        ("Firewall is enabled. (State = 1) \n", "on"),
-        (
-            "Firewall is blocking all non-essential incoming connections. (State = 2)\n",
-            "blocks all",
-        ),
-    ],
-)
-def test_the_firewall_of_a_mac(text: str, state: str) -> None:
-    assert firewall_state(text) == state
-
-
-def test_values_of_sysctl() -> None:
-    """Format of sysctl(8); the key is that of MLX's documentation of set_wired_limit."""
-    text = "machdep.cpu.brand_string: Apple M2 Ultra\niogpu.wired_limit_mb: 0\n"
-    assert sysctl_values(text) == {
-        "machdep.cpu.brand_string": "Apple M2 Ultra",
-        "iogpu.wired_limit_mb": "0",
-    }
-
-
-def test_the_processor_of_linux() -> None:
-    assert chip_by_cpuinfo("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
-    assert chip_by_cpuinfo("processor\t: 0\nBogoMIPS\t: 50.00\n") is None
-
-
-@pytest.mark.parametrize("text", ["", "command not found", "\x00", "12: 34\n Pages free: many."])
-def test_what_cannot_be_read_is_unknown(text: str) -> None:
-    assert chip_by_cpuinfo(text) is None
-    assert route_by_bsd(text) is None
-    assert route_by_ip(text) is None
-    assert firewall_state(text) is None
-    assert hardware_ports(text) == {}
-
-
 def test_this_machine_has_memory_and_addresses() -> None:
     facts = host_facts.collect()
     assert facts.memory is not None
@@ -190,6 +127,8 @@ def test_this_machine_has_memory_and_addresses() -> None:
     assert 0 < facts.memory_free < facts.memory
     loopback = [each for each in facts.interfaces if each.address == "127.0.0.1"]
     assert [each.network for each in loopback] == ["127.0.0.0/8"]
+    assert source_address("127.0.0.1") == "127.0.0.1"
+    assert source_address("no address") is None
 
 
 def test_what_carries_an_interface_of_linux(tmp_path: Path) -> None:
@@ -209,7 +148,6 @@ def test_what_carries_an_interface_of_linux(tmp_path: Path) -> None:
 
 def test_a_machine_without_any_tool_has_unknown_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_facts, "_said", lambda *command: None)
-    monkeypatch.setattr(host_facts, "_text", lambda path: None)
     for platform in ("darwin", "linux"):
         monkeypatch.setattr("sys.platform", platform)
         facts = host_facts.collect()
@@ -220,22 +158,19 @@ def test_a_machine_without_any_tool_has_unknown_facts(monkeypatch: pytest.Monkey
 
 def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
-        "sysctl": "machdep.cpu.brand_string: Apple M2 Ultra\niogpu.wired_limit_mb: 57344\n",
-        "networksetup": HARDWARE_PORTS_OF_A_MACBOOK,
-        "route": ROUTE,
-        "socketfilterfw": "Firewall is enabled. (State = 1)",
+        "machdep.cpu.brand_string": "Apple M2 Ultra",
+        "iogpu.wired_limit_mb": "57344",
+        "-listallhardwareports": HARDWARE_PORTS_OF_A_MACBOOK,
     }
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr(host_facts, "_said", lambda *command: answers[Path(command[0]).name])
+    monkeypatch.setattr(host_facts, "_said", lambda *command: answers[command[-1]])
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: ADDRESSES)
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"
     assert facts.wired_limit == 56 << 30
-    assert facts.firewall == "on"
     assert facts.interfaces == (
         Interface("lo0", "127.0.0.1", "127.0.0.0/8", None),
         Interface("en0", "172.30.7.47", "172.30.0.0/16", WIFI),
         Interface("bridge0", "10.25.0.1", "10.25.0.0/24", THUNDERBOLT),
         Interface("bridge0", "10.25.0.2", "10.25.0.0/24", THUNDERBOLT),
     )
-    assert host_facts.interface_to("192.0.43.10") == "en1"
