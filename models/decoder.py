@@ -43,29 +43,15 @@ Visit = Callable[[int, LayerCall, mx.array], mx.array]
 """Called for each layer with its number, its call and its input; returns its output."""
 
 
-class View(NamedTuple):
-    """The facts that decide which keys positions of a micro-batch see, beside the family.
-
-    ``places`` are the sequences of a packed row. ``chunk`` is the most queries of a piece of
-    attention; None, or all of T, makes no pieces.
-    """
-
-    places: PackedPositions | None = None
-    chunk: int | None = None
-
-
-EVERYTHING = View()
-"""The view of a row with one sequence, and all keys at once."""
-
-
 class _Run(NamedTuple):
     """A call of the body, with the first layer's input, and a visit at each layer."""
 
     x: mx.array
     visit: Visit | None
     """Function called at each layer; None to skip all layers."""
-    view: View
     outputs: list[mx.array]
+    places: PackedPositions | None = None
+    chunk: int | None = None
 
 
 class Decoder:
@@ -79,7 +65,7 @@ class Decoder:
             for module in layer.modules():
                 if calls(module, ATTENTION):
                     rebind(module, ATTENTION, attend)
-        self.embedding: nn.Module = parts.body[parts.embedding_name]
+        self.embedding = parts.embedding
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.
@@ -115,8 +101,8 @@ class Decoder:
         parts, normed = self.parts, self._given
         if not parts.body_has_head:
             return normed
-        heads = [parts.ends[name] for name in parts.heads] or [self.embedding.as_linear]
-        out: mx.array = heads[0](normed)
+        head: Any = next(iter(parts.heads.values()), self.embedding.as_linear)
+        out: mx.array = head(normed)
         return out
 
     @property
@@ -129,26 +115,29 @@ class Decoder:
         x: mx.array,
         visit: Visit = lambda i, call, x: call(x),
         *,
-        view: View = EVERYTHING,
+        places: PackedPositions | None = None,
+        chunk: int | None = None,
         caches: Sequence[Any] | None = None,
     ) -> mx.array:
         """Return the hidden states (rows, T, D) after the layers.
 
         ``x`` are token ids (rows, T) for the first layer, else hidden states (rows, T, D).
-        ``visit`` is called for each layer, and ``caches`` are those of these layers.
+        ``visit`` is called for each layer, and ``caches`` are those of these layers. ``places`` are
+        the sequences of a packed row. ``chunk`` is the most queries of a piece of attention; None,
+        or all of T, makes no pieces.
         """
-        run = _Run(x, visit, view, [])
+        run = _Run(x, visit, [], places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)
         self._call(self._from_states if self._start else self._from_tokens, run, every)
         return run.outputs[0]
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the final norm of hidden states (rows, T, D)."""
-        return self._call(self._from_states, _Run(x, None, EVERYTHING, []), None)
+        return self._call(self._from_states, _Run(x, None, []), None)
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the logits (rows, T, V) of normed hidden states (rows, T, D)."""
-        return self._call(self._top, _Run(x, None, EVERYTHING, []), None)
+        return self._call(self._top, _Run(x, None, []), None)
 
     def _call(self, body: nn.Module, run: _Run, caches: Sequence[Any] | None) -> mx.array:
         self._now = run
@@ -166,7 +155,7 @@ class Decoder:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        given, visit, _, outputs = self._now
+        given, visit, outputs, *_ = self._now
         if visit is None:
             # Embeddings may be scaled; nothing else comes before the norm.
             return given
@@ -182,8 +171,7 @@ class Decoder:
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
-        view = EVERYTHING if self._now is None else self._now.view
-        chunk, places = view.chunk, view.places
+        places, chunk = (None, None) if self._now is None else self._now[3:]
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
             return Sight(chunk, window_size, places)
         if cache is None and places is not None:
@@ -192,7 +180,7 @@ class Decoder:
 
     def _positions(self) -> mx.array | None:
         """Return the position of each token (T,) in its own sequence; None if a row is one."""
-        places = None if self._now is None else self._now.view.places
+        places = None if self._now is None else self._now.places
         return None if places is None else mx.array(places.positions)
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:

@@ -47,9 +47,11 @@ def windows_by_type_in_turn(config: Config) -> Windows:
     )
 
 
-def windows_by_type_or_period(config: Config) -> Windows:
-    """Return the windows as ``layer_types`` says, or else by ``sliding_window_pattern``."""
-    return (windows_by_period if config.get("layer_types") is None else windows_by_type)(config)
+def windows_by_type_or_fourth(config: Config) -> Windows:
+    """Return the windows as ``layer_types`` says, or else of all but each fourth layer."""
+    if config.get("layer_types") is not None:
+        return windows_by_type(config)
+    return windows_by_period(Config({**config.fields, "sliding_window_pattern": 4}))
 
 
 def windows_by_period(config: Config) -> Windows:

@@ -24,15 +24,9 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from shardmlx.errors import UserError
 from shardmlx.models.families import FAMILIES
 
-TOKENS = 3
-"""Number of tokens of the check."""
-
-LAST = 0
-"""Seed of the last layer's output in the check: the same each time."""
-
 
 class Parts(NamedTuple):
-    """The parts of mlx-lm's model by path, and the modules that call them."""
+    """The parts of mlx-lm's model, and the modules that call them."""
 
     body: nn.Module
     """The module that has the embedding, and calls layers and final norm."""
@@ -44,29 +38,38 @@ class Parts(NamedTuple):
     embedding_name: str
     layers_path: str
     embedding_path: str
-    before: tuple[str, ...]
-    """Paths of modules that the body calls before the layers, beside the embedding."""
-    norms: tuple[str, ...]
-    """Paths of other modules of the body: the final norm."""
-    heads: tuple[str, ...]
-    """Paths of the head; none if the embedding is the lm_head too."""
-    ends: Mapping[str, nn.Module]
-    """The modules of ``before``, ``norms`` and ``heads``."""
+    before: Mapping[str, nn.Module]
+    """Modules by path that the body calls before the layers, beside the embedding."""
+    norms: Mapping[str, nn.Module]
+    """Other modules of the body by path: the final norm."""
+    heads: Mapping[str, nn.Module]
+    """The head by path; empty if the embedding is the lm_head too."""
     body_has_head: bool
     """True if the body calls the head, and gives logits."""
     caches: tuple[int | None, ...]
     """Number of each layer's cache among mlx-lm's; None for a layer without one."""
 
     @property
-    def vocabulary(self) -> int:
-        """Size of the embedding's vocabulary."""
-        return int(_without_adapters(self.body[self.embedding_name]).weight.shape[0])
-
-    @property
     def layers(self) -> list[nn.Module]:
         """List of all layers."""
         layers: list[nn.Module] = at(self.body, self.layers_name)
         return layers
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding, with its adapters."""
+        embedding: nn.Module = self.body[self.embedding_name]
+        return embedding
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the embedding knows."""
+        return int(_without_adapters(self.embedding).weight.shape[0])
+
+    @property
+    def ends(self) -> Mapping[str, nn.Module]:
+        """All modules by path that are outside the layers, but the embedding."""
+        return {**self.before, **self.norms, **self.heads}
 
 
 class InPlaceOf:
@@ -138,18 +141,15 @@ def _find(model: nn.Module) -> Parts:
     if any(isinstance(value, mx.array) for key, value in body.items() if key[0] != "_"):
         raise _CannotBeCutError("it has numbers of its own beside those of its modules")
     caches = make_prompt_cache(model)
-    looks = [_look(body, layers_name, caches, seed) for seed in (1, 2)]
-    found = looks[0]
-    _check(looks, caches)
-    others = [name for name in _with_weights(body) if name not in (found.embedding, *found.before)]
-    in_body = [name for name in others if found.heads and name in found.heads]
-    norms = [name for name in others if name not in in_body and name != layers_name.split(".")[0]]
-    in_top = [] if found.heads else [name for name in _with_weights(top) if name != body_name]
+    traces = [_trace(body, layers_name, caches, seed) for seed in (1, 2)]
+    found = traces[0]
+    _check(traces, caches)
     own, above = f"{body_path}.", f"{top_path}.".lstrip(".")
-    heads = {own + name: body[name] for name in in_body}
-    heads |= {above + name: top[name] for name in in_top}
-    before = {own + name: body[name] for name in found.before}
-    after = {own + name: body[name] for name in norms}
+    known = (found.embedding, *found.before, layers_name.partition(".")[0])
+    others = [name for name in _with_weights(body) if name not in known]
+    heads = {own + name: body[name] for name in others if name in found.heads}
+    if not found.heads:
+        heads = {above + name: top[name] for name in _with_weights(top) if name != body_name}
     return Parts(
         body=body,
         top=top,
@@ -158,10 +158,9 @@ def _find(model: nn.Module) -> Parts:
         embedding_name=found.embedding,
         layers_path=list_path,
         embedding_path=own + found.embedding,
-        before=tuple(before),
-        norms=tuple(after),
-        heads=tuple(heads),
-        ends={**before, **after, **heads},
+        before={own + name: body[name] for name in found.before},
+        norms={own + name: body[name] for name in others if name not in found.heads},
+        heads=heads,
         body_has_head=bool(found.heads),
         caches=tuple(found.caches),
     )
@@ -191,28 +190,19 @@ def _embeddings(part: Any) -> list[str]:
 
 
 def _with_weights(module: nn.Module) -> list[str]:
-    """Return the names of the modules in a module that have weights."""
+    """Return the names of the modules in a module that have parameters."""
+    children = module.items()
     return [
         name
-        for name, child in module.items()
-        if isinstance(child, nn.Module) and _has_weights(child)
+        for name, child in children
+        if isinstance(child, nn.Module) and tree_flatten(child.parameters())
     ]
 
 
-def _has_weights(part: Any) -> bool:
-    """Return whether a module, or a module in it, has a parameter."""
-    if isinstance(part, dict):
-        return any(_has_weights(each) for name, each in part.items() if name[0] != "_")
-    if isinstance(part, list):
-        return any(map(_has_weights, part))
-    return isinstance(part, mx.array)
-
-
 @dataclass
-class _Look:
+class _Trace:
     """A record of a body's calls of stand-ins."""
 
-    tokens: mx.array
     caches: list[int | None] = field(default_factory=list)
     given: list[list[Any]] = field(default_factory=list)
     """Arguments of each layer beside hidden states and its cache."""
@@ -224,47 +214,47 @@ class _Look:
     result: Any = None
 
 
-def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -> _Look:
+def _trace(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -> _Trace:
     """Run the code of ``body`` over stand-ins, whose numbers depend on ``seed``."""
     layers = at(body, layers_name)
-    look = _Look(mx.full((1, TOKENS), seed, mx.int32))
-    width = _width(next(body[name] for name in _embeddings(body)))
-
-    shape = (1, TOKENS, width)
+    tokens = mx.full((1, 3), seed, mx.int32)
+    trace = _Trace()
+    shape = (*tokens.shape, _width(next(body[name] for name in _embeddings(body))))
+    # The last layer's output is the same for each seed.
+    numbers = [1000 * seed + 1 + i for i in range(len(layers) - 1)] + [0]
 
     def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
-        if ids is look.tokens and not look.embedding:
-            look.embedding = name
-        elif name not in look.before:
-            look.before.append(name)
+        if ids is tokens and not trace.embedding:
+            trace.embedding = name
+        elif name not in trace.before:
+            trace.before.append(name)
         return mx.array(_drawn(1000 * seed, shape))
 
     def tied(name: str, x: mx.array) -> mx.array:
-        look.heads.append(name)
+        trace.heads.append(name)
         return x
 
-    def call(name: str, weights: int, *args: Any, **kwargs: Any) -> Any:
-        if look.given and weights > 1:
-            look.heads.append(name)
-        elif not look.given and name not in look.before:
-            look.before.append(name)
+    def call(name: str, is_matrix: bool, *args: Any, **kwargs: Any) -> Any:
+        if trace.given and is_matrix:
+            trace.heads.append(name)
+        elif not trace.given and name not in trace.before:
+            trace.before.append(name)
         return first_argument(*args, **kwargs)
 
     def layer(i: int, *args: Any, **kwargs: Any) -> mx.array:
         x, others = first_argument(*args, **kwargs), [*args, *kwargs.values()][1:]
-        if i != len(look.given):
+        if i != len(trace.given):
             raise _CannotBeCutError("its layers are not called once each, in order")
         if not isinstance(x, mx.array) or x.shape != shape:
             raise _CannotBeCutError("its layers take more than one array of hidden states")
-        if i and (x is not look.states or not _is(x, _drawn(numbers[i - 1], shape))):
+        if i and (x is not trace.states or not _is(x, _drawn(numbers[i - 1], shape))):
             raise _CannotBeCutError("it computes with hidden states between its layers")
         own = [k for k, cache in enumerate(caches) if any(each is cache for each in others)]
-        look.caches.append(own[0] if own else None)
-        look.given.append([each for each in others if not any(each is c for c in caches)])
-        look.states = mx.array(_drawn(numbers[i], shape))
-        return look.states
+        trace.caches.append(own[0] if own else None)
+        trace.given.append([each for each in others if not any(each is c for c in caches)])
+        trace.states = mx.array(_drawn(numbers[i], shape))
+        return trace.states
 
-    numbers = [1000 * seed + 1 + i for i in range(len(layers) - 1)] + [LAST]
     stand_ins = [InPlaceOf(each, partial(layer, i)) for i, each in enumerate(layers)]
     own = with_part(body, layers_name, stand_ins)
     for name in _with_weights(body):
@@ -272,13 +262,13 @@ def _look(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) -
         if hasattr(child, "as_linear"):
             own[name] = InPlaceOf(child, partial(embed, name), as_linear=partial(tied, name))
         elif name != layers_name.partition(".")[0]:
-            ndim = max(array.ndim for _, array in tree_flatten(child.parameters()))
-            own[name] = InPlaceOf(child, partial(call, name, ndim))
+            is_matrix = any(array.ndim > 1 for _, array in tree_flatten(child.parameters()))
+            own[name] = InPlaceOf(child, partial(call, name, is_matrix))
     try:
-        look.result = own(look.tokens, cache=[*caches])
+        trace.result = own(tokens, cache=[*caches])
     except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise _CannotBeCutError(f"its layers pass on more than hidden states ({error})") from None
-    return look
+    return trace
 
 
 def _drawn(number: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -303,10 +293,10 @@ def _width(embedding: Any) -> int:
     return int(embedding.weight.shape[-1] if dims is None else dims)
 
 
-def _check(looks: Sequence[_Look], caches: Sequence[Any]) -> None:
+def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
     """Raise ``_CannotBeCutError`` unless layers and the modules after them take only hidden states
     from the layers before them."""
-    found = looks[0]
+    found = traces[0]
     if not found.given:
         raise _CannotBeCutError("it does not call its layers one by one")
     if not found.embedding:
@@ -314,7 +304,7 @@ def _check(looks: Sequence[_Look], caches: Sequence[Any]) -> None:
     own = [each for each in found.caches if each is not None]
     if len({*own}) < len(own):
         raise _CannotBeCutError("several of its layers have one cache")
-    for a, b in pairwise(looks):
+    for a, b in pairwise(traces):
         if not all(_same(x, y) for x, y in zip(a.given, b.given, strict=True)):
             raise _CannotBeCutError("its layers take more than one array of hidden states")
         if not isinstance(a.result, mx.array) or not _same(a.result, b.result):

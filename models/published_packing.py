@@ -7,7 +7,7 @@ Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` if conf
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
@@ -16,11 +16,19 @@ from shardmlx.models.shape import ModelShape
 _16_BITS = "take the model in 16 bits, or as mlx-lm packs it"
 _EXCEPTIONS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
 _IN_A_LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
-_FORMATS: Mapping[str, tuple[int, int, str]] = {
+_Loaded = tuple[int, int, str] | None
+_FORMATS: Mapping[str, _Loaded] = {
     "nvfp4-pack-quantized": (4, 16, "nvfp4"),
     "mxfp4-pack-quantized": (4, 32, "mxfp4"),
     "pack-quantized": (4, 32, "affine"),
 }
+_NEEDED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "compressed-tensors": {"format": tuple(_FORMATS)},
+    "modelopt": {"quant_algo": ("NVFP4",), "group_size": (16, None)},
+    "awq": {"bits": (4, None), "group_size": (32, 64, 128, None), "desc_act": (False, None)},
+    "gptq": {"bits": (4, None), "group_size": (32, 64, 128, None), "desc_act": (False, None)},
+}
+"""Values that mlx-lm reads of each method's fields; None for a missing field."""
 
 
 class Packing(NamedTuple):
@@ -28,7 +36,7 @@ class Packing(NamedTuple):
     keeps it ``loaded``, None if mlx-lm unpacks it to bfloat16. ``kept`` modules stay unpacked."""
 
     method: str
-    loaded: tuple[int, int, str] | None
+    loaded: _Loaded
     kept: tuple[str, ...] = ()
 
     def packs(self, module: str) -> bool:
@@ -55,10 +63,16 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
     if not said or config.get("quantization") is not None:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if not isinstance(method, str) or method not in _METHODS:
+    if method not in ("mxfp4", "mxfp8", "fp8", "bitnet", *_NEEDED):
         raise UserError(f"config.json: quantization_config is of quant_method {method!r}", _16_BITS)
-    loaded = _METHODS[method](said)
     settings = said.get("quantization", said)
+    if not isinstance(settings, Mapping):
+        raise _refused(method, "quantization", settings, ("objects",))
+    for key, known in _NEEDED.get(method, {}).items():
+        if settings.get(key) not in known:
+            raise _refused(
+                method, key, settings.get(key), [each for each in known if each is not None]
+            )
     kept: list[str] = []
     for key in _EXCEPTIONS:
         found = settings.get(key) or []
@@ -70,7 +84,19 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
                 _names(each, "")
             except re.error:
                 raise _refused(method, key, each, ("regular expressions after re:",)) from None
-    return Packing(method, loaded, tuple(kept))
+    return Packing(method, _loaded(method, settings), tuple(kept))
+
+
+def _loaded(method: str, said: Mapping[str, Any]) -> _Loaded:
+    """Return bits, group and mode of a packing with these settings in mlx-lm."""
+    is_mx = said.get("scale_fmt") == "ue8m0" and said.get("weight_block_size") == [32, 32]
+    if method == "mxfp8" or (method == "fp8" and is_mx):
+        return 8, 32, "mxfp8"
+    if method in ("awq", "gptq"):
+        return 4, said.get("group_size", 128), "affine"
+    if method == "compressed-tensors":
+        return _FORMATS[said["format"]]
+    return {"mxfp4": (4, 32, "mxfp4"), "modelopt": (4, 16, "nvfp4")}.get(method)
 
 
 def check_packing(
@@ -100,53 +126,8 @@ def _names(exception: str, module: str) -> bool:
     return re.search(rf"(?:^|\.){pattern}(?:\.|$)", module) is not None
 
 
-def _refused(method: str, key: str, value: Any, known: Sequence[Any]) -> UserError:
+def _refused(method: Any, key: str, value: Any, known: Sequence[Any]) -> UserError:
     return UserError(
         f"config.json: quantization_config of {method} has {key} {value!r}",
         f"mlx-lm reads {', '.join(map(str, known))} alone: {_16_BITS}",
     )
-
-
-def _fp8(said: Mapping[str, Any]) -> tuple[int, int, str] | None:
-    blocks = said.get("weight_block_size")
-    return (8, 32, "mxfp8") if said.get("scale_fmt") == "ue8m0" and blocks == [32, 32] else None
-
-
-def _compressed(said: Mapping[str, Any]) -> tuple[int, int, str]:
-    form = str(said.get("format"))
-    if form not in _FORMATS:
-        raise _refused("compressed-tensors", "format", form, tuple(_FORMATS))
-    return _FORMATS[form]
-
-
-def _modelopt(said: Mapping[str, Any]) -> tuple[int, int, str]:
-    settings = said.get("quantization", said)
-    if not isinstance(settings, Mapping):
-        raise _refused("modelopt", "quantization", settings, ("objects",))
-    for key, value, known in (("quant_algo", None, "NVFP4"), ("group_size", 16, 16)):
-        if settings.get(key, value) != known:
-            raise _refused("modelopt", key, settings.get(key), (known,))
-    return 4, 16, "nvfp4"
-
-
-def _four_bits(said: Mapping[str, Any]) -> tuple[int, int, str]:
-    for key, value, known in (
-        ("bits", 4, (4,)),
-        ("group_size", 128, (32, 64, 128)),
-        ("desc_act", False, (False,)),
-    ):
-        if said.get(key, value) not in known:
-            raise _refused(said["quant_method"], key, said[key], known)
-    return 4, said.get("group_size", 128), "affine"
-
-
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int, str] | None]] = {
-    "mxfp4": lambda said: (4, 32, "mxfp4"),
-    "mxfp8": lambda said: (8, 32, "mxfp8"),
-    "fp8": _fp8,
-    "compressed-tensors": _compressed,
-    "modelopt": _modelopt,
-    "awq": _four_bits,
-    "gptq": _four_bits,
-    "bitnet": lambda said: None,
-}

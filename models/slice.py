@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -19,22 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from shardmlx.models.activations import swiglu, use_swiglu
-from shardmlx.models.decoder import Decoder, LayerCall, View, Visit
+from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts, find_parts
 from shardmlx.models.recompute import recompute_selectively
-
-KEPT_TOKENS = 4
-"""Number of tokens that a limited KV cache keeps from the beginning, as in mlx-lm."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Place of a parameter: ``module[leaf]``."""
-
-    module: nn.Module
-    leaf: str
 
 
 class Slice:
@@ -43,7 +31,8 @@ class Slice:
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
     embeddings the first and the last slice both hold the matrix. Slices of one model may share its
-    ``parts``, which take long to find.
+    ``parts``, which take long to find. Hidden states between slices have the width ``hidden_size``
+    and the type ``dtype``.
     """
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
@@ -54,26 +43,28 @@ class Slice:
         self.tied = not parts.heads
         self._embedding = decoder.embedding
         self._layer_prefix, self._embedding_path = parts.layers_path, parts.embedding_path
-        self._head_paths = parts.heads or (parts.embedding_path,)
+        self._head_paths = (*parts.heads,) or (parts.embedding_path,)
         self._parts: dict[str, nn.Module] = {
             f"{parts.layers_path}.{start + i}": layer for i, layer in enumerate(decoder.layers)
         }
         if self.is_first or (self.is_last and self.tied):
             self._parts[parts.embedding_path] = self._embedding
         if self.is_first:
-            self._parts |= {path: parts.ends[path] for path in parts.before}
+            self._parts |= parts.before
         if self.is_last:
-            self._parts |= {path: parts.ends[path] for path in (*parts.norms, *parts.heads)}
+            self._parts |= {**parts.norms, **parts.heads}
         firsts = (parts.embedding_path, *parts.before) if self.is_first else ()
         lasts = (*parts.norms, *self._head_paths) if self.is_last else ()
         layers = [(f"{parts.layers_path}.{i}",) for i in range(start, stop)]
         self._paths_of_groups = [firsts, *layers, lasts]
         self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
         self._embedding_dropouts = key_every_dropout(self._embedding)
-        heads = [key_every_dropout(parts.ends[path]) for path in parts.heads]
-        self._head_dropouts = [*chain(*heads)] if heads else self._embedding_dropouts
+        self._head_dropouts = self._embedding_dropouts
+        if parts.heads:
+            self._head_dropouts = [*chain(*map(key_every_dropout, parts.heads.values()))]
         states = self._first_states(model)
-        self._dtype, self._width = states.dtype, states.shape[-1]
+        self.dtype: mx.Dtype = states.dtype
+        self.hidden_size: int = states.shape[-1]
         caches = make_prompt_cache(model)
         self._empty_caches = [caches[i] for i in decoder.caches]
         self.chooses_caches = hasattr(model, "make_cache")
@@ -82,7 +73,8 @@ class Slice:
         )
         self.stored: dict[str, mx.array] = {}
         """Values of trained parameters in the files, if these are more exact."""
-        self._slots: Mapping[str, Slot] = {
+        # The module and the name in it of each parameter.
+        self._slots: Mapping[str, tuple[nn.Module, str]] = {
             name: self._find(name) for name, _ in self._named("parameters")
         }
 
@@ -105,16 +97,6 @@ class Slice:
             return "the embedding"
         return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
 
-    @property
-    def hidden_size(self) -> int:
-        """D, the width of the hidden states between slices."""
-        return self._width
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Type of the hidden states between slices."""
-        return self._dtype
-
     def _first_states(self, model: nn.Module) -> mx.array:
         """Return hidden states (1, 1, D) of the first layer, which may widen the embedding's
         output: norms in float32. Lazy: nothing is read."""
@@ -133,13 +115,13 @@ class Slice:
             for name, array in tree_flatten(getattr(module, which)()):
                 yield f"{prefix}.{name}", array
 
-    def _find(self, name: str) -> Slot:
+    def _find(self, name: str) -> tuple[nn.Module, str]:
         prefix = next(p for p in self._parts if name.startswith(p + "."))
         module: Any = self._parts[prefix]
         *path, leaf = name[len(prefix) + 1 :].split(".")
         for step in path:
             module = module[int(step)] if isinstance(module, list) else module[step]
-        return Slot(module, leaf)
+        return module, leaf
 
     def parameters(self) -> dict[str, mx.array]:
         """Return all parameters, frozen and trained, by global name."""
@@ -149,13 +131,13 @@ class Slice:
         return name in self._slots
 
     def __getitem__(self, name: str) -> mx.array:
-        slot = self._slots[name]
-        array: mx.array = slot.module[slot.leaf]
+        module, leaf = self._slots[name]
+        array: mx.array = module[leaf]
         return array
 
     def __setitem__(self, name: str, array: mx.array) -> None:
-        slot = self._slots[name]
-        slot.module[slot.leaf] = array
+        module, leaf = self._slots[name]
+        module[leaf] = array
 
     def train(self, mode: bool = True) -> None:
         """Turn dropout on or off."""
@@ -233,7 +215,7 @@ class Slice:
                 call = partial(self._checkpointed, i, call)
             return call(x) if visit is None else visit(i, call, x)
 
-        return self._decoder.run(x, step, view=View(places, attention_chunk))
+        return self._decoder.run(x, step, places=places, chunk=attention_chunk)
 
     def embed(self, tokens: mx.array, **how: Any) -> mx.array:
         """Return the hidden states (rows, T, D) of the first slice before its first layer, from
@@ -266,7 +248,8 @@ class Slice:
         """
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
-        return [RotatingKVCache(max_kv_size, keep=KEPT_TOKENS) for _ in self._empty_caches]
+        # As in mlx-lm, it keeps the first four tokens.
+        return [RotatingKVCache(max_kv_size, keep=4) for _ in self._empty_caches]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Pass the next T tokens of each sequence through the layers; ``caches`` grow by T.

@@ -11,7 +11,7 @@ from shardmlx.models.layer_kinds import (
     windows_by_letter,
     windows_by_period,
     windows_by_type,
-    windows_by_type_or_period,
+    windows_by_type_or_fourth,
 )
 from shardmlx.models.layer_shape import GELU, GELU_APPROX, Activation
 
@@ -70,14 +70,6 @@ FAMILIES = {
         ),
         is_parallel=True,
         only=("layer_norm_bias",),
-        defaults={
-            "hidden_size": 8192,
-            "num_hidden_layers": 40,
-            "intermediate_size": 22528,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 64,
-            "vocab_size": 256000,
-        },
         is_tied_by_config=False,
     ),
     "cohere2": Family(
@@ -86,13 +78,8 @@ FAMILIES = {
         is_parallel=True,
         only=("layer_norm_bias",),
         defaults={
-            "hidden_size": 4096,
             "head_dim": 128,
-            "num_hidden_layers": 32,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "vocab_size": 256000,
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
         },
@@ -129,12 +116,7 @@ FAMILIES = {
         norms=AROUND,
         activation=GELU_APPROX,
         defaults={
-            "hidden_size": 1152,
-            "num_hidden_layers": 26,
-            "intermediate_size": 6912,
-            "num_attention_heads": 4,
             "head_dim": 256,
-            "vocab_size": 262144,
             "num_key_value_heads": 1,
             "sliding_window": 512,
             "sliding_window_pattern": 6,
@@ -226,9 +208,8 @@ FAMILIES = {
     "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND, dropped=ROPES),
     "olmo3": Family(
         attention=ALL_NORMS,
-        windows=windows_by_type_or_period,
+        windows=windows_by_type_or_fourth,
         norms=BEHIND,
-        defaults={"sliding_window_pattern": 4},
         tied=False,
         chooses_caches=True,
     ),
@@ -238,14 +219,6 @@ FAMILIES = {
         is_parallel=True,
         norm_bias=True,
         activation=GELU_APPROX.without_gate,
-        defaults={
-            "vocab_size": 51200,
-            "hidden_size": 2560,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 32,
-            "intermediate_size": 10240,
-        },
         tied=False,
         is_tied_by_config=False,
         final_norm="final_layernorm",

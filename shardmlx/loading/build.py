@@ -212,7 +212,7 @@ def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
             layer.unfreeze()
         if fine_tune.unfreeze_all:
             parts = find_parts(model)
-            for module in (parts.body[parts.embedding_name], *parts.ends.values()):
+            for module in (parts.embedding, *parts.ends.values()):
                 module.unfreeze()
         return
     check_keys(model, fine_tune.lora_parameters.get("keys"))

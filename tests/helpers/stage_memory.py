@@ -140,7 +140,7 @@ def weight_sizes(model: nn.Module) -> LayerCosts:
     parts = find_parts(model)
     return LayerCosts(
         tuple(map(size, model.layers)),
-        size(parts.body[parts.embedding_name]),
+        size(parts.embedding),
         sum(map(size, parts.ends.values())),
     )
 

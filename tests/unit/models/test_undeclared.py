@@ -200,5 +200,5 @@ def test_an_embedding_with_adapters_knows_as_many_tokens(bits: int | None) -> No
     settings = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
     linear_to_lora_layers(model, 2, settings)
     adapted = find_parts(model)
-    assert hasattr(adapted.body[adapted.embedding_name], "lora_a")
+    assert hasattr(adapted.embedding, "lora_a")
     assert adapted.vocabulary == plain.vocabulary == tiny_config()["vocab_size"]
