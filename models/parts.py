@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     before: Mapping[str, nn.Module]
     """Modules by path that the body calls before the layers, beside the embedding."""
     norms: Mapping[str, nn.Module]
-    """Other modules of the body by path: the final norm."""
+    """Modules of the body by path that it calls after the layers: the final norm."""
     heads: Mapping[str, nn.Module]
     """The head by path; empty if the embedding is the lm_head too."""
     body_has_head: bool
@@ -68,7 +68,7 @@ class Parts(NamedTuple):
 
     @property
     def ends(self) -> Mapping[str, nn.Module]:
-        """All modules by path that are outside the layers, but the embedding."""
+        """Modules by path outside of the layers, but the embedding."""
         return {**self.before, **self.norms, **self.heads}
 
 
