@@ -248,7 +248,7 @@ class Slice:
         """
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
-        # As in mlx-lm, it keeps the first four tokens.
+        # mlx-lm keeps the first four tokens too.
         return [RotatingKVCache(max_kv_size, keep=4) for _ in self._empty_caches]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
