@@ -66,11 +66,11 @@ class _Run:
     """A list of actions in progress: posted receives, messages there, messages under way."""
 
     microbatches: Sequence[MicroBatch]
-    to_receive: deque[Action]
     train: bool
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
     reduce: bool = False
+    to_receive: deque[Action] = field(default_factory=deque)
     posted: dict[Action, tuple[Handle, mx.array]] = field(default_factory=dict)
     arrays: dict[Action, mx.array] = field(default_factory=dict)
     outbox: list[tuple[Action, Handle]] = field(default_factory=list)
@@ -139,9 +139,7 @@ class Engine:
         action.
         """
         actions = self.plan.actions_of(self.replica)[self.pipeline_rank]
-        run = self._new_run(actions, microbatches, train=True)
-        run.scale, run.key, run.reduce = scale, key, reduce
-        losses = self._run(actions, run)
+        losses = self._run(actions, _Run(microbatches, True, scale, key, reduce))
         if reduce or self.shards.weights is not None:
             key_of_sum = (self._runs, -1, self.pipeline_rank)
             with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
@@ -152,7 +150,7 @@ class Engine:
         """Run forward only, and return the losses like ``train_step``. All ranks must call it."""
         grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
         actions = grid[self.pipeline_rank]
-        return self._run(actions, self._new_run(actions, microbatches, train=False))
+        return self._run(actions, _Run(microbatches, train=False))
 
     def gradient_norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm after a step that reduced; the same on all ranks.
@@ -169,17 +167,9 @@ class Engine:
         for stage in self.stages.values():
             stage.gradients.clear()
 
-    def _new_run(
-        self, actions: Sequence[Action], microbatches: Sequence[MicroBatch], *, train: bool
-    ) -> _Run:
-        return _Run(
-            microbatches,
-            deque(action for action in actions if action.kind is Kind.RECV_F),
-            train,
-        )
-
     def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
         self._runs += 1
+        run.to_receive.extend(action for action in actions if action.kind is Kind.RECV_F)
         transport, before = self.transport, str(self.transport.activity)
         try:
             for _ in range(PREPOSTED):
@@ -320,4 +310,4 @@ def _tag(action: Action) -> int:
     backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
     receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
     sender = action.stage + (0 if not receives else 1 if backward else -1)
-    return FIRST_ENGINE_TAG + 2 * (sender + MAX_STAGES * action.microbatch) + backward
+    return FIRST_ENGINE_TAG + 2 * (sender + MAX_STAGES * action.microbatch) + int(backward)

@@ -198,17 +198,17 @@ class GatheredStage(Stage):
     ) -> tuple[mx.array, _Segment]:
         """Return the output of ``run``, and its lazy gradients: for the weights ``names``, and for
         its input if it has one and something below is trained."""
-        differentiates = bool(inputs) and group > self._lowest
+        passed = [*inputs] if group > self._lowest else []
 
         def with_weights(*primals: mx.array) -> mx.array:
-            given, arrays = primals[:differentiates] or inputs, primals[differentiates:]
+            given, arrays = primals[: len(passed)] or inputs, primals[len(passed) :]
             return self.part.with_parameters(names, arrays, lambda: run(*given))
 
-        primals = [*inputs] * differentiates + [self.part[name] for name in names]
+        primals = passed + [self.part[name] for name in names]
         if not primals:
             return with_weights(), _Segment(group, None, {})
         (out,), gradients = mx.vjp(with_weights, primals, [cotangent])
-        input_gradient = gradients.pop(0) if differentiates else None
+        input_gradient = gradients.pop(0) if passed else None
         return out, _Segment(group, input_gradient, dict(zip(names, gradients, strict=True)))
 
     def _new_state(self, microbatch: MicroBatch) -> _InFlight:
@@ -280,22 +280,14 @@ def build_stages(
     gradients = gradient_kinds([bool(part.trainable) for part in slices])
     stages: list[Stage] = []
     for index in range(len(slices)) if own is None else own:
-        part, needs_input_gradient = slices[index], Kind.I in gradients[index]
-        if weights is None:
-            stage = Stage(
-                index,
-                part,
-                needs_input_gradient=needs_input_gradient,
-                savings=savings,
-                compiled=compiled,
-            )
-        else:
-            stage = GatheredStage(
-                index,
-                part,
-                weights,
-                needs_input_gradient=needs_input_gradient,
-                savings=savings,
-            )
-        stages.append(stage)
+        part = slices[index]
+        how: dict[str, Any] = {
+            "needs_input_gradient": Kind.I in gradients[index],
+            "savings": savings,
+        }
+        stages.append(
+            Stage(index, part, compiled=compiled, **how)
+            if weights is None
+            else GatheredStage(index, part, weights, **how)
+        )
     return stages

@@ -8,7 +8,9 @@ With a divided optimizer (``shards``), each replica gets the sums of the weights
 bucket of one large matrix goes to one replica and leaves other links idle: such buckets wait for
 buckets of other owners, and travel with them.
 
-Rounding errors of a rank's contribution are added to its next one for the same weight.
+Rounding errors of a rank's contribution are added to its next one for the same weight (error
+feedback: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014). Nothing is lost for
+good, unless a gradient overflows.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.exchanges import Exchange
+from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sum_parts import parts_by_speed
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
-from shardmlx.engine.rounding_errors import RoundingErrors
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
@@ -256,3 +258,70 @@ def _in_buckets(items: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
         buckets[-1].append(item)
         room -= nbytes
     return buckets
+
+
+class RoundingErrors:
+    """The errors of one rank, an array in float32 for each weight that it has summed.
+
+    ``groups`` are the ranks that sum each weight, this one among them; without any, no errors are
+    kept. Checkpoints name an error ``WEIGHT.MEMBER``, by the rank's place in the group.
+    """
+
+    def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._errors: dict[str, mx.array] = {}
+
+    def take(self, sizes: Mapping[str, int]) -> mx.array | None:
+        """Return the errors of weights of these ``sizes`` in a row, for a sum to change; zeros at
+        first. The array is a copy, since a checkpoint may still refer to the original."""
+        if not self._groups:
+            return None
+        errors = new_buffer((sum(sizes.values()),), mx.float32)
+        buffer, start = buffer_of(errors), 0
+        for name, size in sizes.items():
+            stop = start + errors.itemsize * size
+            if name in self._errors:
+                buffer[start:stop] = buffer_of(self._errors.pop(name))
+            start = stop
+        return errors
+
+    def keep(self, sizes: Mapping[str, int], errors: mx.array | None) -> None:
+        """Keep the ``errors`` that a sum has left."""
+        if errors is not None:
+            ends = accumulate(sizes.values(), initial=0)
+            kept = [errors[start:stop] for start, stop in pairwise(ends)]
+            mx.eval(kept)
+            self._errors.update(zip(sizes, kept, strict=True))
+
+    def scale(self, ratio: float) -> None:
+        """Scale the errors for gradients ``ratio`` times as large."""
+        for name in self._errors:
+            self._errors[name] = self._errors[name] * ratio
+            mx.eval(self._errors[name])
+
+    def forget(self) -> None:
+        """Start again without errors."""
+        self._errors.clear()
+
+    def state(self) -> dict[str, mx.array]:
+        """Return the state for a checkpoint, in arrays that do not change."""
+        return {
+            f"{name}.{self._groups[name].index(self._rank)}": error
+            for name, error in self._errors.items()
+        }
+
+    def takes(self, key: str) -> bool:
+        """Tell whether this rank restores the error ``key``. If fewer ranks go on, some take the
+        errors of several: nothing is lost."""
+        name, _, member = key.rpartition(".")
+        group = self._groups.get(name, ())
+        return len(group) > 1 and group[int(member) % len(group)] == self._rank
+
+    def restore(self, key: str, error: mx.array) -> None:
+        """Add the error ``key`` of a checkpoint."""
+        name = key.rpartition(".")[0]
+        if name in self._errors:
+            error = self._errors[name] + error
+            mx.eval(error)
+        self._errors[name] = error

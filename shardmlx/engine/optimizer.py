@@ -1,8 +1,14 @@
-"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages."""
+"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages; LAMB and
+LARS beside them, and the factor of the loss.
+
+With LAMB and LARS each weight's step is in proportion to the weight. Batches are global, so more
+replicas need neither; a larger ``--batch-size`` may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -10,14 +16,25 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
-from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.engine import large_batch
+from shardmlx.config.checks import NO_SCALE, OPTIMIZERS
+from shardmlx.config.common_options import AUTO
 from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
+
+FIRST = 2.0**16
+"""Initial factor of a loss scale that adapts."""
+
+LEAST, MOST = 1.0, 2.0**24
+"""Limits of the factor: gradients that overflow without one overflow for another reason."""
+
+UPDATES_TO_GROW = 2000
+"""Updates without an overflow after which the factor is doubled."""
+
+Rate = float | Callable[[mx.array], mx.array]
 
 
 def build_optimizer(
@@ -38,9 +55,8 @@ def build_optimizer(
             "mlx.optimizers.schedulers and its arguments"
         ) from None
     try:
-        class_name = OPTIMIZERS[name].class_name
-        home = optim if hasattr(optim, class_name) else large_batch
-        made: optim.Optimizer = getattr(home, class_name)(learning_rate=rate, **config)
+        kinds = {**vars(optim), "LAMB": LAMB, "LARS": LARS}
+        made: optim.Optimizer = kinds[OPTIMIZERS[name].class_name](learning_rate=rate, **config)
         return made
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config {name}: {error}") from None
@@ -177,3 +193,135 @@ class Updater:
             else:
                 tree[key] = array
         self.optimizer.state = tree
+
+
+class LAMB(optim.Optimizer):
+    """Adam with decoupled decay, its step scaled by the norm of the weight (You et al.,
+    arXiv:1904.00962, algorithm 2, with the function of the norm that changes nothing)."""
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        """Make the two moments of a weight."""
+        state["m"] = mx.zeros_like(parameter)
+        state["v"] = mx.zeros_like(parameter)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
+    ) -> mx.array:
+        """Return an updated weight."""
+        b1, b2 = self.betas
+        state["m"] = m = b1 * state["m"] + (1 - b1) * gradient
+        state["v"] = v = b2 * state["v"] + (1 - b2) * mx.square(gradient)
+        c1 = (1 - b1**self.step).astype(gradient.dtype)
+        c2 = (1 - b2**self.step).astype(gradient.dtype)
+        update = (m / c1) / (mx.sqrt(v / c2) + self.eps) + self.weight_decay * parameter
+        rate = self.learning_rate.astype(gradient.dtype)
+        updated: mx.array = parameter - rate * _ratio(_norm(parameter), _norm(update)) * update
+        return updated
+
+
+class LARS(optim.Optimizer):
+    """SGD with momentum, the gradient of each weight scaled to a share of its norm (You et al.,
+    arXiv:1708.03888)."""
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        """Make the momentum of a weight."""
+        state["v"] = mx.zeros_like(parameter)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
+    ) -> mx.array:
+        """Return an updated weight."""
+        weight = _norm(parameter)
+        size = _norm(gradient) + self.weight_decay * weight + self.eps
+        share = _ratio(self.trust_coefficient * weight, size)
+        step = share * (gradient + self.weight_decay * parameter)
+        state["v"] = v = self.momentum * state["v"] + step
+        updated: mx.array = parameter - self.learning_rate.astype(gradient.dtype) * v
+        return updated
+
+
+def _norm(array: mx.array) -> mx.array:
+    """Return the Euclidean norm, in the array's type: row by row, because a CPU adds one number
+    after the other."""
+    squares = mx.square(array.astype(mx.float32)).sum(axis=-1).sum()
+    return mx.sqrt(squares).astype(array.dtype)
+
+
+def _ratio(above: mx.array, below: mx.array) -> mx.array:
+    """Return the ratio of two norms; 1 if one is 0, so that a weight of zeros learns."""
+    usable = (above > 0) & (below > 0)
+    return mx.where(usable, above / mx.where(usable, below, 1), 1).astype(above.dtype)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor of the loss, so that gradients too small for float16 are not lost; the same on all
+    ranks. If it ``adapts``, it follows the gradients.
+
+    Factors are powers of two, which can be undone without rounding (Micikevicius et al.,
+    arXiv:1710.03740).
+    """
+
+    factor: float = 1.0
+    adapts: bool = False
+    good: int = 0
+    """Updates since the factor last changed."""
+
+    @classmethod
+    def of(cls, option: float | str | None, dtype: str) -> LossScale:
+        """Return the loss scale of ``--loss-scale``, for activations of a type."""
+        if option is None:
+            option = AUTO if dtype == "float16" else NO_SCALE
+        if option == NO_SCALE:
+            return cls()
+        return cls(FIRST, adapts=True) if option == AUTO else cls(float(option))
+
+    def updated(self) -> None:
+        """Note that an update was made."""
+        self.good += 1
+        if self.adapts and self.good >= UPDATES_TO_GROW and self.factor < MOST:
+            self.factor, self.good = 2 * self.factor, 0
+
+    def overflowed(self) -> bool:
+        """Halve the factor, if that may help; return whether it was halved."""
+        if not self.adapts or self.factor <= LEAST:
+            return False
+        self.factor, self.good = self.factor / 2, 0
+        return True
+
+    def state(self) -> list[float]:
+        """Return the state for a checkpoint."""
+        return [self.factor, self.good]
+
+    def restore(self, state: list[float]) -> None:
+        """Restore ``state``; with another option the factor begins anew."""
+        if self.adapts:
+            self.factor, self.good = float(state[0]), int(state[1])

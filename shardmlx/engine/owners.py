@@ -125,7 +125,7 @@ def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> 
     owner: dict[Hashable, int] = {}
     for kind, size in sizes.most_common():
         of_room = in_room[room[kind]]
-        had = [(of_room[member] * evenly, taken[member]) for member in range(members)]
+        had = [(of_room[m] if evenly else 0, taken[m]) for m in range(members)]
         owner[kind] = had.index(min(had))
         of_room[owner[kind]] += size
         taken[owner[kind]] += size

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardmlx.engine.batches import Batches
-from shardmlx.engine.loss_scale import LossScale
+from shardmlx.engine.optimizer import LossScale
 from shardmlx.training.batch_feed import BatchFeed, Share
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss

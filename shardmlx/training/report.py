@@ -14,7 +14,7 @@ from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.costmodel.predict import predict, predict_memory
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.engine.step_meter import Meter, RankReport
+from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of

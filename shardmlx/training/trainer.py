@@ -22,8 +22,7 @@ from shardmlx.common.reporter import Bar
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
-from shardmlx.engine.step_meter import Meter
-from shardmlx.engine.trace import Span
+from shardmlx.engine.trace import Meter, Span
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE

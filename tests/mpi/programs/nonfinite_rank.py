@@ -18,7 +18,7 @@ import mlx.core as mx
 from shardmlx.checkpoint.store import Store
 from shardmlx.common.environment import launched_rank
 from shardmlx.engine.gradient_reducer import GradientReducer
-from shardmlx.engine.loss_scale import LossScale
+from shardmlx.engine.optimizer import LossScale
 from shardmlx.main import main
 
 norm = GradientReducer.norm

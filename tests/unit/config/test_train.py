@@ -119,10 +119,10 @@ def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
 def test_optimizers_and_their_settings_are_those_of_mlx_and_our_own() -> None:
     import mlx.optimizers as optim
 
-    from shardmlx.engine import large_batch
+    from shardmlx.engine import optimizer
 
     for name, facts in OPTIMIZERS.items():
-        cls = getattr(optim, facts.class_name, None) or getattr(large_batch, facts.class_name)
+        cls = getattr(optim, facts.class_name, None) or getattr(optimizer, facts.class_name)
         assert cls.__name__.lower() == name
         settings = set(inspect.signature(cls).parameters) - {"learning_rate"}
         assert set(facts.settings) == settings, name

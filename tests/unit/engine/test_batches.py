@@ -151,31 +151,6 @@ def test_from_any_place_the_same_batches_follow_as_if_nothing_had_been(left_afte
             assert np.array_equal(ours.spans, theirs.spans)
 
 
-def test_a_place_is_taken_as_it_was_whatever_is_drawn_afterwards() -> None:
-    loop = _Loop()
-    for step in range(4):
-        loop.step(step)
-    state = loop.state()
-    later = [batch.tokens for step in range(4, 12) for batch in loop.step(step)]
-    again = _Loop()
-    again.restore(state)
-    ours = [batch.tokens for step in range(4, 12) for batch in again.step(step)]
-    assert all(np.array_equal(a, b) for a, b in zip(ours, later, strict=True))
-
-
-@pytest.mark.parametrize("taken", range(6))
-def test_the_place_in_a_single_pass_is_kept_up_to_its_end(taken: int) -> None:
-    samples = samples_of(10, seed=1)
-    passed = Batches(samples, 2, 64, np.random.RandomState(SEED))
-    for _ in range(taken):
-        next(passed)
-    again = Batches(samples, 2, 64, np.random.RandomState(SEED))
-    again.go_to(passed.position())
-    left = [batch.tokens for batch in passed]
-    assert len(left) == 5 - taken
-    assert all(np.array_equal(a.tokens, b) for a, b in zip(again, left, strict=True))
-
-
 def test_the_state_of_a_generator_survives_its_text() -> None:
     random, again = np.random.RandomState(3), np.random.RandomState(4)
     random.standard_normal()  # keeps the second of two for the next call
@@ -183,30 +158,6 @@ def test_the_state_of_a_generator_survives_its_text() -> None:
     set_random_state(again, json.loads(json.dumps(random_state(random))))
     assert random.standard_normal(9).tolist() == again.standard_normal(9).tolist()
     assert random.permutation(99).tolist() == again.permutation(99).tolist()
-
-
-def test_what_fills_no_batch_is_left_out() -> None:
-    samples = samples_of(5, seed=1)
-    batches = list(Batches(samples, 2, 2048, np.random.RandomState(0)))
-    first_tokens = sorted(int(batch.tokens[row, 0]) for batch in batches for row in (0, 1))
-    assert first_tokens == sorted(tokens[0] for tokens, _ in samples[:4])
-
-
-def test_a_batch_is_padded_to_one_more_than_a_multiple_of_32() -> None:
-    widths = {
-        length: make_batch([([1] * length, 0)], 2048).tokens.shape[1]
-        for length in (1, 31, 32, 33, 64, 65)
-    }
-    assert widths == {1: 33, 31: 33, 32: 33, 33: 65, 64: 65, 65: 97}
-
-
-def test_a_batch_is_cut_at_the_longest_sequence_allowed() -> None:
-    batch = make_batch([(list(range(1, 60)), 3), ([1, 2], 0)], max_seq_length=40)
-    assert batch.tokens.shape == (2, 40)
-    assert batch.tokens[0].tolist() == list(range(1, 41))
-    assert batch.spans.tolist() == [[3, 40], [0, 2]]
-    assert batch.shape == (2, 39)
-    assert batch.first_row == 0
 
 
 class _Uniform:
@@ -224,12 +175,6 @@ def test_valid_tokens_are_those_that_the_loss_of_mlx_lm_counts(
     batch = make_batch(samples_of(5, seed), max_seq_length)
     _, tokens = default_loss(_Uniform(), mx.array(batch.tokens), mx.array(batch.spans))
     assert batch.valid_tokens == tokens.item()
-
-
-def test_a_batch_of_prompts_alone_counts_nothing() -> None:
-    batch = make_batch([(list(range(1, 41)), 40)], max_seq_length=20)
-    _, tokens = default_loss(_Uniform(), mx.array(batch.tokens), mx.array(batch.spans))
-    assert batch.valid_tokens == tokens.item() == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -266,11 +211,6 @@ def test_micro_batches_cover_every_row_once_in_order(
 
 def _end(part: MicroBatch) -> int:
     return part.first_row + len(part.tokens)
-
-
-def test_the_last_micro_batch_may_be_smaller() -> None:
-    parts = split(random_batch(14), dp=2, replica=1, micro_batch_size=3)
-    assert [(part.first_row, len(part.tokens)) for part in parts] == [(7, 3), (10, 3), (13, 1)]
 
 
 def test_padding_that_no_row_of_a_micro_batch_needs_is_trimmed() -> None:

@@ -6,11 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.optimizer import (
+    FIRST,
+    LAMB,
+    LARS,
+    LEAST,
+    MOST,
+    UPDATES_TO_GROW,
+    LossScale,
+    Updater,
+    build_optimizer,
+)
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
 from shardmlx.models.slice import Slice
@@ -209,12 +220,6 @@ def test_float32_weights_have_no_copies() -> None:
     assert not any(name.endswith(".master") for name in run.updater.state())
 
 
-def test_an_update_uses_the_gradients_up() -> None:
-    run = _Run("adam")
-    run.update(0)
-    assert not any(stage.gradients for stage in run.stages)
-
-
 @pytest.mark.parametrize(
     ("schedule", "settings", "message"),
     [
@@ -228,7 +233,7 @@ def test_what_makes_no_optimizer_is_named(
 ) -> None:
     with pytest.raises(UserError) as refused:
         build_optimizer("adam", 1e-3, schedule, settings)
-    assert str(refused.value).startswith(message)
+    assert message in refused.value.problem
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
@@ -239,3 +244,99 @@ def test_a_layer_of_a_text_model_in_a_wrapper_is_one_layer_too(prefix: str) -> N
         f"{prefix}model.layers.1",
         f"{prefix}model.layers.11",
     ]
+
+
+# LAMB and LARS, beside what timm 1.0.31 computes from the same weights and gradients.
+
+
+MADE_BY_TIMM: dict[str, tuple[optim.Optimizer, list[Any]]] = {
+    "lamb": (
+        LAMB(0.1, weight_decay=0.01),
+        [
+            [
+                [-0.512867, 2.024731, 0.223458, 1.082709],
+                [-0.421319, 0.337421, 0.343462, 1.214337],
+                [0.000689, -2.405898, -0.53541, 0.558664],
+            ],
+            [-0.125688, 0.523285, -0.02693, -1.369928],
+        ],
+    ),
+    "lars": (
+        LARS(10.0, weight_decay=0.01),
+        [
+            [
+                [-0.205937, 2.0564, 0.284757, 1.278643],
+                [-0.198144, -0.003872, 0.701516, 0.850404],
+                [-0.106932, -2.365513, -0.197045, 0.663182],
+            ],
+            [-0.004047, 0.469579, 0.225591, -1.422638],
+        ],
+    ),
+}
+"""With ``always_adapt``, and for Lamb without ``max_grad_norm``: weights after three steps."""
+
+
+def numbers(seed: int) -> dict[str, mx.array]:
+    random = np.random.RandomState(seed)
+    shapes = {"matrix": (3, 4), "vector": (4,)}
+    return {
+        name: mx.array(random.standard_normal(shape).astype(np.float32))
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("name", MADE_BY_TIMM)
+def test_weights_are_those_of_timm(name: str) -> None:
+    optimizer, expected = MADE_BY_TIMM[name]
+    weights = numbers(99)
+    for step in range(3):
+        weights = optimizer.apply_gradients(numbers(step), weights)
+    for weight, known in zip(weights.values(), expected, strict=True):
+        assert np.allclose(np.array(weight), known, atol=2e-6)
+
+
+@pytest.mark.parametrize("make", [LAMB, LARS])
+def test_weights_of_zeros_learn(make: type[optim.Optimizer]) -> None:
+    weights = {"bias": mx.zeros(3)}
+    updated = make(learning_rate=0.1).apply_gradients({"bias": mx.ones(3)}, weights)["bias"]
+    assert mx.all(updated < 0).item()
+    assert mx.all(mx.isfinite(updated)).item()
+
+
+# The factor of the loss: found by itself, or given.
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype", "factor", "adapts"),
+    [
+        (None, "float16", FIRST, True),
+        (None, "bfloat16", 1.0, False),
+        ("auto", "float32", FIRST, True),
+        ("none", "float16", 1.0, False),
+        (0.25, "bfloat16", 0.25, False),
+    ],
+)
+def test_an_option_and_a_type_decide_the_factor(
+    option: float | str | None, dtype: str, factor: float, adapts: bool
+) -> None:
+    scale = LossScale.of(option, dtype)
+    assert scale == LossScale(factor, adapts)
+    assert scale.overflowed() is adapts
+    assert scale.factor == (factor / 2 if adapts else factor)
+
+
+def test_the_factor_doubles_after_many_updates_since_an_overflow_within_its_limits() -> None:
+    scale = LossScale(FIRST, adapts=True, good=UPDATES_TO_GROW - 1)
+    assert scale.overflowed()
+    for _ in range(UPDATES_TO_GROW - 1):
+        scale.updated()
+    assert scale.factor == FIRST / 2
+    again = LossScale.of("auto", "float16")
+    again.restore(scale.state())
+    for each in (scale, again):
+        each.updated()
+        assert (each.factor, each.good) == (FIRST, 0)
+    assert not LossScale(LEAST, adapts=True).overflowed(), "the gradient itself is not finite"
+    most = LossScale(MOST, adapts=True, good=UPDATES_TO_GROW)
+    most.updated()
+    assert most.factor == MOST

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from shardmlx.engine.trace import Event, RankTimes, Recorder, Span, rank_times, write_chrome_trace
 
 MESSAGE = (1, 0, 7)
@@ -39,12 +37,6 @@ def test_waiting_for_a_message_is_idle_until_it_is_sent_and_communication_from_t
     assert result.idle_seconds == 4.0
 
 
-def test_a_message_sent_before_the_wait_exposes_the_whole_wait() -> None:
-    sender = [Event(Span.SEND, "0SEND_F0", 0.5, 0.5, MESSAGE)]
-    receiver = [Event(Span.RECEIVE, "1RECV_F0", 1.0, 3.0, MESSAGE)]
-    assert rank_times([sender, receiver], [0.0, 0.0])[1].exposed_comm_seconds == 2.0
-
-
 def test_the_clocks_of_ranks_are_brought_together() -> None:
     """Rank 1's clock shows 100 s more."""
     sender = [Event(Span.SEND, "0SEND_F0", 4.0, 4.0, MESSAGE)]
@@ -73,15 +65,6 @@ def test_clocks_that_do_not_quite_agree_make_no_negative_time() -> None:
     assert over.bubble == 0.0
 
 
-def test_no_steps_make_no_bubble() -> None:
-    assert times() == RankTimes(0.0, 0.0, 0.0)
-    assert times().bubble == 0.0
-
-
-def test_the_mean_of_steps() -> None:
-    assert RankTimes(8.0, 4.0, 2.0).mean(4) == RankTimes(2.0, 1.0, 0.5)
-
-
 def test_a_recorder_hands_its_events_over_and_starts_anew() -> None:
     recorder = Recorder()
     with recorder.span(Span.COMPUTE, "0F0"):
@@ -95,13 +78,6 @@ def test_a_recorder_hands_its_events_over_and_starts_anew() -> None:
     assert recorder.take() == []
 
 
-def test_what_failed_is_not_recorded() -> None:
-    recorder = Recorder()
-    with pytest.raises(RuntimeError), recorder.span(Span.COMPUTE, "0F0"):
-        raise RuntimeError
-    assert recorder.take() == []
-
-
 def test_the_trace_is_in_the_format_of_chrome_with_one_process_a_rank(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     events = [
@@ -111,31 +87,16 @@ def test_the_trace_is_in_the_format_of_chrome_with_one_process_a_rank(tmp_path: 
         (1, Event(Span.RECEIVE, "1RECV_F0", 101.25, 101.5, MESSAGE)),
     ]
 
-    write_chrome_trace(path, events, [0.0, -100.0], {0: "rank 0 on mini", 1: "rank 1 on studio"})
+    names = ["rank 0 on mini", "rank 1 on studio"]
+    write_chrome_trace(path, events, [0.0, -100.0], dict(enumerate(names)))
 
-    assert json.loads(path.read_text()) == {
-        "displayTimeUnit": "ms",
-        "traceEvents": [
-            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0 on mini"}},
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "rank 1 on studio"}},
-            _complete(0, 0, "step 1", "step", 1e6, 5e5),
-            _complete(0, 1, "0F0", "compute", 1e6, 2.5e5),
-            _complete(0, 2, "0SEND_F0", "send", 1.25e6, 0.0),
-            _complete(1, 1, "1RECV_F0", "receive", 1.25e6, 2.5e5),
-        ],
-    }
-
-
-def _complete(
-    rank: int, row: int, name: str, category: str, start: float, duration: float
-) -> dict[str, object]:
-    """A complete event, in microseconds: Chrome's Trace Event Format, "Complete Events"."""
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": row,
-        "name": name,
-        "cat": category,
-        "ts": start,
-        "dur": duration,
-    }
+    first, second, *found = json.loads(path.read_text())["traceEvents"]
+    assert [each["args"]["name"] for each in (first, second)] == names
+    keys = ("pid", "tid", "name", "cat", "ts", "dur")
+    assert {each["ph"] for each in found} == {"X"}
+    assert [tuple(each[key] for key in keys) for each in found] == [
+        (0, 0, "step 1", "step", 1e6, 5e5),
+        (0, 1, "0F0", "compute", 1e6, 2.5e5),
+        (0, 2, "0SEND_F0", "send", 1.25e6, 0.0),
+        (1, 1, "1RECV_F0", "receive", 1.25e6, 2.5e5),
+    ]
