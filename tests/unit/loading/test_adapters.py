@@ -131,8 +131,6 @@ def test_training_goes_on_from_a_lora_of_peft_with_another_scale(
         ({"use_dora": True}, "DoRA"),
         ({"use_qalora": True}, "use_qalora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"lora_alpha": "many"}, "many"),

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters, cut, load_lazily
+from shardmlx.loading.build import build_model, count_parameters, cut
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
@@ -111,12 +111,9 @@ def test_a_slice_holds_its_own_tensors_in_memory_and_no_others(
     assert grown < sum(array.nbytes for _, array in tree_flatten(model.parameters())) / 1.5
 
 
-@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (3, 4)])
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count bytes read")
-def test_a_slice_reads_its_own_bytes_from_disk_and_no_others(
-    model_dir: Path, layers: tuple[int, int]
-) -> None:
-    (part,) = cut(build(model_dir, fine_tune_type="full"), [layers])
+def test_a_slice_reads_its_own_bytes_from_disk_and_no_others(model_dir: Path) -> None:
+    (part,) = cut(build(model_dir, fine_tune_type="full"), [(1, 3)])
     grown = growth(part.load, bytes_read)
     assert part.nbytes <= grown < part.nbytes + 10_000
 
@@ -161,10 +158,16 @@ def test_loaded_weights_are_those_of_the_files(model_dir: Path) -> None:
 # What is trained, and where it starts from.
 
 
-@pytest.mark.parametrize("ranges", CUTS, ids=str)
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("fine_tune_type", ["lora", "dora"])
-@pytest.mark.parametrize("family", ["llama", "quantised qwen2"])
+@pytest.mark.parametrize(
+    ("family", "fine_tune_type", "seed", "ranges"),
+    [
+        *(("llama", "lora", 7, ranges) for ranges in CUTS),
+        ("llama", "dora", 0, CUTS[1]),
+        ("quantised qwen2", "lora", 0, CUTS[2]),
+        ("quantised qwen2", "dora", 7, CUTS[0]),
+    ],
+    ids=str,
+)
 def test_adapters_start_as_those_of_mlx_lm_whatever_the_cut(
     model_dir: Path,
     quantised_dir: Path,
@@ -188,12 +191,6 @@ def test_adapters_start_as_those_of_mlx_lm_whatever_the_cut(
     assert ours.keys() == expected.keys()
     assert all(ours[name].dtype == expected[name].dtype for name in expected)
     assert all(mx.array_equal(ours[name], expected[name]) for name in expected)
-
-
-def test_another_seed_starts_from_other_adapters(model_dir: Path) -> None:
-    a, b = (cut(build(model_dir, seed=seed), [(3, 4)])[0] for seed in (0, 1))
-    name = "model.layers.3.self_attn.q_proj.lora_a"
-    assert not mx.array_equal(a[name], b[name])
 
 
 @pytest.mark.parametrize(("num_layers", "trained"), [(1, {3}), (3, {1, 2, 3}), (-1, {0, 1, 2, 3})])
@@ -246,16 +243,13 @@ def test_parameters_are_counted_as_mlx_lm_counts_them(quantised_dir: Path) -> No
     assert count.total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
 
 
-@pytest.mark.parametrize("ranges", CUTS, ids=str)
-def test_training_goes_on_from_a_file(
-    model_dir: Path, tmp_path: Path, ranges: list[tuple[int, int]]
-) -> None:
+def test_training_goes_on_from_a_file(model_dir: Path, tmp_path: Path) -> None:
     before = dict(tree_flatten(build(model_dir).trainable_parameters()))
     weights = {name: mx.random.normal(array.shape) for name, array in before.items()}
     file = tmp_path / "adapters.safetensors"
     mx.save_safetensors(str(file), weights)
 
-    for part in cut(build(model_dir, resume_adapter_file=str(file)), ranges):
+    for part in cut(build(model_dir, resume_adapter_file=str(file)), CUTS[2]):
         part.load()
         assert all(mx.array_equal(part[name], weights[name]) for name in part.trainable)
 
@@ -310,184 +304,111 @@ def test_a_test_without_adapters_takes_the_model_as_it_is(model_dir: Path) -> No
 # Errors, each in one line.
 
 
-def broken(model_dir: Path, path: Path, **files: bytes | None) -> Path:
-    """A copy of the model in which some files have other content, or are missing."""
-    path.mkdir(exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        content = files.get(name.split(".")[0], (model_dir / name).read_bytes())
-        if content is not None:
-            (path / name).write_bytes(content)
-    return path
-
-
-def test_a_model_without_config(model_dir: Path, tmp_path: Path) -> None:
-    assert error_of(broken(model_dir, tmp_path, config=None)) == (
-        f"model directory {tmp_path} has no config.json: point --model at a directory in the "
-        "Hugging Face layout"
-    )
+def cut_short(content: bytes) -> bytes:
+    return content[:-1000]
 
 
 @pytest.mark.parametrize(
-    ("content", "remedy"),
+    ("name", "content", "named"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (b"\xef\xbb\xbf{}", "UTF-8"),
-        (b"", "copy it again"),
-        (b"\xff\xfe", "copy it again"),
-        (b"[]", "copy it again"),
+        ("config.json", None, "config.json"),
+        ("config.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs"),
+        ("config.json", b"\xef\xbb\xbf{}", "config.json"),
+        ("config.json", b"", "config.json"),
+        ("config.json", b"\xff\xfe", "config.json"),
+        ("config.json", b"[]", "config.json"),
+        ("generation_config.json", b"[1]", "generation_config.json"),
+        ("generation_config.json", b"3", "generation_config.json"),
+        ("model.safetensors", None, "model*.safetensors"),
+        ("model.safetensors", cut_short, "1000 bytes are missing"),
+        ("config.json", lambda text: text.replace(b": 64", b": 65"), "Expected shape (65, 96)"),
     ],
 )
-def test_a_config_that_is_none(
-    content: bytes, remedy: str, model_dir: Path, tmp_path: Path
+def test_a_broken_file_of_a_model_is_named(
+    name: str, content: Any, named: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    message = error_of(broken(model_dir, tmp_path, config=content))
-    assert str(tmp_path / "config.json") in message
-    assert remedy in message
-
-
-@pytest.mark.parametrize("content", ["[1]", "3"])
-def test_ends_of_texts_that_cannot_be_read(content: str, model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(UserError) as caught:
-        load_lazily(tmp_path)
-    assert str(tmp_path / "generation_config.json") in caught.value.problem
-
-
-def test_a_model_without_weights(model_dir: Path, tmp_path: Path) -> None:
-    assert f"{tmp_path} has no model*.safetensors" in error_of(
-        broken(model_dir, tmp_path, model=None)
-    )
-
-
-def test_a_truncated_file(model_dir: Path, tmp_path: Path) -> None:
-    content = (model_dir / "model.safetensors").read_bytes()
-    message = error_of(broken(model_dir, tmp_path, model=content[:-1000]))
-    assert message.startswith(
-        f"{tmp_path}/model.safetensors is truncated: 1000 bytes are missing, from tensor "
-    )
-    assert message.endswith(" on: copy or download it again")
+    file = tmp_path / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content(file.read_bytes()) if callable(content) else content)
+    message = error_of(tmp_path)
+    assert str(tmp_path) in message
+    assert named in message
 
 
 def test_a_model_that_lacks_a_tensor(model_dir: Path, tmp_path: Path) -> None:
-    broken(model_dir, tmp_path)
-    weights = mx.load(str(tmp_path / "model.safetensors"))
-    assert isinstance(weights, dict)
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    weights: Any = mx.load(str(tmp_path / "model.safetensors"))
     del weights["model.norm.weight"]
     mx.eval(weights)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    assert error_of(tmp_path) == (
-        f"{tmp_path}: mlx-lm cannot build this model: Missing 1 parameters: model.norm.weight."
-    )
-
-
-def test_a_config_that_does_not_fit_the_tensors(model_dir: Path, tmp_path: Path) -> None:
-    config = json.loads((model_dir / "config.json").read_text())
-    content = json.dumps({**config, "intermediate_size": 65}).encode()
-    assert error_of(broken(model_dir, tmp_path, config=content)).startswith(
-        f"{tmp_path}: mlx-lm cannot build this model: Expected shape (65, 96) but received shape "
-        "(64, 96) for parameter model.layers.0.mlp."
-    )
+    assert "model.norm.weight" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
 def test_more_layers_to_train_than_there_are(model_dir: Path, fine_tune_type: str) -> None:
-    assert error_of(model_dir, num_layers=5, fine_tune_type=fine_tune_type) == (
-        "--num-layers 5: the model has 4 layers; -1 trains all of them"
-    )
+    assert "--num-layers 5" in error_of(model_dir, num_layers=5, fine_tune_type=fine_tune_type)
 
 
-def test_adapters_that_mlx_lm_cannot_make(tmp_path: Path) -> None:
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")
+def test_adapters_and_types_of_experts_that_there_are_not_are_refused(tmp_path: Path) -> None:
     save_model_directory(tmp_path, tiny_config("mixtral", layers=2))
-    assert error_of(tmp_path, fine_tune_type="dora", num_layers=1) == (
-        "dora: SwitchLinear doesn't support DoRA yet."
-    )
-
-
-def test_a_file_to_go_on_from_that_is_not_there(model_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "adapters.safetensors"
-    assert error_of(model_dir, resume_adapter_file=str(file)) == (
-        f"--resume-adapter-file {file}: there is no such file"
-    )
-
-
-def test_a_file_to_go_on_from_that_is_truncated(model_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "adapters.safetensors"
-    file.write_bytes((model_dir / "model.safetensors").read_bytes()[:100])
-    assert error_of(model_dir, resume_adapter_file=str(file)).startswith(
-        f"--resume-adapter-file {file}: [load_safetensors] The JSON header is "
-    )
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
-def test_a_file_to_go_on_from_that_holds_something_else(
-    model_dir: Path, tmp_path: Path, suffix: str
-) -> None:
-    file = tmp_path / f"adapters.{suffix}"
-    if suffix == "npy":
-        mx.save(str(file), mx.ones(3))
-    else:
-        mx.save_safetensors(str(file), {"transformer.h.0.weight": mx.ones(3)})
-    assert error_of(model_dir, resume_adapter_file=str(file)) == (
-        f"--resume-adapter-file {file}: it holds no weight of this model"
-    )
-
-
-def test_a_file_to_go_on_from_that_was_made_with_another_rank(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    file = f"{adapters(tmp_path / 'adapters', model_dir, rank=8)}/adapters.safetensors"
-    message = error_of(model_dir, resume_adapter_file=file)
-    assert message.startswith(f"--resume-adapter-file {file}: model.layers.")
-    assert ": use the model and lora_parameters that it was made with" in message
+    assert "DoRA" in error_of(tmp_path, fine_tune_type="dora", num_layers=1)
+    message = error_of(tmp_path, fine_tune_type="full", num_layers=1, dtype="bfloat16")
+    assert "--dtype float32" in message
 
 
 @pytest.mark.parametrize(
-    ("spoil", "complaint"),
+    ("content", "named"),
     [
-        (lambda path: (path / "adapter_config.json").unlink(), "No such file or directory"),
-        (lambda path: (path / "adapter_config.json").write_text("{"), "Expecting property name"),
-        (lambda path: (path / "adapter_config.json").write_text("[]"), "no JSON object"),
-        (lambda path: (path / "adapter_config.json").write_text("{}"), "num_layers is None"),
-        (lambda path: (path / "adapters.safetensors").write_text("{}"), "Unable to read"),
+        (None, "no such file"),
+        (b"cut off" * 9, ""),
+        ({"transformer.h.0.weight": (3,)}, "no weight of this model"),
+        ({"model.layers.3.self_attn.q_proj.lora_a": (96, 8)}, "q_proj.lora_a"),
     ],
 )
+def test_a_file_to_go_on_from_that_does_not_fit_is_named(
+    content: Any, named: str, model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "adapters.safetensors"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        arrays = {name: mx.ones(shape) for name, shape in content.items()}
+        mx.save_safetensors(str(file), arrays)
+    message = error_of(model_dir, resume_adapter_file=str(file))
+    assert f"--resume-adapter-file {file}" in message
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("adapter_config.json", None), ("adapter_config.json", "{"), ("adapters.safetensors", "{}")],
+)
 def test_adapters_to_test_that_cannot_be_read(
-    model_dir: Path, tmp_path: Path, spoil: Callable[[Path], object], complaint: str
+    model_dir: Path, tmp_path: Path, name: str, content: str | None
 ) -> None:
     path = adapters(tmp_path / "adapters", model_dir)
-    spoil(tmp_path / "adapters")
+    file = tmp_path / "adapters" / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
     message = error_of(model_dir, test=True, adapter_path=path)
-    assert message.startswith(f"--adapter-path {path} holds no adapters of this model: ")
-    assert complaint in message
-    assert message.endswith('; use --adapter-path "" to test the model without')
+    assert f"--adapter-path {path}" in message
+    assert '--adapter-path ""' in message
 
 
-def test_a_file_of_adapters_to_test_is_told_its_directory(model_dir: Path, tmp_path: Path) -> None:
-    adapters(tmp_path / "adapters", model_dir)
-    file = tmp_path / "adapters" / "adapters.safetensors"
-    message = error_of(model_dir, test=True, adapter_path=str(file))
-    assert message.startswith(f"--adapter-path {file} is a file")
-    assert message.endswith(str(tmp_path / "adapters"))
-
-
-def test_adapters_to_test_of_another_model(
+def test_adapters_to_test_of_another_model_or_a_file_are_refused(
     model_dir: Path, quantised_dir: Path, tmp_path: Path
 ) -> None:
     path = adapters(tmp_path / "adapters", quantised_dir)
     message = error_of(model_dir, test=True, adapter_path=path)
     assert "has the shape (64, 4), in this model (96, 4)" in message
-
-
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU computes with them")
-def test_experts_that_a_cpu_cannot_compute_with_are_refused_before_they_are_read(
-    tmp_path: Path,
-) -> None:
-    save_model_directory(tmp_path, tiny_config("mixtral", layers=2))
-    assert error_of(tmp_path, fine_tune_type="full", num_layers=1, dtype="bfloat16") == (
-        "the experts of this model are in bfloat16, with which MLX cannot compute on a CPU: "
-        "use --dtype float32"
-    )
+    file = f"{path}/adapters.safetensors"
+    assert f"--adapter-path {file}" in error_of(model_dir, test=True, adapter_path=file)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "cohere", "olmo2"])
@@ -498,12 +419,6 @@ def test_a_spare_lm_head_is_passed_over_by_every_family(family: str, tmp_path: P
     spare = {"lm_head.weight": mx.ones((config["vocab_size"], config["hidden_size"]))}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | spare)
     assert "lm_head.weight" not in dict(tree_flatten(build(tmp_path).parameters()))
-
-
-def test_a_head_that_config_json_does_not_tie_is_not_passed_over(tmp_path: Path) -> None:
-    model = save_model_directory(tmp_path, CONFIGS["gemma"] | {"tie_word_embeddings": False})
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(
-        str(tmp_path / "model.safetensors"), weights | {"lm_head.weight": mx.ones(3)}
-    )
-    assert "lm_head.weight" in error_of(tmp_path)
+    if family == "gemma":
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        assert "lm_head.weight" in error_of(tmp_path)

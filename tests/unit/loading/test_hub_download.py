@@ -16,22 +16,9 @@ from tests.helpers.hub_server import File, Hub, serve, text_file
 from tests.helpers.undeclared_configs import UNDECLARED
 
 
-def test_a_directory_is_its_own_place(tmp_path: Path) -> None:
-    assert find_model(str(tmp_path)) == tmp_path
-
-
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    with pytest.raises(UserError, match=r"is a file: name the directory that holds config\.json"):
-        find_model(str(tmp_path / "config.json"))
-
-
-def test_a_path_that_is_no_repository_either() -> None:
-    with pytest.raises(UserError, match="no directory no/such/model here, and it is no Hugging"):
-        find_model("no/such/model")
-
-
-def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_its_own_place_and_what_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -39,12 +26,17 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch
         raise LocalEntryNotFoundError("no connection\nsee the log")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError) as error:
-        find_model("someone/something")
-    assert str(error.value) == (
-        "there is no directory someone/something here, and the hub does not give "
-        "someone/something: no connection: try again"
-    )
+    assert find_model(str(tmp_path)) == tmp_path
+    (tmp_path / "config.json").touch()
+    for name, revision, named in (
+        (str(tmp_path / "config.json"), None, "is a file"),
+        ("no/such/model", None, "no/such/model"),
+        ("someone/something", None, "no connection"),
+        (str(tmp_path), "v1.0", "--revision v1.0"),
+    ):
+        with pytest.raises(UserError) as error:
+            find_model(name, revision)
+        assert named in error.value.problem
 
 
 def test_a_revision_is_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,12 +51,6 @@ def test_a_revision_is_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("me/tiny", "v1.0") == tmp_path
     assert asked == [("me/tiny", "v1.0")]
-
-
-def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        find_model(str(tmp_path), "v1.0")
-    assert str(error.value) == f"--revision v1.0 of {tmp_path}, which is here: leave it out"
 
 
 def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,11 +213,7 @@ def test_another_model_in_the_same_place_is_not_taken_for_it(
 
     assert run(lambda transport: work(transport, "auto"), 2) == [True, True]
     assert f"what is in {other} differs from rank 0's" in capsys.readouterr().out
-    with pytest.raises(
-        AgreedError,
-        match=f"^rank 1 on localhost lacks --model .*: what is in {other} differs from rank 0's: "
-        "copy it there, or let the rank have it from rank 0 with --weights auto$",
-    ):
+    with pytest.raises(AgreedError, match=f"rank 1 .* {other} .*--weights auto"):
         run(lambda transport: work(transport, "local"), 2)
 
 
@@ -345,11 +341,7 @@ def test_a_cache_that_another_run_fills_is_refused(llama: Path, kept: Path, tmp_
 
 def test_a_cache_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError,
-        match=r"^rank 1 on localhost cannot keep its part of --model .*: (Not a directory|File "
-        "exists): name a directory that it may write to with --weight-cache$",
-    ):
+    with pytest.raises(UserError, match=r"^rank 1 on localhost .*--weight-cache"):
         run(lambda t: load(t, llama, (1, 3), cache=tmp_path / "file"), 2)
 
 
